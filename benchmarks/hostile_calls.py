@@ -69,7 +69,7 @@ async def send_bad_messages(service: BatonService, rng: random.Random) -> list[A
     drawn = rng.sample(cases, 12)
     answers = [Answer.of(str(case), await _generate(service, case.message), case.code) for case in drawn]
     state = service.state()
-    async with _channel(state.operator_address) as channel:
+    async with _channel(state.addresses.operator) as channel:
         for what, (method, order) in _ORDERS.items():
             call = channel.unary_stream(f"/baton.v1.Cluster/{method}", bytes, bytes)
             end = await _end_of(call(order, timeout=_TIMEOUT_S, metadata=_token(service)))

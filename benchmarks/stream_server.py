@@ -121,7 +121,7 @@ async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds
 
 async def _gateway(address: str) -> None:
     actor = GatewayActor(GatewayConfig(address).to_json())
-    await _serve(json.loads(await actor.start())["http_address"])
+    await _serve(json.loads(await actor.start())["http"])
     await actor.stop()
 
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens is not None:
         options["max_tokens"] = args.max_tokens
     messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
-    with explained(state), Client(state.client_address) as client:
+    with explained(state), Client(state.addresses.local) as client:
         while said := _ask():
             messages.append({"role": "user", "content": said})
             try:

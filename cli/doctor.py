@@ -114,7 +114,7 @@ class Live:
     def http_address(self) -> str:
         """Returns the gateway's address; "" without a gateway, and where its clients must show a certificate."""
         wants_certificate = self.state.tls is not None and self.state.tls.client_ca is not None
-        return "" if wants_certificate else self.state.http_address
+        return "" if wants_certificate else self.state.addresses.http
 
     def fetch(self, path: str) -> tuple[bytes, str]:
         """Returns a page of the gateway, and its Date. Over TLS only its own certificate is good. Raises OSError."""
@@ -128,7 +128,7 @@ class Live:
 
     def ask(self, api_key: str | None = None) -> Completion:
         """Sends the prompt, which is drawn for this command, as any client would. Raises BatonError."""
-        with Client(self.state.client_address, timeout_s=TIMEOUT_S, api_key=api_key) as client:
+        with Client(self.state.addresses.local, timeout_s=TIMEOUT_S, api_key=api_key) as client:
             return client.generate(self._prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
     @cached_property
@@ -173,13 +173,13 @@ def check_books(live: Live) -> Finding:
 def check_ports(live: Live) -> Finding:
     """Calls the clients' ports; the operator's has answered before. Raises BatonError or OSError."""
     state = live.state
-    with Client(state.client_address, timeout_s=TIMEOUT_S) as client:
+    with Client(state.addresses.local, timeout_s=TIMEOUT_S) as client:
         client.list_models()
     if live.http_address:
         live.fetch("/ready")
-    addresses = {"gRPC": state.address, "HTTP": live.http_address, "operator": state.operator_address}
+    addresses = {"gRPC": state.addresses.public, "HTTP": live.http_address, "operator": state.addresses.operator}
     told = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
-    if ip_address(state.address.rpartition(":")[0]).is_loopback:
+    if ip_address(state.addresses.public.rpartition(":")[0]).is_loopback:
         return ok(f"{told}: all answer, on this machine only")
     return ok(f"{told}: all answer; other machines reach gRPC (docs/security.md)")
 

@@ -3,6 +3,7 @@
 import argparse
 
 from cli.command import Subparsers, add_command
+from deploy.deadlines import ORDER_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from wire.pb import cluster_pb2
 
@@ -11,7 +12,6 @@ Takes a worker, or a node with all its workers, out of the cluster. A worker get
 over its own, and ends; its pool is smaller afterwards. A node stays until the prompts that it holds are fetched
 elsewhere and blocks that only it has are in Redis or files, at most `worker.drain_grace_s`. Returns when all of it is
 gone."""
-TIMEOUT_S = 600.0
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -23,6 +23,6 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     request = cluster_pb2.DrainRequest(worker_id=args.worker)
-    call_operator(find_cluster(args.name), "Drain", request, TIMEOUT_S)
+    call_operator(find_cluster(args.name), "Drain", request, ORDER_IN_COMMAND_S)
     print(f"{args.worker} is gone")
     return 0

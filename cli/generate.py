@@ -64,7 +64,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompt, options = read_prompt(args), read_options(args)
-    # A request that no message can hold is told before a cluster is looked for.
+    # A request that no message can hold is refused before a cluster is looked for.
     if make_request(prompt, options).ByteSize() > MAX_MESSAGE_BYTES:
         raise InvalidRequest("prompt", TOO_LONG)
     state = find_cluster(args.name)
@@ -114,7 +114,7 @@ def read_timeout(text: str) -> float:
 
 
 def read_options(args: argparse.Namespace) -> Options:
-    """Takes the given flags, and greedy sampling unless told otherwise. The server checks their ranges."""
+    """Takes the given flags, and greedy sampling unless the flags say otherwise. The server checks their ranges."""
     if len(args.stop) > MAX_STOPS:
         raise InvalidRequest("stop", f"at most {MAX_STOPS} strings")
     given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
@@ -124,7 +124,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 
 def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
-    with Client(state.client_address) as client, client.stream(prompt, **options) as stream:
+    with Client(state.addresses.local) as client, client.stream(prompt, **options) as stream:
         for chunk in stream:
             if is_shown and chunk.index == 0:
                 print(chunk.text, end="", flush=True)

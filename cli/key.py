@@ -8,6 +8,7 @@ from typing import Any
 
 from cli.command import Subparsers, add_command
 from cli.table import render
+from deploy.deadlines import KEYS_IN_COMMAND_S
 from deploy.local.client import call_operator
 from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterPhase, StateFile
@@ -21,7 +22,6 @@ refused. The keys are kept, without their secrets, in a file that outlives the c
 change when the command returns. Streams that are open go on to their end."""
 CREATE = "Makes a key and prints it, this once: only a digest of it is kept."
 LOCK_S = 10.0
-TIMEOUT_S = 30.0
 LIMITS: dict[str, tuple[Callable[[str], Any], str]] = {
     "requests_per_minute": (int, "requests that may begin in a minute"),
     "tokens_per_minute": (int, "tokens of prompts and answers in a minute"),
@@ -103,7 +103,7 @@ def _put_in_force(cluster: str) -> None:
         print(f"in force from the next start: no cluster named {cluster} runs", file=sys.stderr)
         return
     try:
-        call_operator(state, "ReloadKeys", cluster_pb2.ReloadKeysRequest(), TIMEOUT_S)
+        call_operator(state, "ReloadKeys", cluster_pb2.ReloadKeysRequest(), KEYS_IN_COMMAND_S)
     except BatonError as error:
         advice = "the cluster goes by it as soon as it can"
         raise Unavailable(f"written, and not in force yet: {error.message}: {advice}") from error

@@ -3,6 +3,7 @@
 import argparse
 
 from cli.command import Subparsers, add_command
+from deploy.deadlines import ORDER_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from deploy.plan.config import range_problem
 from wire.errors import ConfigError, InvalidRequest
@@ -12,7 +13,6 @@ DESCRIPTION = """\
 Changes the number of workers while the cluster serves, and returns when the pools named have their size. Workers that
 go finish or hand over their requests first; no request fails. Where workers do not start, the pool goes back to the
 size that it has reached; a later order for the same pool ends this one with an error."""
-TIMEOUT_S = 600.0
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -28,6 +28,6 @@ def run(args: argparse.Namespace) -> int:
         if problem := range_problem(f"pools.{role}", size):
             raise ConfigError(f"--{role} {problem}")
     request = cluster_pb2.ScaleRequest(prefill=args.prefill, decode=args.decode)
-    sizes = call_operator(find_cluster(args.name), "Scale", request, TIMEOUT_S)
+    sizes = call_operator(find_cluster(args.name), "Scale", request, ORDER_IN_COMMAND_S)
     print(f"{sizes.prefill} prefill and {sizes.decode} decode workers")
     return 0

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from cli.command import Subparsers, add_command
 from cli.status_view import render_status
+from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
 from deploy.processes.process import recorded_gateways
@@ -22,7 +23,6 @@ Shows the pools, their KV pages by state, the tiers, the queue and the last even
 
 With --check every part verifies its invariants (page states sum to the pool, references are those of requests, leases
 and holds, nothing is left at rest), and the exit code is 1 if one is violated."""
-TIMEOUT_S = 30.0
 CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
@@ -36,11 +36,11 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
-    status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), TIMEOUT_S)
+    status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), STATUS_IN_COMMAND_S)
     gateways = recorded_gateways(Path(state.run_dir))
     if args.json:
         told = [{"id": name, "pid": one.pid, "is_alive": one.is_alive} for name, one in gateways.items()]
-        print(json.dumps(to_object(status) | {"http_address": state.http_address, "gateways": told}))
+        print(json.dumps(to_object(status) | {"http_address": state.addresses.http, "gateways": told}))
     else:
         print(render_status(status, state.http_url, {name: one.is_alive for name, one in gateways.items()}))
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere

@@ -175,7 +175,7 @@ class Console:
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
         http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
-        print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
+        print(f"\nServing {state.model} at {state.addresses.public}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:

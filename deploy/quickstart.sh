@@ -29,7 +29,7 @@ if [ $# -eq 0 ] && [ "$(baton generate --name "$name" "$question" 2>/dev/null)" 
     exit 1
 fi
 
-http="$(python -c "import sys; from deploy.local.state import StateFile; print(StateFile(sys.argv[1]).read().http_address)" "$name")"
+http="$(python -c "import sys; from deploy.local.state import StateFile; print(StateFile(sys.argv[1]).read().addresses.http)" "$name")"
 if [ -n "$http" ] && [ $# -eq 0 ]; then
     body='{"messages": [{"role": "user", "content": "'"$question"'"}], "temperature": 0}'
     say "\$ curl http://$http/v1/chat/completions -H 'Content-Type: application/json' -d '$body'"

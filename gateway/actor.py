@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 from pathlib import Path
 
 from baton import AsyncClient
@@ -10,7 +9,8 @@ from gateway.app import Gateway
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from httpd.server import HttpServer
-from wire.settings import from_json
+from wire.pools import Addresses
+from wire.settings import from_json, to_json
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyList, KeyRing
 
@@ -34,7 +34,7 @@ class GatewayActor:
         self._sharing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns `{"http_address"}`. Raises ConfigError if the port is taken."""
+        """Serves from now on. Returns its Addresses. Raises ConfigError if the port is taken."""
         config = self._config
         self._clients = [AsyncClient(config.address, api_key="") for _ in range(NUM_CHANNELS)]
         tls = None if config.tls is None else Certificates(config.tls)
@@ -49,19 +49,17 @@ class GatewayActor:
         gc.collect()
         gc.freeze()  # as the router does
         gc.set_threshold(GC_THRESHOLD)
-        return json.dumps({"http_address": address})
+        return to_json(Addresses(http=address))
 
-    async def set_keys(self, keys_json: str) -> str:
-        """Lets clients in by these keys, a KeyList, from now on. Returns `{}`."""
+    async def set_keys(self, keys_json: str) -> None:
+        """Lets clients in by these keys, a KeyList, from now on."""
         self._keys.replace(from_json(KeyList, keys_json, "keys"))
-        return "{}"
 
-    async def stop(self) -> str:
-        """Closes the port and all connections, which ends their requests. Returns `{}`."""
+    async def stop(self) -> None:
+        """Closes the port and all connections, which ends their requests."""
         if self._sharing is not None:
             self._sharing.cancel()
         if self._server is not None:
             await self._server.stop()
         for client in self._clients:
             await client.close()
-        return "{}"

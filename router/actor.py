@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -17,21 +16,17 @@ from router.config import RouterConfig
 from router.ports.server import RouterServer
 from router.requests.public_prefixes import PublicPrefixes
 from router.router import Router
-from router.workers.controller_port import ClusterEvent, ControllerReport
+from router.workers.controller_port import KEYS_TIMEOUT_S, ORDER_TIMEOUT_S, REPORT_TIMEOUT_S, ControllerReport
 from router.workers.grpc_transport import GrpcTransport
 from text.chat import NoRenderer
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Role, Worker, WorkerState
-from wire.settings import from_json
+from wire.pools import Members, PoolSizes, Refused, SizesAsked
+from wire.settings import from_json, to_json
 from wire.trust.key_ring import KeyList
 
-TELL_TIMEOUT_S = 5.0
-KEYS_TIMEOUT_S = 20.0
-SCALE_TIMEOUT_S = 590.0
-"""Less than the command line waits for an answer."""
 PAUSE_S = 0.5
 _NO_ANSWER = "the controller does not answer"
 
@@ -46,7 +41,7 @@ class RouterActor:
         self._router: Router | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns `{"address", "local_address", "operator_address", "metrics_address"}`.
+        """Serves from now on. Returns its Addresses.
 
         Raises ConfigError or ModelError.
         """
@@ -66,38 +61,22 @@ class RouterActor:
         # What there is now stays: to look through it again and again would stop the router for 0.1 s each time.
         gc.collect()
         gc.freeze()
-        return json.dumps(
-            {
-                "address": addresses.public,
-                "local_address": addresses.local,
-                "operator_address": addresses.operator,
-                "metrics_address": addresses.metrics,
-            }
-        )
+        return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Takes `{"sizes": {"prefill", "decode"}, "workers": [{"id", "role", "address", "state"}]}`.
+        """Takes Members, and drops all other workers. Returns Refused."""
+        router, members = self._started, from_json(Members, members_json, "members")
+        router.members.sizes = members.sizes
+        return to_json(Refused(await router.membership.set(members.workers)))
 
-        Drops all other workers. Returns `{worker_id: reason}` for workers that were not taken in.
-        """
-        router, told = self._started, json.loads(members_json)
-        listed = [
-            Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
-            for one in told["workers"]
-        ]
-        router.members.sizes = PoolSizes(**told["sizes"])
-        return json.dumps(await router.membership.set(listed))
-
-    async def set_keys(self, keys_json: str) -> str:
-        """Lets callers in by these keys, a KeyList, from now on. Returns `{}`."""
+    async def set_keys(self, keys_json: str) -> None:
+        """Lets callers in by these keys, a KeyList, from now on."""
         self._started.keys.replace(from_json(KeyList, keys_json, "keys"))
-        return "{}"
 
-    async def stop(self) -> str:
-        """Ends open requests and closes the ports. Returns `{}`."""
+    async def stop(self) -> None:
+        """Ends open requests and closes the ports."""
         if self._server is not None:
             await self._server.stop()
-        return "{}"
 
     @property
     def _started(self) -> Router:
@@ -119,27 +98,26 @@ class RayController:
         self._actor: Any = None
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
-        async with _answering(SCALE_TIMEOUT_S):
-            order = await self._insist("scale", json.dumps({"prefill": prefill, "decode": decode}))
-            return PoolSizes(**json.loads(await self._insist("scaled", order)))
+        async with _answering(ORDER_TIMEOUT_S):
+            order = await self._insist("scale", to_json(SizesAsked(prefill, decode)))
+            return from_json(PoolSizes, await self._insist("scaled", order), "sizes")
 
     async def drain(self, worker_id: WorkerId) -> None:
-        async with _answering(SCALE_TIMEOUT_S):
+        async with _answering(ORDER_TIMEOUT_S):
             await self._insist("drain", worker_id)
             await self._insist("drained", worker_id)
 
     async def shutdown(self) -> None:
-        await self._call("shutdown", TELL_TIMEOUT_S)
+        await self._call("shutdown", REPORT_TIMEOUT_S)
 
     async def reload_keys(self) -> None:
         await self._call("reload_keys", KEYS_TIMEOUT_S)
 
     async def report(self) -> ControllerReport:
-        answer = json.loads(await self._call("report", TELL_TIMEOUT_S))
-        return ControllerReport(tuple(ClusterEvent(**one) for one in answer["events"]), tuple(answer["problems"]))
+        return from_json(ControllerReport, await self._call("report", REPORT_TIMEOUT_S), "report")
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
-        await self._call("worker_lost", TELL_TIMEOUT_S, worker_id)
+        await self._call("worker_lost", REPORT_TIMEOUT_S, worker_id)
 
     async def _call(self, method: str, timeout_s: float, *arguments: str) -> str:
         async with _answering(timeout_s):

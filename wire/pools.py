@@ -1,4 +1,4 @@
-"""The nouns that controller, router and workers share: roles, pools, their workers and the states of these."""
+"""The control plane's nouns: roles, pools, workers; and the messages that calls of Ray and `baton up` carry as JSON."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -42,3 +42,76 @@ class Worker:
     role: Role
     address: str = ""
     state: WorkerState = WorkerState.STARTING
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where an actor, or a cluster, serves: the answer to each start; "" where it does not.
+
+    public: gRPC of router or worker, block port of a node's service. local: where clients on this machine need no TLS;
+    the public address, where that is so there. operator: the command line's. metrics: Prometheus'. http: OpenAI's.
+    """
+
+    public: str = ""
+    local: str = ""
+    operator: str = ""
+    metrics: str = ""
+    http: str = ""
+
+
+@dataclass(frozen=True)
+class HeadAnswer:
+    """Answer of the process of Ray to `baton up`: Ray's address, later the cluster's; or a failure in place of one."""
+
+    ray_address: str = ""
+    addresses: Addresses | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The sizes of the pools, and the workers that the router may use."""
+
+    sizes: PoolSizes
+    workers: tuple[Worker, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The router's reasons not to use members, by worker id."""
+
+    reasons: dict[WorkerId, str]
+
+
+@dataclass(frozen=True)
+class SizesAsked:
+    """An order of `baton scale`; None leaves a pool as it is."""
+
+    prefill: int | None = None
+    decode: int | None = None
+
+
+@dataclass(frozen=True)
+class OrderNumbers:
+    """The numbers of the orders that the controller has taken, by role."""
+
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Tenants' shares of an arena, by the hex digests of their namespace roots."""
+
+    by_digest: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Numbers left at the end of the grace. unfinished: attempts of a worker, which go back to the router.
+
+    unfetched: requests that hold blocks of a node. unwritten: blocks of a node without a copy in a cold tier.
+    """
+
+    unfinished: int = 0
+    unfetched: int = 0
+    unwritten: int = 0

@@ -2,13 +2,14 @@
 
 import asyncio
 import gc
-import json
 import logging
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from wire.errors import ConfigError, Unavailable
+from wire.pools import Addresses, Drained
+from wire.settings import to_json
 from worker.assembly import Assembly, assemble
 from worker.config import WorkerConfig
 from worker.job import Behaviour
@@ -45,7 +46,7 @@ class WorkerActor(ABC):
         """Makes the batcher and the jobs of the role."""
 
     async def start(self) -> str:
-        """Loads the model and serves from now on. Returns `{"address"}`.
+        """Loads the model and serves from now on. Returns its Addresses.
 
         Raises ModelError or ConfigError for a model that it cannot serve, StoreError without the node's directory.
         """
@@ -64,24 +65,23 @@ class WorkerActor(ABC):
         # What there is now stays: to look through it again and again would stop the worker for 0.2 s each time.
         gc.collect()
         gc.freeze()
-        return json.dumps({"address": address})
+        return to_json(Addresses(address))
 
     async def drain(self, grace_s: int) -> str:
         """Takes no new attempts, and waits until the running attempts have ended or the grace is over.
 
-        Returns `{"unfinished"}`: the number of attempts that went back to the router then.
+        Returns Drained.
         """
         started = self._require_started()
         await started.server.refuse_new_work()
-        return json.dumps({"unfinished": await started.assembly.service.drain(grace_s)})
+        return to_json(Drained(await started.assembly.service.drain(grace_s)))
 
-    async def stop(self) -> str:
-        """Ends all attempts and closes the port. Returns `{}`."""
+    async def stop(self) -> None:
+        """Ends all attempts and closes the port."""
         started = self._require_started()
         await started.assembly.service.close()
         await started.server.stop()
         await asyncio.to_thread(started.assembly.close)
-        return "{}"
 
     def _require_started(self) -> _Started:
         if self._started is None:

@@ -1,4 +1,4 @@
-"""`baton bench`: sends load to a door, and tells how it was answered."""
+"""`baton bench`: sends load to a service, and prints latencies, rates and goodput."""
 
 import argparse
 import asyncio
@@ -114,7 +114,7 @@ def _open(args: argparse.Namespace) -> OpenLoopClient:
         key = args.api_key or os.environ.get(API_KEY, "")
         client = ChatsClient if args.chat else CompletionsClient
         return client(args.url, args.timeout, args.model, key, args.ignore_eos or None)
-    address = args.address or find_cluster(args.name).client_address
+    address = args.address or find_cluster(args.name).addresses.local
     return LoadClient(address, args.timeout, args.api_key, chat if args.chat else token_ids)
 
 
@@ -164,7 +164,7 @@ def _to_json(args: argparse.Namespace, load: str, summary: ModeSummary, records:
 
 @contextmanager
 def _progress(num_requests: int, color: str) -> Iterator[Callable[[Record], None]]:
-    """Draws a bar of the requests that have ended, where stderr is a terminal; yields what to tell of each."""
+    """Draws a bar of the requests that have ended, where stderr is a terminal; yields a callback for each."""
     if not is_drawn(color, sys.stderr):
         yield lambda record: None
         return

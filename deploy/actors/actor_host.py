@@ -1,14 +1,17 @@
 """The seam between the controller and the processes of actors, and its in-memory twin. `RayHost` is the real one."""
 
 import asyncio
-import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from deploy.actors.liveness import Liveness
 from deploy.plan.machine import Machine
 from deploy.plan.resources import RayNode, Resources
 from wire.errors import Unavailable
+from wire.pools import Addresses, Drained
+from wire.settings import from_json, to_json
+
+Answer = TypeVar("Answer")
 
 
 class ActorHost(Protocol):
@@ -53,6 +56,13 @@ class ActorHost(Protocol):
 
     async def end(self, name: str) -> None:
         """Lets the object stop, then ends the process, by force if need be; returns when it is gone, or never was."""
+
+
+async def ask(
+    host: ActorHost, name: str, method: str, *arguments: str | int, answers: type[Answer], timeout_s: float
+) -> Answer:
+    """Calls a method of an actor, and reads its answer. Raises as `ActorHost.start` does."""
+    return from_json(answers, await host.call(name, method, *arguments, timeout_s=timeout_s), f"{name} {method}")
 
 
 class LocalHost:
@@ -111,7 +121,7 @@ class LocalHost:
         await asyncio.sleep(0)
         if self.failures:
             raise self.failures.pop(0)
-        return json.dumps({"address": f"local:{name}"})
+        return to_json(Addresses(f"local:{name}"))
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         """Knows `drain` only."""
@@ -120,7 +130,7 @@ class LocalHost:
         if self.actors.get(name) is not Liveness.ANSWERING:
             raise Unavailable(f"{name} died")
         self.drained.append(name)
-        return json.dumps({"unfinished": 0})
+        return to_json(Drained())
 
     async def probe(self, name: str) -> Liveness:
         return self.actors.get(name, Liveness.DEAD)

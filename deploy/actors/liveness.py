@@ -1,10 +1,11 @@
-"""The liveness of a process, and the decision to give it up: dead, or silent for too long."""
+"""The decisions of supervision: a process is dead, or silent for too long; how long its next start waits. Pure."""
 
 from enum import Enum
 
 PROBE_EVERY_S = 1.0
 MAX_SILENCE_S = 30.0
 MAX_GAP_S = 5.0
+MAX_BACKOFF_S = 30.0
 
 
 class Liveness(Enum):
@@ -38,3 +39,8 @@ class FailureDetector:
             self._silent_s += min(now_s - self._probed_in_vain_s, MAX_GAP_S)
         self._probed_in_vain_s = now_s
         return f"was silent for {self._silent_s:.0f} s, and is ended" if self._silent_s > MAX_SILENCE_S else None
+
+
+def backoff_s(num_failures: int) -> float:
+    """Returns the pause before the next start: 1 s after the first failure, doubled by each further, 30 s at most."""
+    return min(MAX_BACKOFF_S, 2.0 ** max(0, num_failures - 1))

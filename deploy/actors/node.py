@@ -1,7 +1,6 @@
 """The node's service: owns the arena, keeps its directory for the node's processes, writes blocks to cold tiers."""
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -21,7 +20,8 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.tiers.cold_tiers import open_tiers
 from wire.errors import ConfigError, Unavailable
-from wire.settings import from_json
+from wire.pools import Addresses, Drained, Shares
+from wire.settings import from_json, to_json
 
 LOOK_EVERY_S = 1.0
 DRAIN_EVERY_S = 0.1
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class NodeActor:
     """The service of a node, started once. It removes the arena of an earlier, dead service, and the arena's memory.
 
-    It ends its process once the arena's file or the directory's socket is not the one that it made: no worker could
+    Ends its process once another file or socket is in the place of its arena's or its directory's: no worker could
     start any more. The controller makes another service, with new files and a new epoch.
     """
 
@@ -46,44 +46,42 @@ class NodeActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Makes the arena, which takes seconds where it is large, and serves. Returns `{"block_address"}`.
+        """Makes the arena, which takes seconds where it is large, and serves. Returns its Addresses.
 
-        The address is empty where no other node reads the arena. Raises ConfigError.
+        They are empty where no other node reads the arena. Raises ConfigError.
         """
         self._parts, self._directory, address = await asyncio.to_thread(_make, self._config)
         self._watch = asyncio.create_task(self._end_unless_found(_files(self._config)))
-        return json.dumps({"block_address": address})
+        return to_json(Addresses(address))
 
     async def drain(self, grace_s: int) -> str:
         """Waits until no request holds blocks here, and each block has a copy in a cold tier where there are any.
 
-        Returns `{"unfetched", "unwritten"}`: holds, and blocks without a copy, that are left when the grace is over.
+        Returns Drained when the grace is over at the latest. Raises Unavailable before the start.
         """
         if self._directory is None:
             raise Unavailable("the node's service has not started")
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while any(self._left(self._directory).values()):  # noqa: ASYNC110
+                while self._left(self._directory) != Drained():  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_EVERY_S)
-        return json.dumps(self._left(self._directory))
+        return to_json(self._left(self._directory))
 
-    async def set_shares(self, shares_json: str) -> str:
-        """Bounds the slots of tenants by `{digest of a namespace root: share of the arena}`. Returns `{}`."""
+    async def set_shares(self, shares_json: str) -> None:
+        """Bounds the slots of tenants by Shares."""
         if self._directory is None:
             raise Unavailable("the node's service has not started")
-        await asyncio.to_thread(self._directory.set_shares, _by_digest(json.loads(shares_json)))
-        return "{}"
+        shares = from_json(Shares, shares_json, "shares")
+        await asyncio.to_thread(self._directory.set_shares, _by_digest(shares.by_digest))
 
-    def _left(self, directory: Directory) -> dict[str, int]:
-        unwritten = directory.leave() if self._config.store.cold else 0
-        return {"unfetched": directory.status().num_holds, "unwritten": unwritten}
+    def _left(self, directory: Directory) -> Drained:
+        return Drained(0, directory.status().num_holds, directory.leave() if self._config.store.cold else 0)
 
-    async def stop(self) -> str:
-        """Removes the arena's file and frees its memory; processes that map it read zeros. Returns `{}`."""
+    async def stop(self) -> None:
+        """Removes the arena's file and frees its memory; processes that map it read zeros."""
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.to_thread(self._parts.close)
-        return "{}"
 
     async def _end_unless_found(self, made: object) -> None:
         while _files(self._config) == made:  # noqa: ASYNC110
@@ -108,7 +106,8 @@ def _require_own(folder: Path) -> None:
     """Raises ConfigError for a folder that other users can get into, or that is a link."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigError(f"the node's folder {folder} is not this user's own")
+        problem = f"the node's folder {folder} is a link, or open to other users"
+        raise ConfigError(f"{problem}: remove it on {socket.gethostname()}")
 
 
 def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:

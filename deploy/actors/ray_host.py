@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeLabelSchedulingStrategy, NotIn
 
 from deploy.actors.liveness import Liveness
+from deploy.deadlines import PLACE_S, PROBE_S, STOP_S
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.resources import RayNode, Resources
 from deploy.processes.logs import start_logging
@@ -24,12 +25,7 @@ from wire.errors import BatonError, ConfigError, Unavailable
 from wire.settings import from_json, to_json
 
 NODE_ID_LABEL = "ray.io/node-id"
-STOP_TIMEOUT_S = 5.0
-END_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 1.0
 NODES_TIMEOUT_S = 30.0
-INSPECT_TIMEOUT_S = 180.0
-"""Of an actor whose process begins meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +52,10 @@ class ActorShell:
         return await asyncio.shield(self._starting)
 
     async def call(self, method: str, *arguments: str | int) -> str:
-        """Calls a method of the started object. Raises Unavailable before that."""
+        """Calls a method of the started object; returns its text, "" for None. Raises Unavailable before the start."""
         if self._object is None:
             raise Unavailable("the actor has not started")
-        return str(await getattr(self._object, method)(*arguments))
+        return await getattr(self._object, method)(*arguments) or ""
 
     async def _start(self, config_json: str) -> str:
         self._object = await asyncio.to_thread(self._class, config_json)
@@ -100,7 +96,7 @@ class RayHost:
                 listed = await asyncio.to_thread(ray.nodes)
                 leaving = await asyncio.to_thread(ray_state.get_draining_nodes)
         except (RayError, TimeoutError) as error:
-            raise Unavailable("Ray does not tell its nodes") from error
+            raise Unavailable(f"Ray did not list its nodes within {NODES_TIMEOUT_S:.0f} s") from error
         head = ray.get_runtime_context().get_node_id()
         return [
             RayNode(
@@ -129,7 +125,7 @@ class RayHost:
         return await self._ask(name, "where", self._handle(name).where.remote(), timeout_s)
 
     async def inspect(self, name: str) -> Machine:
-        answer = await self._ask(name, "inspect", self._handle(name).inspect.remote(), INSPECT_TIMEOUT_S)
+        answer = await self._ask(name, "inspect", self._handle(name).inspect.remote(), PLACE_S)
         return from_json(Machine, answer, "machine")
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
@@ -142,7 +138,7 @@ class RayHost:
         if name not in self._handles:
             return Liveness.DEAD
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(PROBE_S):
                 await self._handles[name].ping.remote()
         except RayActorError:
             return Liveness.DEAD
@@ -162,14 +158,14 @@ class RayHost:
             return
         if await self.probe(name) is Liveness.ANSWERING:
             try:
-                await self.call(name, "stop", timeout_s=STOP_TIMEOUT_S)
+                await self.call(name, "stop", timeout_s=STOP_S)
             except BatonError as error:
                 log.info("%s did not stop by itself: %s", name, error.message)
         await asyncio.to_thread(ray.kill, self._handles[name])
         process = recorded(self._run_dir, name)
-        if process and process.is_alive and not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
+        if process and process.is_alive and not await asyncio.to_thread(wait_or_kill, process, STOP_S):
             log.error("process %d of %s does not end", process.pid, name)
-        # Only now: an actor whose end was broken off is to be ended again.
+        # Only now: after a cancelled call, a second one ends the actor.
         self._handles.pop(name, None)
 
     def _handle(self, name: str) -> Any:

@@ -1,9 +1,10 @@
 """The last events of a cluster, for its operator."""
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
+
+from router.workers.controller_port import ClusterEvent
 
 MAX_EVENTS = 50
 
@@ -21,7 +22,7 @@ class EventLog:
         log.info("%s", text)
         self._events.append((self._clock(), text))
 
-    def encode(self) -> str:
-        """Returns JSON, `[{"age_s", "text"}]`, newest last."""
+    def report(self) -> tuple[ClusterEvent, ...]:
+        """Returns the events, newest last."""
         now = self._clock()
-        return json.dumps([{"age_s": round(now - at, 3), "text": text} for at, text in self._events])
+        return tuple(ClusterEvent(round(now - at, 3), text) for at, text in self._events)

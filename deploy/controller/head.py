@@ -2,13 +2,12 @@
 
 in   run folder, and Ray's address where it joins one, as arguments; a ClusterPlan as the only message; end of file
      before the answer: give up
-out  {"address"} of Ray, then the answer of Controller.start; {"failure"} in place of either
+out  HeadAnswer with Ray's address, then one with the cluster's; a failure in place of either
 
 A Ray cluster that it has started ends with it, whatever its own end; one that it joined goes on without it. The end of
 one of Ray's own services is recorded in the run folder: the cluster has crashed, though it may serve for a minute more.
 """
 
-import json
 import logging
 import os
 import select
@@ -31,6 +30,8 @@ from deploy.local import run_dir
 from deploy.plan.cluster_plan import CONTROLLER, namespace
 from deploy.plan.resources import Resources
 from wire.errors import BatonError, ConfigError
+from wire.pools import Addresses, HeadAnswer
+from wire.settings import from_json, to_json
 
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""
@@ -48,13 +49,13 @@ def main(folder: str, address: str | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     line = _take_stdin()
     try:
-        _say(line, {"address": _connect(Path(folder), address)})
-        _say(line, _launch(line))
+        _say(line, HeadAnswer(ray_address=_connect(Path(folder), address)))
+        _say(line, HeadAnswer(addresses=_launch(line)))
     except (BatonError, RayError, OSError, RuntimeError, ValueError, EOFError, KeyboardInterrupt) as error:
         log.exception("the cluster did not start")
         if address is not None and ray.is_initialized():
             end_actors(namespace(folder))
-        _say(line, {"failure": _describe(error)})
+        _say(line, HeadAnswer(failure=_describe(error)))
         return 1
     if address is None:
         _wait_for_end(Path(folder))
@@ -97,16 +98,15 @@ def require_free_name(folder_name: str) -> None:
             raise ConfigError(f"another cluster named {name} serves on this Ray ({place}): {advice}")
 
 
-def _launch(line: Connection) -> dict[str, Any]:
-    """Makes the controller, and through it everything else; returns its answer. EOFError once the line is closed."""
+def _launch(line: Connection) -> Addresses:
+    """Makes the controller, and through it everything else. Raises EOFError once the line is closed."""
     options = actor_options(CONTROLLER, Resources(), ray.get_runtime_context().get_node_id()) | {"max_restarts": -1}
     controller: Any = ray.remote(Controller).options(**options).remote(line.recv_bytes().decode())
     started = controller.start.remote()
     while not ray.wait([started], timeout=LOOK_EVERY_S)[0]:
         if line.poll(0):
             line.recv_bytes()
-    answer: dict[str, Any] = json.loads(ray.get(started))
-    return answer
+    return from_json(Addresses, ray.get(started), "addresses")
 
 
 def _describe(error: BaseException) -> str:
@@ -135,11 +135,11 @@ def watch_services(folder: Path) -> None:
     run_dir.record_crash(folder, f"Ray's {watched[ended[0]]} ended")
 
 
-def _say(line: Connection, message: dict[str, Any]) -> None:
+def _say(line: Connection, answer: HeadAnswer) -> None:
     try:
-        line.send_bytes(json.dumps(message).encode())
+        line.send_bytes(to_json(answer).encode())
     except (BrokenPipeError, ConnectionResetError):
-        log.info("`baton up` has gone, and does not hear %s", sorted(message))
+        log.info("`baton up` has ended, and does not read %s", answer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The pools, and the actions that bring them to their sizes. Pure: events in, actions out.
 
 starting -> ready -> draining -> gone
-    \\----------\\-----------\\---> lost, and replaced unless it was to go anyway
+    \\----------\\-----------\\---> lost, and replaced unless it was draining
 """
 
 import re
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deploy.actors.liveness import backoff_s
 from deploy.plan.config import range_problem
 from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 from wire.settings import from_json, to_json
 
-MAX_PAUSE_S = 30.0
 MAX_FAILED_STARTS = 3
 VERSION = 2
 NONE = PoolSizes(0, 0)
@@ -80,7 +80,7 @@ class Pools:
         """Makes pools of the workers that live, for a controller that has no record of them.
 
         They are started once more, which changes nothing in one that serves. A pool without any gets its planned size.
-        known: names that were given before, of which none is given again.
+        known: names given before; none is given again.
         """
         workers, num_named = [], dict.fromkeys(Role, 0)
         for index, name in enumerate((*living, *known)):
@@ -132,7 +132,7 @@ class Pools:
     def resize(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
         """Takes an order; returns its number for each pool that it names. Raises InvalidRequest, and changes nothing.
 
-        The size that a pool is to have anyway is no other order.
+        An order for the size that a pool has been asked for already keeps its number.
         """
         sizes = self.resized(prefill, decode)
         named = [role for role, size in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if size is not None]
@@ -162,7 +162,7 @@ class Pools:
         return self._change(worker, state=WorkerState.DRAINING)
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
-        """Marks a worker READY, and clears the failures of its role. A worker that was to go meanwhile still goes."""
+        """Marks a worker READY, and clears the failures of its role. A DRAINING worker stays DRAINING."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
         if worker.state is WorkerState.STARTING:
@@ -182,15 +182,15 @@ class Pools:
     def lost(self, worker_id: WorkerId, now_s: float, reason: str = "") -> str:
         """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time.
 
-        After three in a row, an order for more workers is given up: the size goes back to the one that was reached.
-        Returns the words for that, or "".
+        After three in a row an order for more workers fails: the size goes back to the number reached. Returns the
+        reason, or "".
         """
         worker = self._workers.pop(worker_id, None)
         if worker is None or worker.state is not WorkerState.STARTING:
             return ""
         role = worker.role
-        self._paused_until_s[role] = now_s + min(MAX_PAUSE_S, 2.0 ** self._num_failures[role])
         self._num_failures[role] += 1
+        self._paused_until_s[role] = now_s + backoff_s(self._num_failures[role])
         order, asked = self._orders[role], self.sizes[role]
         if self._num_failures[role] < MAX_FAILED_STARTS or order.reached >= asked:
             return ""
@@ -200,9 +200,9 @@ class Pools:
         return failure
 
     def plan(self, now_s: float) -> list[Worker]:
-        """Returns the workers to act on now, as they are to be: STARTING ones to start, DRAINING ones to dismiss.
+        """Returns the start and drain actions due now: STARTING workers and DRAINING ones.
 
-        The pools have it as done: the next plan is empty if all is as asked or under way.
+        Books them as under way: the next plan is empty unless something changes.
         """
         return [worker for role in Role for worker in self._plan(role, now_s)]
 

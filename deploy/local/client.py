@@ -37,7 +37,7 @@ def find_cluster(name: str) -> ClusterState:
 
 @contextmanager
 def explained(state: ClusterState) -> Iterator[None]:
-    """Says of a cluster that cannot be reached what the user can do about it. Raises BatonError."""
+    """Adds advice to Unavailable and Unauthenticated of the calls within. Raises BatonError."""
     try:
         yield
     except Unauthenticated as error:
@@ -60,7 +60,7 @@ def explained(state: ClusterState) -> Iterator[None]:
 
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
     """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
-    channel = grpc.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS)
+    channel = grpc.insecure_channel(state.addresses.operator, options=CHANNEL_OPTIONS)
     with explained(state), typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)

@@ -1,6 +1,5 @@
 """The process of Ray, from the side of `baton up`; its own side is deploy/controller/head.py."""
 
-import json
 import os
 import secrets
 import sys
@@ -12,14 +11,15 @@ from pathlib import Path
 
 import grpc
 
+from deploy.deadlines import CLUSTER_START_IN_UP_S
 from deploy.local.run_dir import log_tail
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
 from wire.errors import ConfigError
-from wire.settings import to_json
+from wire.pools import Addresses, HeadAnswer
+from wire.settings import from_json, to_json
 
 RAY_TIMEOUT_S = 120.0
-LAUNCH_TIMEOUT_S = 1860.0
 PROGRESS_EVERY_S = 0.2
 PROBE_TIMEOUT_S = 10.0
 RAY_TLS_FILES = ("CA_CERT", "SERVER_KEY", "SERVER_CERT")
@@ -41,33 +41,36 @@ class RayProcess:
 
     def wait_for_ray(self) -> str:
         """Returns Ray's address. Raises ConfigError, with the reason, if Ray does not start or cannot be joined."""
-        return self._hear(RAY_TIMEOUT_S)["address"]
+        return self._hear(RAY_TIMEOUT_S).ray_address
 
-    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> dict[str, str]:
-        """Starts the cluster; returns its addresses, as Controller.start does. Raises ConfigError if it does not serve.
+    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> Addresses:
+        """Starts the cluster; returns its addresses. Raises ConfigError if it does not serve.
 
         Calls `on_wait` five times a second.
         """
-        with suppress(BrokenPipeError):  # then the reason is still to be heard
+        with suppress(BrokenPipeError):  # then the reason is still in the pipe
             self._line.send_bytes(to_json(plan).encode())
-        deadline = time.monotonic() + LAUNCH_TIMEOUT_S
+        deadline = time.monotonic() + CLUSTER_START_IN_UP_S
         while not self._line.poll(PROGRESS_EVERY_S) and time.monotonic() < deadline:
             on_wait()
-        return self._hear(0)
+        addresses = self._hear(0).addresses
+        assert addresses is not None, "it has heard of a failure else"
+        return addresses
 
     def close(self) -> None:
         """Ends the line: before the cluster serves, this gives it up."""
         self._line.close()
 
-    def _hear(self, timeout_s: float) -> dict[str, str]:
+    def _hear(self, timeout_s: float) -> HeadAnswer:
         try:
             if not self._line.poll(timeout_s):
-                raise ConfigError(f"Ray did not answer in time:\n{log_tail(self._log)}")
-            heard: dict[str, str] = json.loads(self._line.recv_bytes())
+                limit_s = timeout_s or CLUSTER_START_IN_UP_S
+                raise ConfigError(f"Ray did not answer within {limit_s:.0f} s:\n{log_tail(self._log)}")
+            heard = from_json(HeadAnswer, self._line.recv_bytes().decode(), "head")
         except (EOFError, ConnectionResetError) as error:
             raise ConfigError(f"Ray did not start:\n{log_tail(self._log)}") from error
-        if "failure" in heard:
-            raise ConfigError(heard["failure"])
+        if heard.failure:
+            raise ConfigError(heard.failure)
         return heard
 
 

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from deploy.deadlines import ACTORS_END_IN_DOWN_S
 from deploy.local import run_dir
 from deploy.local.client import call_operator, connection_problem
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
@@ -16,7 +17,6 @@ from wire.errors import BatonError
 from wire.pb import cluster_pb2
 
 ASK_TIMEOUT_S = 10.0
-ACTORS_TIMEOUT_S = 40.0
 RAY_GRACE_S = 15.0
 REDIS_GRACE_S = 5.0
 COMMAND_GRACE_S = 60.0
@@ -66,7 +66,7 @@ def _interrupt(state: ClusterState) -> None:
 def _end_gently(state: ClusterState) -> None:
     call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
     for actor in recorded_living(Path(state.run_dir)):
-        wait_for_end(actor.pid, ACTORS_TIMEOUT_S)
+        wait_for_end(actor.pid, ACTORS_END_IN_DOWN_S)
 
 
 def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
@@ -78,7 +78,7 @@ def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
 
 
 def _end_joined(state: ClusterState) -> list[str]:
-    """Ends actors through Ray itself, and then by force: stopped ones hear nothing."""
+    """Ends actors through Ray, and stopped ones (SIGSTOP) by SIGKILL."""
     command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.run_dir)]
     if connection_problem(state.ray_address) is not None:
         return []  # its actors have ended with it

@@ -16,7 +16,7 @@ from deploy.local.ray_process import RayProcess, asks_for_token
 from deploy.local.shutdown import tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
-from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
+from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
 from deploy.plan.config import ALLOW, ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine, require_limits
 from deploy.plan.model import ModelFacts, inspect_model, require_folders
@@ -25,19 +25,19 @@ from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
 from router.config import LOOPBACK
 from wire.errors import ConfigError
-from wire.pools import Role
+from wire.pools import Addresses, Role
 from wire.trust.certificates import Certificates
 
 
 class Reporter(Protocol):
-    """The command that shows the progress of the start."""
+    """Output of the progress of a start."""
 
     def tell(self, part: str, text: str) -> None: ...
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None: ...
 
     def tell_served(self, state: ClusterState) -> None:
-        """Says that the cluster serves. A cluster of which that cannot be said is ended again."""
+        """Prints that the cluster serves. Where that fails, the cluster is ended again."""
 
 
 class Startup:
@@ -156,7 +156,7 @@ class Startup:
         finally:
             ray.close()
         head = None if self._config.ray.address else ray.process
-        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **addresses)
+        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, addresses=addresses)
         with self._interrupts.awaited():
             self._reporter.tell_served(self._state)
 
@@ -199,16 +199,16 @@ class Startup:
         return make_plan(self._config, model, only, cold, self._state.run_dir, token, self._secret, key_file)
 
     def _size(self, plan: ClusterPlan) -> int:
-        """Tells the sizes of workers, and returns that of the arena; 0 where they depend on each node."""
+        """Prints the sizes of workers; returns the bytes of the arena, 0 where they depend on each node."""
         pools = self._config.pools
         if plan.machine is None:
             each = "each as its node has room"
             self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
             return 0
-        home = Home(RayNode("", LOOPBACK, is_head=True), plan.machine)
+        baseline = NodeBaseline(RayNode("", LOOPBACK, is_head=True), plan.machine)
         layout = plan.model.served.layout
         for role in Role:
-            sizes = plan.sizes(role, home)
+            sizes = plan.sizes(role, baseline)
             pool = format_bytes(sizes.num_pool_blocks * layout.payload_bytes)
             each = f"{pool} of KV pages and {sizes.num_threads} threads each"
             self._reporter.tell("workers", f"{pools[role]} {role.value}, {each}")
@@ -222,7 +222,7 @@ class Startup:
             problem = "any machine that reaches it may run code in it: start all of its nodes with RAY_AUTH_MODE=token"
             raise ConfigError(f"the Ray cluster at {ray_address} asks for no token, and {problem} ({ALLOW})")
 
-    def _launch(self, ray: RayProcess, plan: ClusterPlan, arena_bytes: int) -> dict[str, str]:
+    def _launch(self, ray: RayProcess, plan: ClusterPlan, arena_bytes: int) -> Addresses:
         if arena_bytes:
             self._reporter.tell("arena", f"{format_bytes(arena_bytes)} of shared memory")
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import POLL_S, ProcessRef, recorded_living
 from wire.errors import ConfigError, Unavailable
+from wire.pools import Addresses
 from wire.settings import from_json, to_json
 from wire.trust.certificates import TlsFiles
 
-VERSION = 3
+VERSION = 4
 SECRET_BYTES = 32
 NEW_SECRET = f"make one with `(umask 077; head -c {SECRET_BYTES} /dev/urandom > FILE)`"
 OTHER_HOME = "mend that, or set XDG_STATE_HOME to another folder"
@@ -36,8 +37,8 @@ class ClusterState:
     """A cluster: its addresses, and the processes and files that end with it.
 
     command: the `baton up` that is or was at work. head: leads the session of all processes of the Ray cluster that
-    Baton started; None on one that it joined. token: opens the operator's port. local_address: where clients on
-    this machine need no TLS. tls: the files of the certificate that the ports for clients show.
+    Baton started; None on one that it joined. token: opens the operator's port. tls: the files of the certificate that
+    the ports for clients show.
     """
 
     name: str
@@ -46,12 +47,8 @@ class ClusterState:
     run_dir: str
     token: str
     model: str = ""
-    address: str = ""
-    operator_address: str = ""
-    metrics_address: str = ""
     ray_address: str = ""
-    http_address: str = ""
-    local_address: str = ""
+    addresses: Addresses = field(default_factory=Addresses)
     tls: TlsFiles | None = None
     head: ProcessRef | None = None
     redis: ProcessRef | None = None
@@ -60,12 +57,8 @@ class ClusterState:
     @property
     def http_url(self) -> str:
         """Returns the base URL for OpenAI's clients; "" without a gateway."""
-        return f"http{'s' if self.tls else ''}://{self.http_address}/v1" if self.http_address else ""
-
-    @property
-    def client_address(self) -> str:
-        """Returns the address for clients on this machine."""
-        return self.local_address or self.address
+        http = self.addresses.http
+        return f"http{'s' if self.tls else ''}://{http}/v1" if http else ""
 
     @property
     def is_alive(self) -> bool:
@@ -89,8 +82,7 @@ class ClusterState:
     @property
     def ports(self) -> list[int]:
         """The ports that are free when the cluster is gone: Ray's too, where Ray is the cluster's own."""
-        own = [self.address, self.local_address, self.operator_address, self.metrics_address, self.http_address]
-        own.append(self.ray_address if self.head else "")
+        own = [*astuple(self.addresses), self.ray_address if self.head else ""]
         return [int(address.rpartition(":")[2]) for address in own if address]
 
 

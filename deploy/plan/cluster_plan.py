@@ -52,8 +52,8 @@ class NodeConfig:
 
 
 @dataclass(frozen=True)
-class Home:
-    """A node that hosts workers. `machine`: as it was before any of them, so that all sizes follow from it again.
+class NodeBaseline:
+    """A node that hosts workers, and its machine as it was before any of them: all sizes follow from it again.
 
     block_address: of its service; empty before that has started, and where no other node can read its arena.
     """
@@ -67,7 +67,7 @@ class Home:
 class ClusterPlan:
     """All decisions of `baton up`.
 
-    machine: that of the only node; None for a Ray cluster that was joined, whose nodes tell of theirs. cold: the tiers
+    machine: that of the only node; None for a Ray cluster that was joined: each node is inspected. cold: the tiers
     of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor. authority: it
     certifies an identity for each configuration; None without TLS. key_file: has the keys of callers.
     """
@@ -127,45 +127,45 @@ class ClusterPlan:
         num_gpus = float(self.model.device != "cpu") if worker.num_gpus is None else worker.num_gpus
         return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
 
-    def sizes(self, role: Role, home: Home) -> Sizes:
+    def sizes(self, role: Role, baseline: NodeBaseline) -> Sizes:
         """Returns the shares of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
-        num_workers = len(every) if self.is_alone else num_fitting(home.node, every)
+        num_workers = len(every) if self.is_alone else num_fitting(baseline.node, every)
         try:
-            return size(self._config_of(role), self._model_of(role), home.machine, num_workers)
+            return size(self._config_of(role), self._model_of(role), baseline.machine, num_workers)
         except ConfigError as error:
             if self.is_alone:
                 raise
-            raise ConfigError(f"node {home.node.name}: {error.message}") from error
+            raise ConfigError(f"node {baseline.node.name}: {error.message}") from error
 
     def num_more(self, role: Role, machine: Machine) -> int:
         """Counts the further workers of a role for which a node, one of several, has memory now."""
         return num_more(self._config_of(role), self._model_of(role), machine)
 
-    def node_config(self, home: Home) -> NodeConfig:
+    def node_config(self, baseline: NodeBaseline) -> NodeConfig:
         """Returns the configuration of a node's service.
 
         Raises ConfigError for a node on which nothing fits, or that is not in the network for ports without TLS.
         """
-        self._require_network(home.node)
+        self._require_network(baseline.node)
         return NodeConfig(
-            store=self._store(home),
-            arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{home.node.label}"),
+            store=self._store(baseline),
+            arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{baseline.node.label}"),
             layout_hex=self.model.served.layout_hex,
-            num_slots=self.sizes(Role.DECODE, home).num_arena_slots,
+            num_slots=self.sizes(Role.DECODE, baseline).num_arena_slots,
             model_folder=self.model.served.folder,
-            block_address="" if self.is_alone else home.block_address or f"{home.node.host}:0",
+            block_address="" if self.is_alone else baseline.block_address or f"{baseline.node.host}:0",
             token=self.token,
-            identity=self._identity(home.node.service, home.node.host),
+            identity=self._identity(baseline.node.service, baseline.node.host),
             shares=self.shares,
         )
 
-    def worker_config(self, worker: Worker, home: Home) -> WorkerConfig:
+    def worker_config(self, worker: Worker, baseline: NodeBaseline) -> WorkerConfig:
         """Returns the configuration of a worker on a node. Raises as `node_config` does."""
-        served, sizes = self.model.served, self.sizes(worker.role, home)
+        served, sizes = self.model.served, self.sizes(worker.role, baseline)
         # On a GPU only the first steps take more than a second, which compile kernels.
         default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
-        host = LOOPBACK if home.node.is_head else home.node.host
+        host = LOOPBACK if baseline.node.is_head else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
                 served.folder,
@@ -177,7 +177,7 @@ class ClusterPlan:
                 self.config.model.kv_policy,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
-            store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
+            store=replace(self._store(baseline), node_id=baseline.node.name, block_address=baseline.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=self.config.batch,
             speculation=replace(self.config.speculation, draft=self._model_of(worker.role).draft.folder),
@@ -190,7 +190,8 @@ class ClusterPlan:
     def _require_network(self, node: RayNode) -> None:
         network = self.config.ray.plain_network
         if not self.is_alone and network is not None and not is_within(node.host, network):
-            raise ConfigError(f"node {node.name} is not in ray.plain_network, which is {network}")
+            problem = f"node {node.name} is not in ray.plain_network, which is {network}"
+            raise ConfigError(f"{problem}: widen it, or stop Ray on the node")
 
     def _identity(self, name: str, host: str) -> Identity | None:
         return self.authority.issue(name, host) if self.authority else None
@@ -204,10 +205,10 @@ class ClusterPlan:
         """Returns the model as workers of a role have it: prefill workers have no draft."""
         return self.model if role is Role.DECODE else replace(self.model, draft=DraftFacts())
 
-    def _store(self, home: Home) -> StoreSettings:
+    def _store(self, baseline: NodeBaseline) -> StoreSettings:
         """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""
-        cold = tuple(one for one in self.cold if home.node.is_head or not one.place.startswith("unix:"))
-        return StoreSettings(f"{self.run_dir}.{home.node.label}/directory.sock", self.mac_key_hex, cold)
+        cold = tuple(one for one in self.cold if baseline.node.is_head or not one.place.startswith("unix:"))
+        return StoreSettings(f"{self.run_dir}.{baseline.node.label}/directory.sock", self.mac_key_hex, cold)
 
 
 def namespace(run_dir: str) -> str:

@@ -1,6 +1,5 @@
 """The service `Cluster`, which the command line speaks to."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -11,20 +10,7 @@ from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterServicer
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where a router answers: clients, the command line, and Prometheus, which may have no address: "".
-
-    local: where clients on this machine need no TLS; the public address, where that is so there.
-    """
-
-    public: str
-    local: str
-    operator: str
-    metrics: str = ""
-
+from wire.pools import Addresses
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

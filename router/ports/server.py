@@ -19,13 +19,14 @@ from router.config import LOOPBACK
 from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
 from router.ports.interceptors import ErrorInterceptor, KeyInterceptor
-from router.ports.operator import Addresses, ClusterApi
+from router.ports.operator import ClusterApi
 from router.router import Router
 from wire import errors
 from wire.errors import BatonError, ConfigError, Unavailable
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
+from wire.pools import Addresses
 from wire.rpc import SERVER_OPTIONS, listen
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyRing, Scope

@@ -7,6 +7,9 @@ from wire.errors import Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes
 
+ORDER_TIMEOUT_S, KEYS_TIMEOUT_S, REPORT_TIMEOUT_S = 590.0, 25.0, 5.0
+"""Rungs of the ladders in deploy/deadlines.py: the controller waits for less, the command line for more."""
+
 
 @dataclass(frozen=True)
 class ClusterEvent:

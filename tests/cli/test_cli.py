@@ -30,6 +30,7 @@ from wire.convert import tiers_to_pb
 from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import Addresses
 from wire.rpc import TOKEN_METADATA
 from wire.rpc_status import to_status
 
@@ -107,7 +108,7 @@ def server(run_folder: Path) -> Iterator[FakeServer]:
 
 def _write_state(address: str, folder: Path) -> ClusterState:
     state = ClusterState(
-        "default", ClusterPhase.RUNNING, GONE, str(folder), "secret", address=address, operator_address=address
+        "default", ClusterPhase.RUNNING, GONE, str(folder), "secret", addresses=Addresses(address, address, address)
     )
     StateFile("default").write(state)
     return state

@@ -26,6 +26,7 @@ from deploy.processes.process import ProcessRef
 from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pb import inference_pb2 as pb
+from wire.pools import Addresses
 from wire.rpc import TOKEN_METADATA
 from wire.settings import to_json
 from wire.trust.certificates import TlsFiles
@@ -94,7 +95,12 @@ def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Patient
     monkeypatch.setattr(run_dir, "ROOT", tmp_path)
     fake.run_dir = run_dir.create("default")
     state = ClusterState(
-        "default", ClusterPhase.RUNNING, GONE, str(fake.run_dir), "secret", address=address, operator_address=address
+        "default",
+        ClusterPhase.RUNNING,
+        GONE,
+        str(fake.run_dir),
+        "secret",
+        addresses=Addresses(address, address, address),
     )
     StateFile("default").write(state)
     yield fake
@@ -250,7 +256,8 @@ def serve_tls(patient: Patient, shown: Authority, expected: Authority) -> HTTPSe
     state = file.read()
     assert state is not None
     tls = TlsFiles(str(patient.run_dir / "expected"), str(patient.run_dir / "expected.key"))
-    file.write(replace(state, tls=tls, http_address=f"127.0.0.1:{server.server_address[1]}"))
+    addresses = replace(state.addresses, http=f"127.0.0.1:{server.server_address[1]}")
+    file.write(replace(state, tls=tls, addresses=addresses))
     return server
 
 

@@ -20,6 +20,7 @@ from deploy.processes.process import ProcessRef
 from tests.cli.test_cli import GONE, FakeServer
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from wire.pools import Addresses
 from wire.rpc import TOKEN_METADATA
 from wire.rpc_status import to_status
 from wire.trust.key_ring import Allowance, KeyRing, Scope
@@ -51,9 +52,10 @@ def server(run_folder: Path) -> Iterator[KeyServer]:
     inference_pb2_grpc.add_InferenceServicer_to_server(fake, grpc_server)
     address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
     grpc_server.start()
+    addresses = Addresses(address, address, address)
     me, running = ProcessRef.of(os.getpid()), ClusterPhase.RUNNING
     StateFile("default").write(
-        ClusterState("default", running, GONE, str(run_folder), "secret", "m", address, address, redis=me)
+        ClusterState("default", running, GONE, str(run_folder), "secret", addresses=addresses, redis=me)
     )
     yield fake
     grpc_server.stop(None).wait(5)

@@ -45,7 +45,7 @@ def up(served: ServedCluster, nodes: RayNodes, checkpoint: Path) -> "subprocess.
 def require_tls(run_dir: Path) -> None:
     """Asks the block port of each node for its certificate, which the cluster's own authority has signed."""
     authority = json.loads((run_dir / "authority.json").read_text())["certificate_pem"]
-    homes = [json.loads(path.read_text()) for path in run_dir.glob("*.home")]
+    homes = [json.loads(path.read_text()) for path in run_dir.glob("*.baseline")]
     assert len(homes) == 2
     for home in homes:
         host, _, port = home["block_address"].rpartition(":")

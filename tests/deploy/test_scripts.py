@@ -10,6 +10,7 @@ import pytest
 
 from deploy.local.state import ClusterPhase, ClusterState
 from deploy.processes.process import ProcessRef
+from wire.pools import Addresses
 
 NAME = f"left{os.getpid()}"
 
@@ -56,9 +57,11 @@ def test_a_port_on_which_something_listens_is_left() -> None:
 
 def test_ports_of_a_cluster() -> None:
     me = ProcessRef(2, 1.0, "none")
-    state = ClusterState("a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:1", "h:2", "", "h:5")
+    state = ClusterState(
+        "a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:5", Addresses("h:1", operator="h:2")
+    )
     assert state.ports == [1, 2]
-    assert replace(state, metrics_address="h:3", http_address="h:4", head=me).ports == [1, 2, 3, 4, 5]
+    assert replace(state, addresses=Addresses("h:1", "", "h:2", "h:3", "h:4"), head=me).ports == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ async def test_from_start_to_stop() -> None:
     addresses = await router.start()
     await cluster.resize(1, 1)
     actor = GatewayActor(GatewayConfig(addresses.public, addresses.metrics).to_json())
-    address = json.loads(await actor.start())["http_address"]
+    address = json.loads(await actor.start())["http"]
     status, answer = await ask(address, "/v1/completions", {"prompt": "hello", "max_tokens": 3})
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
     status, answer = await ask(address, "/v1/completions", {"prompt": "hello", "top_p": 2})
@@ -40,7 +40,7 @@ async def test_from_start_to_stop() -> None:
     await router.stop()
     status, answer = await ask(address, "/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["type"]) == (503, "server_error")
-    assert await actor.stop() == "{}"
+    await actor.stop()
     with pytest.raises(urllib.error.URLError):
         await ask(address, "/health", None)
 

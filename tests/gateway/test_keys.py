@@ -108,7 +108,7 @@ async def test_over_real_sockets_a_revoked_key_is_refused_at_once() -> None:
     addresses = await router.start()
     await cluster.resize(1, 1)
     actor = GatewayActor(GatewayConfig(addresses.public, addresses.metrics, keys=LISTED).to_json())
-    address = json.loads(await actor.start())["http_address"]
+    address = json.loads(await actor.start())["http"]
     try:
         body = b'{"prompt": "hello", "max_tokens": 1}'
         assert await status_of(address, "POST /v1/completions", body, ACME_TEXT) == 200

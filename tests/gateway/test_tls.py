@@ -84,7 +84,7 @@ async def serving(folder: Path, client_ca: bool) -> AsyncIterator[Doors]:
     addresses = await router.start()
     await cluster.resize(1, 1)
     actor = GatewayActor(GatewayConfig(addresses.local, keys=LISTED, tls=files).to_json())
-    http = json.loads(await actor.start())["http_address"]
+    http = json.loads(await actor.start())["http"]
     try:
         yield Doors(addresses.public, addresses.local, http, files)
     finally:

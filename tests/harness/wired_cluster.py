@@ -48,7 +48,7 @@ class WiredCluster(LocalCluster):
         await self.resize(1, 1)
         self._servers.push_async_callback(server.stop)
         gateway = GatewayActor(GatewayConfig(address=addresses.public).to_json())
-        address: str = json.loads(await gateway.start())["http_address"]
+        address: str = json.loads(await gateway.start())["http"]
         self._servers.push_async_callback(gateway.stop)
         return address
 

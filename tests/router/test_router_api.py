@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
 from router.ports.arrivals import MAX_ARRIVING, reserved_names
-from router.ports.operator import Addresses
 from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.harness.cluster import WAIT_S, until
@@ -32,6 +31,7 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
+from wire.pools import Addresses
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 from wire.rpc_status import details_of
 

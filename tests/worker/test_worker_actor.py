@@ -58,7 +58,7 @@ class WorkerProcess:
     async def line(self) -> AsyncIterator[Line]:
         """A line to the worker, once it says where it listens."""
         assert self.process.stdout is not None
-        address = json.loads(await asyncio.to_thread(self.process.stdout.readline))["address"]
+        address = json.loads(await asyncio.to_thread(self.process.stdout.readline))["public"]
         line = Line(GrpcTransport(address, TOKEN))
         yield line
         await line.close(Unavailable("it is over"))

@@ -25,10 +25,12 @@ from wire.directory import Hold
 from wire.errors import ConfigError, Unavailable
 from wire.ids import AttemptId, NamespaceRoot
 from wire.keys import BlockName, cover
+from wire.pools import Shares
 from wire.settings import to_json
 from wire.tier import ColdSettings, Tier, Write
 from worker.config import StoreSettings
 
+NO_SHARES = to_json(Shares({}))
 NUM_SLOTS = 16
 WAIT_S = 20.0
 
@@ -43,7 +45,7 @@ def config(tmp_path: Path) -> Iterator[NodeConfig]:
 
 def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
     node = NodeActor(to_json(config))
-    assert json.loads(asyncio.run(node.start())) == {"block_address": ""}
+    assert not any(json.loads(asyncio.run(node.start())).values())
     client = DirectoryClient(config.store.directory_path)
     assert client.info().arena_path == config.arena_path
     client.close()
@@ -70,7 +72,7 @@ def test_a_node_of_several_lets_others_read_its_arena_and_takes_its_folder_away(
     socket_path = Path(config.store.directory_path).parent / "own" / "d.sock"
     store = replace(config.store, directory_path=str(socket_path))
     node = NodeActor(to_json(replace(config, store=store, block_address="127.0.0.1:0", token="t")))
-    address = json.loads(asyncio.run(node.start()))["block_address"]
+    address = json.loads(asyncio.run(node.start()))["public"]
     reader = BlockReader(address, LAYOUT.payload_bytes, b"t", timeout_s=5.0)
     assert reader.exists([names_of(12)[0].key]) == [False]
     assert reader.status().errors == 0
@@ -108,7 +110,7 @@ def test_a_folder_that_others_can_get_into_is_refused(config: NodeConfig, plant:
     folder = Path(config.store.directory_path).parent / "planted"
     plant(folder)
     store = replace(config.store, directory_path=str(folder / "directory.sock"))
-    with pytest.raises(ConfigError, match="not this user's own"):
+    with pytest.raises(ConfigError, match="a link, or open to other users: remove it"):
         asyncio.run(NodeActor(to_json(replace(config, store=store))).start())
     assert not os.path.exists(config.arena_path)
 
@@ -262,7 +264,7 @@ def test_a_node_whose_port_is_taken_takes_another_one(config: NodeConfig) -> Non
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = "{}:{}".format(*other.getsockname())
         node = NodeActor(to_json(replace(config, block_address=taken, token="t")))
-        address = json.loads(asyncio.run(node.start()))["block_address"]
+        address = json.loads(asyncio.run(node.start()))["public"]
         assert address.startswith("127.0.0.1:")
         assert address != taken
         reader = BlockReader(address, LAYOUT.payload_bytes, b"t", timeout_s=5.0)
@@ -281,10 +283,10 @@ async def test_a_node_that_drains_waits_for_its_holds(config: NodeConfig) -> Non
     names = names_of(12)
     hold = Hold(AttemptId("r"), 60.0)
     client.commit("w", committed(client.reserve("w", names, hold).slots, names), hold)
-    assert json.loads(await node.drain(0)) == {"unfetched": 1, "unwritten": 0}
+    assert json.loads(await node.drain(0)) == {"unfinished": 0, "unfetched": 1, "unwritten": 0}
     draining = asyncio.create_task(node.drain(20))
     client.release_holds([AttemptId("r")])
-    assert json.loads(await draining) == {"unfetched": 0, "unwritten": 0}
+    assert json.loads(await draining) == {"unfinished": 0, "unfetched": 0, "unwritten": 0}
     client.close()
     await node.stop()
 
@@ -297,7 +299,7 @@ async def test_a_node_that_drains_has_copies_made_of_what_only_it_has(config: No
     client = DirectoryClient(config.store.directory_path)
     names = names_of(NUM_SLOTS * LAYOUT.block_size)
     assert publish(NodeStore(LAYOUT, Arena.open(config.arena_path), client, [], filled_pool(names)), names) == NUM_SLOTS
-    assert json.loads(await node.drain(20)) == {"unfetched": 0, "unwritten": 0}
+    assert json.loads(await node.drain(20)) == {"unfinished": 0, "unfetched": 0, "unwritten": 0}
     [files] = open_tiers(config.store.cold, LAYOUT, config.store.mac_key)
     assert files.exists([name.key for name in names]) == [True] * NUM_SLOTS
     files.close()
@@ -309,11 +311,11 @@ async def test_shares_of_its_arena_are_set_at_the_start_and_later(config: NodeCo
     root = names_of(4)[0].root_digest
     node = NodeActor(to_json(replace(config, shares={root.hex(): 0.25})))
     with pytest.raises(Unavailable):
-        await node.set_shares("{}")
+        await node.set_shares(NO_SHARES)
     await node.start()
     client = DirectoryClient(config.store.directory_path)
     assert num_kept(client) == 8, "beyond a quarter of 16 slots its own go first"
-    assert await node.set_shares("{}") == "{}"
+    await node.set_shares(NO_SHARES)
     assert num_kept(client, first=5000) == 4, "without a share the oldest of all go"
     client.close()
     await node.stop()

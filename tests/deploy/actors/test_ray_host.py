@@ -93,7 +93,7 @@ async def test_the_end_of_an_actor_is_that_of_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray, "kill", lambda _handle: None)
-    monkeypatch.setattr(ray_host, "END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ray_host, "STOP_S", 0.05)
     (tmp_path / "router.process").write_text(json.dumps(asdict(ProcessRef.of(stopped.pid))))
     (tmp_path / "node.process").write_text(json.dumps(asdict(ProcessRef.of(os.getpid()))))
     handle.failure = RayActorError()

@@ -12,12 +12,13 @@ import ray
 from deploy.actors.actor_host import LocalHost
 from deploy.controller import controller as controller_module
 from deploy.controller import tasks
-from deploy.controller.controller import Controller, authority_of
-from deploy.controller.event_log import EventLog
+from deploy.controller.controller import Controller
 from deploy.local.key_file import KeyFile
 from deploy.plan.config import ClusterConfig
+from router.workers.controller_port import ControllerReport
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError, Unavailable
+from wire.pools import Addresses, OrderNumbers, Refused
 from wire.settings import from_json, to_json
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
 
@@ -32,16 +33,21 @@ class KeysHost(LocalHost):
         super().__init__()
         self.keys: dict[str, KeyList] = {}
         self.deaf: set[str] = set()
+        self.gate: asyncio.Event | None = None
+        self.num_at_gate = 0
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
-        addresses = ("address", "http_address", "local_address", "operator_address", "metrics_address", "block_address")
-        return json.dumps(dict.fromkeys(addresses, "127.0.0.1:1"))
+        here = "127.0.0.1:1"
+        return to_json(Addresses(here, here, here, here, here))
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         if method == "set_members":
-            return "{}"
+            return to_json(Refused({}))
         if name in self.deaf or name not in self.actors:
             raise Unavailable(f"{name} died")
+        if method == "set_keys" and name == "gateway-0" and self.gate is not None:
+            self.num_at_gate += 1
+            await self.gate.wait()
         if method == "set_keys":
             self.keys[name] = from_json(KeyList, str(arguments[0]), "keys")
         return "{}"
@@ -102,8 +108,8 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 async def report(controller: Controller) -> tuple[list[str], list[str]]:
     """Returns the texts of events, and the problems."""
-    told = json.loads(await controller.report())
-    return [event["text"] for event in told["events"]], told["problems"]
+    told = from_json(ControllerReport, await controller.report(), "report")
+    return [event.text for event in told.events], list(told.problems)
 
 
 def keys(*listed: Key) -> KeyList:
@@ -157,6 +163,33 @@ async def test_a_change_that_does_not_come_into_force_is_said_and_tried_again(cl
     await cluster.is_told(keys(FIRST, SECOND))
 
 
+async def test_a_change_that_fails_while_an_earlier_one_is_tried_again_comes_into_force(cluster: Cluster) -> None:
+    cluster.file.write(keys(FIRST))
+    controller = await cluster.start()
+    cluster.file.write(keys(SECOND))
+    cluster.host.deaf = {"gateway-0"}
+    with pytest.raises(Unavailable):
+        await controller.reload_keys()
+    cluster.host.gate, cluster.host.deaf = asyncio.Event(), set()
+    async with asyncio.timeout(WAIT_S):
+        while not cluster.host.num_at_gate:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    cluster.file.write(keys(FIRST, SECOND))
+    cluster.host.deaf = {"gateway-0"}
+    later = asyncio.create_task(controller.reload_keys())
+    await asyncio.sleep(0)
+    cluster.host.gate.set()
+    with pytest.raises(Unavailable):
+        await later
+    assert cluster.host.keys["gateway-0"] == keys(SECOND)
+    assert (await report(controller))[1], "the later change is not in force yet"
+    cluster.host.deaf = set()
+    await cluster.is_told(keys(FIRST, SECOND))
+    async with asyncio.timeout(WAIT_S):
+        while (await report(controller))[1]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"sizes": 3}', b'{"sizes": {}, "version": 99}', None])
 @pytest.mark.parametrize("name", ["pools", "router", "gateway-0", "authority", "keys"])
 async def test_a_controller_comes_back_over_any_damaged_record(
@@ -165,7 +198,7 @@ async def test_a_controller_comes_back_over_any_damaged_record(
     controller = await cluster.start()
     await controller.scale(json.dumps({"prefill": 0, "decode": 2}))
     async with asyncio.timeout(WAIT_S):
-        await controller.scaled(json.dumps({"decode": 1}))
+        await controller.scaled(to_json(OrderNumbers({"decode": 1})))
     path = cluster.run_dir / f"{name}.json"
     path.unlink(missing_ok=True)
     if content is not None:
@@ -190,19 +223,35 @@ async def test_a_controller_keeps_the_run_folder_young(cluster: Cluster, monkeyp
             await asyncio.sleep(0.01)
 
 
-def test_a_controller_that_takes_over_certifies_under_the_same_authority(tmp_path: Path) -> None:
-    events = EventLog(lambda: 0.0)
-    first = authority_of(tmp_path, events)
-    assert authority_of(tmp_path, events) == first
-    [kept] = tmp_path.iterdir()
-    assert kept.stat().st_mode & 0o077 == 0
+def certified(cluster: Cluster) -> None:
+    """Makes it a cluster of several nodes, whose processes speak TLS."""
+    cluster.plan = replace(cluster.plan, machine=None)
 
 
-@pytest.mark.parametrize("content", ["{", '{"key_pem": "?", "certificate_pem": "?"}'])
-def test_a_damaged_authority_is_made_anew_and_said(tmp_path: Path, content: str) -> None:
-    events = EventLog(lambda: 0.0)
-    (tmp_path / "authority.json").write_text(content)
-    made = authority_of(tmp_path, events)
-    assert authority_of(tmp_path, events) == made
-    [event] = json.loads(events.encode())
-    assert "authority.json is damaged" in event["text"]
+async def test_a_controller_that_takes_over_certifies_under_the_same_authority(cluster: Cluster) -> None:
+    certified(cluster)
+    await cluster.start()
+    path = cluster.run_dir / "authority.json"
+    made = path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0
+    assert not any("authority" in event for event in (await report(await cluster.controller_dies()))[0])
+    assert path.read_bytes() == made
+
+
+@pytest.mark.parametrize("content", ["{", '{"key_pem": "?", "certificate_pem": "?"}', None])
+async def test_a_damaged_or_lost_authority_is_made_anew_and_said(cluster: Cluster, content: str | None) -> None:
+    certified(cluster)
+    first = await cluster.start()
+    events, problems = await report(first)
+    assert not problems
+    assert not any("authority" in event for event in events)
+    path = cluster.run_dir / "authority.json"
+    path.unlink() if content is None else path.write_text(content)
+    events, problems = await report(await cluster.controller_dies())
+    assert sum("authority.json is damaged or lost" in event for event in events) == 1
+    [problem] = problems
+    assert "authority.json" in problem
+    assert "`baton down` and `baton up`" in problem
+    made = path.read_bytes()
+    assert len((await report(await cluster.controller_dies()))[1]) == 0
+    assert path.read_bytes() == made

@@ -1,9 +1,9 @@
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +11,12 @@ from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import fleet as fleet_module
 from deploy.controller import tasks
+from deploy.controller import workers as workers_module
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
-from deploy.plan.cluster_plan import Home
+from deploy.controller.supervised import Supervision
+from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
 from deploy.plan.resources import RayNode, Resources
@@ -30,7 +32,8 @@ from wire.errors import (
     WorkerNotFound,
 )
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.pools import Drained, Members, PoolSizes, Refused, Worker, WorkerState
+from wire.settings import from_json, to_json
 
 PLAN = planned(ClusterConfig())
 D0, D1, D2 = (WorkerId(f"decode-{number}") for number in range(3))
@@ -49,15 +52,10 @@ class FakeRouter:
     def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
-        told = json.loads(members_json)
-        self.sizes = PoolSizes(**told["sizes"])
-        self.told.append(
-            [
-                Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
-                for one in told["workers"]
-            ]
-        )
-        return json.dumps(self.refused)
+        members = from_json(Members, members_json, "members")
+        self.sizes = members.sizes
+        self.told.append(list(members.workers))
+        return to_json(Refused(self.refused))
 
     @property
     def known(self) -> set[str]:
@@ -120,8 +118,9 @@ class LocalRecord(AtomicFile):
 class World:
     """A fleet, what it works with, and a clock that tests move."""
 
-    def __init__(self, prefill: int, decode: int, host: FleetHost | None = None) -> None:
+    def __init__(self, prefill: int, decode: int, host: FleetHost | None = None, plan: ClusterPlan = PLAN) -> None:
         self.now_s = 0.0
+        self.plan = plan
         self.host = host or FleetHost()
         self.router = self.host.router
         self.events = EventLog(lambda: self.now_s)
@@ -143,18 +142,16 @@ class World:
     def _make_fleet(self) -> Fleet:
         return Fleet(
             pools=self.pools,
-            host=self.host,
-            plan=PLAN,
+            plan=self.plan,
             join=self._join,
-            events=self.events,
+            means=Supervision(self.host, Path(), self.events, lambda: self.now_s),
             record=self.record,
-            clock=lambda: self.now_s,
             inspect=lambda: self.machine,
         )
 
-    async def _join(self, node: RayNode) -> Home:
+    async def _join(self, node: RayNode) -> NodeBaseline:
         await self.node_is_up.wait()
-        return Home(node, MACHINE)
+        return NodeBaseline(node, MACHINE)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -176,7 +173,7 @@ class World:
             await self.fleet.resize(prefill, decode)
 
     async def drained(self, worker_id: WorkerId) -> None:
-        await self.fleet.drain(worker_id)
+        self.fleet.drain(worker_id)
         await self.fleet.drained(worker_id, 5)
 
     async def silent(self, worker_id: WorkerId, for_s: int) -> None:
@@ -230,8 +227,8 @@ async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> Non
 
 
 async def test_a_resource_that_no_node_has_is_an_error_that_names_it_and_a_node_that_joins_is_used() -> None:
-    world = World(1, 1)
-    world.fleet.plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"resources": {"decode": 1}}}}))
+    plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"resources": {"decode": 1}}}}))
+    world = World(1, 1, plan=plan)
     async with world.running():
         with pytest.raises(Unavailable, match="worker decode-0 did not start: none of the 1 Ray nodes has decode: 1,"):
             await world.fleet.settle(5)
@@ -304,7 +301,7 @@ async def test_a_start_that_an_order_stopped_is_told_as_no_failure(caplog: pytes
             world.node_is_up.set()
             await until(lambda: not world.host.failures)
             await world.settled()
-        assert "did not start" not in caplog.text + world.events.encode()
+        assert "did not start" not in caplog.text + str(world.events.report())
 
 
 async def test_orders_for_different_pools_and_the_same_order_twice_do_not_overtake_each_other() -> None:
@@ -319,7 +316,7 @@ async def test_an_order_is_done_though_the_other_pool_is_not() -> None:
     async with World(1, 2).running() as world:
         await world.settled()
         world.host.keep_busy(P0)
-        await world.fleet.drain(P0)
+        world.fleet.drain(P0)
         assert await world.scaled(None, 1) == PoolSizes(0, 1)
 
 
@@ -328,7 +325,7 @@ async def test_a_drain_overtakes_the_size_asked_for_and_is_overtaken_by_none() -
         await world.settled()
         world.host.keep_busy(D0)
         order = await world.fleet.resize(None, 3)
-        await world.fleet.drain(D0)
+        world.fleet.drain(D0)
         with pytest.raises(Overtaken, match="decode 2"):
             await world.fleet.scaled(order, 5)
         later = await world.fleet.resize(None, 1)
@@ -361,7 +358,7 @@ async def test_workers_that_never_start_give_an_order_up_with_the_size_that_was_
         words = "decode stays at 1 of the 4 workers asked for: worker decode-3 did not start: no memory"
         with pytest.raises(Unavailable, match=words):
             await world.fleet.scaled(order, 5)
-        assert words in world.events.encode()
+        assert words in str(world.events.report())
         world.now_s += 100
         await world.settled()
         assert set(world.host.actors) == {P0, D0}
@@ -420,7 +417,7 @@ async def test_a_dead_worker_is_replaced() -> None:
         await world.fleet.suspect(P0)
         await world.settled()
         assert world.router.known == {P1, D0}
-        assert "worker prefill-0 was lost" in world.events.encode()
+        assert "worker prefill-0 was lost" in str(world.events.report())
 
 
 async def test_a_start_that_fails_in_an_unexpected_way_is_tried_again_too() -> None:
@@ -477,7 +474,7 @@ async def test_an_unforeseen_error_does_not_end_the_care_for_workers() -> None:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
         await until(lambda: P1 in world.host.actors)
-        assert "no such thing" in world.events.encode()
+        assert "no such thing" in str(world.events.report())
 
 
 async def test_a_silent_worker_gets_time() -> None:
@@ -512,9 +509,9 @@ async def test_draining_one_worker() -> None:
         await world.settled()
         assert world.router.known == {P0, D1}
         with pytest.raises(InvalidRequest):
-            await world.fleet.drain(D1)
+            world.fleet.drain(D1)
         with pytest.raises(WorkerNotFound):
-            await world.fleet.drain(D0)
+            world.fleet.drain(D0)
 
 
 async def test_a_worker_that_dies_while_draining_leaves_all_the_same() -> None:
@@ -543,7 +540,7 @@ async def test_a_worker_that_the_router_refuses_is_offered_again() -> None:
     async with world.running():
         with pytest.raises(DeadlineExceeded):
             await world.fleet.settle(0.05)
-        assert "does not take worker decode-0: another model" in world.events.encode()
+        assert "does not take worker decode-0: another model" in str(world.events.report())
         world.router.refused = {}
         await world.settled()
 
@@ -572,7 +569,7 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
             assert all({P0, D1} <= {one.id for one in told} for told in world.router.told)
             assert world.router.known == {P0, D1, D2}
             assert set(world.host.actors) == {P0, D1, D2}
-            assert "worker decode-0 was lost" in world.events.encode()
+            assert "worker decode-0 was lost" in str(world.events.report())
 
 
 async def test_workers_that_no_record_names_are_found_before_the_router_is_told_of_any() -> None:
@@ -593,7 +590,7 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
     async with world.running():
         await world.settled()
         world.host.keep_busy(D0)
-        await world.fleet.drain(D0)
+        world.fleet.drain(D0)
         world.controller_dies()
         await world.fleet.take_over()
         async with world.running():
@@ -642,7 +639,7 @@ async def test_a_full_disk_holds_no_worker_up() -> None:
         await world.settled()
         assert world.router.known == {P1, D0}
         assert P0 not in world.host.actors
-        assert world.events.encode().count("cannot be written down") == 1
+        assert str(world.events.report()).count("cannot be written down") == 1
         assert world.record.text == before
         world.record.is_full = False
         await until(lambda: world.record.text != before)
@@ -655,7 +652,7 @@ async def test_a_worker_that_has_left_is_not_missed_after_a_takeover() -> None:
         await world.drained(D0)
         world.controller_dies()
         await world.fleet.take_over()
-        assert "was lost" not in world.events.encode()
+        assert "was lost" not in str(world.events.report())
 
 
 OTHER = RayNode("b" * 8, "10.0.0.2")
@@ -667,7 +664,7 @@ class SpreadHost(FleetHost):
     def __init__(self) -> None:
         super().__init__()
         self.ray_nodes.append(OTHER)
-        self.left = {"unfetched": 0, "unwritten": 0}
+        self.left = Drained()
         self.asked: list[str] = []
 
     def launch(
@@ -681,20 +678,20 @@ class SpreadHost(FleetHost):
         assert method == "drain"
         assert {"prefill-0", "decode-0"} & self.router.known, "decode finds the node by its workers"
         self.asked.append(name)
-        return json.dumps(self.left)
+        return to_json(self.left)
 
 
 async def test_a_node_is_drained_with_all_of_its_workers_and_gets_no_others() -> None:
     host = SpreadHost()
     async with World(1, 2, host).running() as world:
         await world.settled()
-        host.left = {"unfetched": 2, "unwritten": 3}
+        host.left = Drained(unfetched=2, unwritten=3)
         await world.fleet.drain_node(OTHER)
         await world.fleet.drained_node(OTHER, 5)
         assert world.pools.sizes == PoolSizes(0, 1)
         await until(lambda: world.router.known == {D1})
         assert host.asked == [OTHER.service] * 2
-        assert f"{OTHER.service} goes with 2 prompts and 3 blocks" in world.events.encode()
+        assert f"{OTHER.service} goes with 2 prompts and 3 blocks" in str(world.events.report())
         assert await world.scaled(1, None) == PoolSizes(1, 1)
         assert host.places[P1] == "head"
 
@@ -750,27 +747,32 @@ class UntellingHost(SpreadHost):
 
 
 async def test_a_worker_that_is_lost_amid_the_drain_of_its_node_is_replaced_elsewhere() -> None:
+    """A controller that has taken over asks for the places of workers, and one is lost meanwhile."""
     host = UntellingHost(P0)
     host.may_tell.set()
-    async with World(1, 2, host).running() as world:
+    world = World(1, 2, host)
+    async with world.running():
         await world.settled()
-        host.may_tell.clear()
-        host.is_asked.clear()
-        draining = asyncio.create_task(world.fleet.drain_node(OTHER))
-        await host.is_asked.wait()
-        host.actors[P0] = Liveness.DEAD
-        await until(lambda: P1 in host.launched)
-        host.may_tell.set()
-        await draining
-        await world.fleet.drained_node(OTHER, 5)
-        assert host.places[P1] == "head"
-        await until(lambda: world.router.known == {D1, P1})
+        world.controller_dies()
+        await world.fleet.take_over()
+        async with world.running():
+            host.may_tell.clear()
+            host.is_asked.clear()
+            draining = asyncio.create_task(world.fleet.drain_node(OTHER))
+            await host.is_asked.wait()
+            host.actors[P0] = Liveness.DEAD
+            await until(lambda: P1 in host.launched)
+            host.may_tell.set()
+            await draining
+            await world.fleet.drained_node(OTHER, 5)
+            assert host.places[P1] == "head"
+            await until(lambda: world.router.known == {D1, P1})
 
 
 async def test_a_worker_that_gets_its_node_after_the_drain_began_does_not_start_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_module, "WHERE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(workers_module, "WHERE_TIMEOUT_S", 0.01)
     host = UntellingHost(P1)
     async with World(1, 2, host).running() as world:
         await world.settled()
@@ -782,4 +784,4 @@ async def test_a_worker_that_gets_its_node_after_the_drain_began_does_not_start_
         world.now_s += 10
         await until(lambda: world.router.known == {D1, P2})
         assert (host.places[P1], host.places[P2]) == (OTHER.id, "head")
-        assert f"worker prefill-1 did not start: node {OTHER.name} drains" in world.events.encode()
+        assert f"worker prefill-1 did not start: node {OTHER.name} drains" in str(world.events.report())

@@ -10,14 +10,17 @@ import pytest
 from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import nodes as nodes_module
-from deploy.controller import singleton, tasks
+from deploy.controller import supervised, tasks
 from deploy.controller.event_log import EventLog
 from deploy.controller.nodes import Nodes
+from deploy.controller.supervised import Supervision
 from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError, InvalidRequest, Unavailable
 from wire.keys import digest_of
+from wire.pools import Addresses, Shares
+from wire.settings import to_json
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 
 A, B = RayNode("a" * 56, "10.0.0.1", is_head=True), RayNode("b" * 56, "10.0.0.2")
@@ -45,7 +48,7 @@ class ServiceHost(LocalHost):
         await super().start(name, config_json, timeout_s)
         address = json.loads(config_json)["block_address"].removesuffix(":0").removesuffix(self.taken_port)
         self.configs.append(config_json)
-        return json.dumps({"block_address": address if ":" in address else f"{address}:7"})
+        return to_json(Addresses(address if ":" in address else f"{address}:7"))
 
 
 class World:
@@ -54,27 +57,28 @@ class World:
     def __init__(self, run_dir: Path) -> None:
         self.host = ServiceHost()
         self.events = EventLog(lambda: 0.0)
+        self.means = Supervision(self.host, run_dir, self.events)
         self.plan = replace(planned(ClusterConfig(), machine=None), run_dir=str(run_dir))
-        self.nodes = Nodes(self.plan, self.host, self.events)
+        self.nodes = Nodes(self.plan, self.means)
         self.watch = asyncio.create_task(self.nodes.watch())
 
     def controller_dies(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        self.nodes = Nodes(self.plan, self.host, self.events)
+        self.nodes = Nodes(self.plan, self.means)
         self.nodes.take_over()
         self.watch = asyncio.create_task(self.nodes.watch())
 
     async def until(self, text: str) -> None:
         async with asyncio.timeout(5):
-            while text not in self.events.encode():  # noqa: ASYNC110
+            while text not in str(self.events.report()):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(singleton, "PROBE_EVERY_S", 0.001)
-    monkeypatch.setattr(singleton, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
+    monkeypatch.setattr(supervised, "backoff_s", lambda _: 0.001)
     monkeypatch.setattr(nodes_module, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
 
@@ -147,7 +151,7 @@ async def test_a_node_that_ray_drains_is_told_once(tmp_path: Path) -> None:
     async def note(node: RayNode) -> None:
         leaving.append(node)
 
-    nodes = Nodes(world.plan, world.host, world.events, note)
+    nodes = Nodes(world.plan, world.means, note)
     await nodes.join(B)
     world.host.ray_nodes = [replace(A, is_leaving=True), replace(B, is_leaving=True)]
     watch = asyncio.create_task(nodes.watch())
@@ -167,14 +171,14 @@ async def test_a_node_that_ray_drains_is_tried_again_until_its_workers_can_be_sp
             raise refusals.pop()
         is_drained.set()
 
-    nodes = Nodes(world.plan, world.host, world.events, drain)
+    nodes = Nodes(world.plan, world.means, drain)
     await nodes.join(B)
     world.host.ray_nodes = [A, replace(B, is_leaving=True)]
     watch = asyncio.create_task(nodes.watch())
     async with asyncio.timeout(5):
         await is_drained.wait()
     watch.cancel()
-    texts = [event["text"] for event in json.loads(world.events.encode())]
+    texts = [event.text for event in world.events.report()]
     refused = [text for text in texts if "is not drained yet" in text]
     assert refused == [f"node {B.name} is not drained yet: worker_id: at least one decode worker must stay"]
 
@@ -220,9 +224,9 @@ async def test_a_worker_whose_node_is_lost_meanwhile_is_told(tmp_path: Path) -> 
 
 async def test_a_later_controller_goes_on_with_the_same_services(tmp_path: Path) -> None:
     world = World(tmp_path)
-    homes = [await world.nodes.join(node) for node in (A, B)]
+    baselines = [await world.nodes.join(node) for node in (A, B)]
     world.controller_dies()
-    assert [await world.nodes.join(node) for node in (A, B)] == homes
+    assert [await world.nodes.join(node) for node in (A, B)] == baselines
     assert world.host.launched == ["node-aaaaaaaa", "node-bbbbbbbb"]
     world.host.actors["node-aaaaaaaa"] = Liveness.DEAD
     await world.until("the node-aaaaaaaa is back")
@@ -263,14 +267,14 @@ async def test_shares_reach_every_node_now_and_after_a_restart(tmp_path: Path) -
     world.host.call = call  # type: ignore[method-assign]
     await asyncio.gather(world.nodes.join(A), world.nodes.join(B))
     await asyncio.sleep(0)
-    assert sorted(told) == sorted((node.service, "set_shares", ("{}",)) for node in (A, B))
+    assert sorted(told) == sorted((node.service, "set_shares", (to_json(Shares({})),)) for node in (A, B))
     told.clear()
     listed = KeyList((make_key("acme", [Scope.GENERATE], Allowance(arena_share=0.25))[0],))
     plan = world.plan.with_keys(listed)
     await world.nodes.share(plan)
     root = digest_of(plan.router.root_of("acme")).hex()
     assert plan.shares == {root: 0.25}
-    assert sorted(told) == sorted((node.service, "set_shares", (json.dumps({root: 0.25}),)) for node in (A, B))
+    assert sorted(told) == sorted((node.service, "set_shares", (to_json(Shares({root: 0.25})),)) for node in (A, B))
     world.host.actors[B.service] = Liveness.DEAD
     await world.until("is back")
     assert [json.loads(config)["shares"] for config in world.host.configs] == [{}, {}, {root: 0.25}]

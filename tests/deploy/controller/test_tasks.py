@@ -1,5 +1,4 @@
 import asyncio
-import json
 import logging
 
 import pytest
@@ -51,7 +50,7 @@ async def test_a_step_that_fails_for_one_reason_is_one_event(monkeypatch: pytest
 
     events = EventLog(lambda: 0.0)
     await persist("the step", step, events)
-    assert [event["text"] for event in json.loads(events.encode())] == [
+    assert [event.text for event in events.report()] == [
         "the step failed, and goes on: elsewhere",
         "the step failed, and goes on: away",
     ]

@@ -17,6 +17,7 @@ from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, end_session, spawn_leader
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError
+from wire.pools import Addresses
 from wire.settings import to_json
 from wire.trust.identity import Identity
 
@@ -55,17 +56,14 @@ def test_ray_and_then_the_cluster_are_heard_of(
 ) -> None:
     go_on = tmp_path / "go-on"
     processes.append(
-        "say(address='ray:1')\nplan = line.recv_bytes()\n"
+        "say(ray_address='ray:1')\nplan = line.recv_bytes()\n"
         f"import pathlib\nwhile not pathlib.Path({str(go_on)!r}).exists(): pass\n"
-        "say(address=str(len(plan)), operator_address='o:2')"
+        "say(addresses=dict(public=str(len(plan)), operator='o:2'))"
     )
     monkeypatch.setattr(ray_process, "PROGRESS_EVERY_S", 0.01)
     ray = RayProcess(tmp_path, None)
     assert ray.wait_for_ray() == "ray:1"
-    assert ray.launch(PLAN, on_wait=go_on.touch) == {
-        "address": str(len(to_json(PLAN))),
-        "operator_address": "o:2",
-    }
+    assert ray.launch(PLAN, on_wait=go_on.touch) == Addresses(str(len(to_json(PLAN))), operator="o:2")
     ray.close()
 
 
@@ -75,7 +73,7 @@ def test_a_failure_is_told_with_its_reason(processes: list[str], tmp_path: Path)
         RayProcess(tmp_path, None).wait_for_ray()
 
 
-@pytest.mark.parametrize("before", ["", "say(address='ray:1')\n"])
+@pytest.mark.parametrize("before", ["", "say(ray_address='ray:1')\n"])
 def test_a_process_that_dies_leaves_its_last_words(processes: list[str], tmp_path: Path, before: str) -> None:
     processes.append(before + "sys.exit('out of luck')")
     ray = RayProcess(tmp_path, None)
@@ -88,7 +86,7 @@ def test_a_silent_process_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(ray_process, "RAY_TIMEOUT_S", 0.05)
     processes.append("line.recv_bytes()")
-    with pytest.raises(ConfigError, match="did not answer in time"):
+    with pytest.raises(ConfigError, match="did not answer within"):
         RayProcess(tmp_path, None).wait_for_ray()
 
 

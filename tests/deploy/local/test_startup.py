@@ -14,7 +14,7 @@ from deploy.local import run_dir, startup
 from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
-from deploy.plan.cluster_plan import ClusterPlan, Home
+from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import TEXTS, ClusterConfig
 from deploy.plan.resources import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
@@ -23,7 +23,7 @@ from tests.harness.checkpoints import make_checkpoint
 from tests.harness.redis_process import RedisProcess
 from tests.kernels.backends import lend_kernels
 from wire.errors import ConfigError, Unavailable
-from wire.pools import PoolSizes
+from wire.pools import Addresses, PoolSizes
 from wire.settings import from_json, to_json
 from wire.tier import Tier, Write
 
@@ -49,13 +49,13 @@ class FakeHead:
     def on_spawn() -> None:
         """What comes between the start of the process and the note of it."""
 
-    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> dict[str, str]:
+    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> Addresses:
         self.plans.append(plan)
         with open(f"/dev/shm/{Path(plan.run_dir).name}.n1", "wb") as arena:
             os.posix_fallocate(arena.fileno(), 0, 8192)
         on_wait()
         self.on_launch()
-        return {"address": "public:1", "operator_address": "operator:2", "metrics_address": "metrics:3"}
+        return Addresses("public:1", operator="operator:2", metrics="metrics:3")
 
     @staticmethod
     def on_launch() -> None:
@@ -77,7 +77,7 @@ class Silent:
         self.told["progress"] = f"{done_bytes} of {total_bytes}"
 
     def tell_served(self, state: ClusterState) -> None:
-        self.told["end"] = state.address
+        self.told["end"] = state.addresses.public
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
     try:
         assert StateFile(NAME).read() == state
         assert state.phase is ClusterPhase.RUNNING
-        addresses = (state.address, state.operator_address, state.metrics_address)
-        assert addresses == ("public:1", "operator:2", "metrics:3")
+        assert state.addresses == Addresses("public:1", operator="operator:2", metrics="metrics:3")
         assert state.head is not None
         assert state.head.is_alive
         (plan,) = head.plans
@@ -126,7 +125,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert plan.router.cluster.ray_namespace == Path(state.run_dir).name, "no other cluster's"
         assert from_json(ClusterPlan, to_json(plan), "plan") == plan
         assert plan.machine is not None
-        node = plan.node_config(Home(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
+        node = plan.node_config(NodeBaseline(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
         assert reporter.told["progress"] == f"8192 of {node.num_slots * node.layout.block_bytes}"
     finally:
         _end(state)

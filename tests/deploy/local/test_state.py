@@ -11,6 +11,7 @@ from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret, state_dir
 from deploy.processes.process import ProcessRef, record_own
 from wire.errors import ConfigError, Unavailable
+from wire.pools import Addresses
 from wire.settings import to_json
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
@@ -18,7 +19,7 @@ STATE = ClusterState("one", ClusterPhase.STARTING, command=GONE, run_dir="/tmp/b
 
 
 def test_a_state_comes_back_as_it_was_written() -> None:
-    full = dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, head=GONE, redis=GONE, address="a:1")
+    full = dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, head=GONE, redis=GONE, addresses=Addresses("a:1"))
     file = StateFile("one")
     assert file.read() is None
     file.write(full)

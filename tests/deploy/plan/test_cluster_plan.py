@@ -5,7 +5,7 @@ import pytest
 from cryptography import x509
 
 from deploy.plan.authority import Authority
-from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
+from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.machine import Machine
 from deploy.plan.model import DraftFacts, ModelFacts
@@ -23,8 +23,10 @@ from worker.config import BatchSettings, WorkerConfig
 SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
 MODEL = ModelFacts(SERVED, "cpu", 1000)
 MACHINE = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=4)
-HEAD = Home(RayNode("a" * 56, "10.0.0.1", {"CPU": 4.0}, is_head=True), MACHINE)
-OTHER = Home(RayNode("b" * 56, "10.0.0.2", {"CPU": 8.0, "decode": 1.0}), replace(MACHINE, num_cores=8), "10.0.0.2:7")
+HEAD = NodeBaseline(RayNode("a" * 56, "10.0.0.1", {"CPU": 4.0}, is_head=True), MACHINE)
+OTHER = NodeBaseline(
+    RayNode("b" * 56, "10.0.0.2", {"CPU": 8.0, "decode": 1.0}), replace(MACHINE, num_cores=8), "10.0.0.2:7"
+)
 GPU_MACHINE = replace(MACHINE, gpus=(16 << 30,) * 2)
 REDIS = ColdSettings(Tier.REDIS, "unix:///run/redis.sock", Write.ALL, 0.7)
 FILES = ColdSettings(Tier.FILES, "/f", Write.ALL, 0.7)
@@ -46,8 +48,8 @@ def planned(config: ClusterConfig, model: ModelFacts = MODEL, machine: Machine |
     return make_plan(config, model, machine, (REDIS, FILES), "/tmp/baton-a-12345678", "token", b"secret", "/none")
 
 
-def worker_of(plan: ClusterPlan, home: Home = HEAD, role: Role = Role.DECODE) -> WorkerConfig:
-    return plan.worker_config(Worker(WorkerId(f"{role.value}-0"), role), home)
+def worker_of(plan: ClusterPlan, baseline: NodeBaseline = HEAD, role: Role = Role.DECODE) -> WorkerConfig:
+    return plan.worker_config(Worker(WorkerId(f"{role.value}-0"), role), baseline)
 
 
 def test_what_is_not_set_is_as_each_part_has_it() -> None:

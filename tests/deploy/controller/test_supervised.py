@@ -7,10 +7,14 @@ import pytest
 
 from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import MAX_GAP_S, Liveness
-from deploy.controller import singleton, tasks
+from deploy.controller import supervised, tasks
 from deploy.controller.event_log import EventLog
-from deploy.controller.singleton import Singleton
+from deploy.controller.supervised import KeptActor, Supervision
 from wire.errors import ConfigError, Unavailable
+from wire.pools import Addresses
+from wire.settings import to_json
+
+ANSWER = Addresses("a:1")
 
 
 class CountingHost(LocalHost):
@@ -42,15 +46,18 @@ class World:
         self._is_back = asyncio.Event()
         self.service = self.make_service()
 
-    def make_service(self) -> Singleton:
-        return Singleton("node", "a:B", "{}", "head", self.host, self.run_dir, self.events, lambda: self.now_s)
+    def make_service(self) -> KeptActor:
+        means = Supervision(self.host, self.run_dir, self.events, lambda: self.now_s)
+        made = KeptActor("node", "a:B", lambda: to_json(ANSWER), "head", means)
+        made.prepare()
+        return made
 
     def becomes(self, liveness: Liveness) -> None:
         self.host.actors["node"] = liveness
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator["World"]:
-        task = asyncio.create_task(self.service.watch(self._is_back.set))
+        task = asyncio.create_task(self.service.keep(self._is_back.set))
         await asyncio.sleep(0)
         yield self
         task.cancel()
@@ -73,8 +80,8 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(singleton, "PROBE_EVERY_S", 0.001)
-    monkeypatch.setattr(singleton, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
+    monkeypatch.setattr(supervised, "backoff_s", lambda _: 0.001)
     monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
     return World(tmp_path)
 
@@ -84,7 +91,7 @@ async def test_a_service_that_dies_is_replaced(world: World) -> None:
         world.becomes(Liveness.DEAD)
         await world.is_back()
     assert world.num_launched == 2
-    assert "the node was lost" in world.events.encode()
+    assert "the node was lost" in str(world.events.report())
 
 
 async def test_a_restart_that_fails_is_tried_again_and_leaves_no_process(world: World) -> None:
@@ -94,7 +101,7 @@ async def test_a_restart_that_fails_is_tried_again_and_leaves_no_process(world: 
         await world.is_back()
     assert world.num_launched == 5
     assert world.host.actors == {"node": Liveness.ANSWERING}
-    assert "did not start again: too little memory" in world.events.encode()
+    assert "did not start again: too little memory" in str(world.events.report())
 
 
 async def test_a_service_that_is_silent_for_long_is_replaced(world: World) -> None:
@@ -106,7 +113,7 @@ async def test_a_service_that_is_silent_for_long_is_replaced(world: World) -> No
         await world.is_back()
     assert world.host.actors == {"node": Liveness.ANSWERING}
     assert world.num_launched == 2
-    assert "the node was silent for 3" in world.events.encode()
+    assert "the node was silent for 3" in str(world.events.report())
 
 
 async def test_a_service_that_is_silent_for_a_while_gets_time(world: World) -> None:
@@ -137,23 +144,23 @@ async def test_an_unforeseen_error_does_not_end_the_watch(world: World) -> None:
         world.becomes(Liveness.DEAD)
         await world.is_back()
     assert world.host.actors == {"node": Liveness.ANSWERING}
-    assert "the name is taken" in world.events.encode()
+    assert "the name is taken" in str(world.events.report())
 
 
 async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
     world.service = world.make_service()
-    assert world.service.answer is None
-    assert await world.service.take_over() == "{}"
+    await world.service.take_over()
     assert world.num_launched == 1
-    assert world.make_service().answer == "{}"
+    assert world.make_service().answer == world.service.answer == ANSWER
     assert world.host.num_starts == 1
-    assert world.events.encode() == "[]"
+    assert world.events.report() == ()
 
 
 async def test_one_that_was_left_behind_dead_or_broken_is_replaced(world: World) -> None:
     world.host.failures = [Unavailable("died")]
     world.service = world.make_service()
-    assert await world.service.take_over() == "{}"
+    await world.service.take_over()
+    assert world.service.answer == ANSWER
     assert world.num_launched == 2
     assert world.host.actors == {"node": Liveness.ANSWERING}
-    assert "the node did not start again: died" in world.events.encode()
+    assert "the node did not start again: died" in str(world.events.report())

@@ -1,0 +1,104 @@
+"""The doors of a cluster: the router, and gateways alike behind one HTTP port."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from deploy.actors.actor_host import ActorHost
+from deploy.controller.supervised import KeptActor, Supervision
+from deploy.controller.tasks import Tasks
+from deploy.deadlines import KEYS_AT_DOOR_S
+from deploy.plan.cluster_plan import ClusterPlan
+from deploy.processes.process import GATEWAY
+from wire.pools import Addresses
+from wire.settings import to_json
+
+ROUTER = "router"
+ROUTER_TARGET = "router.actor:RouterActor"
+GATEWAY_TARGET = "gateway.actor:GatewayActor"
+
+
+class Front:
+    """The router and the gateways, kept. A door that starts again takes the port that it had; gateways join theirs."""
+
+    def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision) -> None:
+        self.plan = plan
+        self._host: ActorHost = means.host
+        self._router = KeptActor(ROUTER, ROUTER_TARGET, self._router_json, node_id, means)
+        self._gateways = [
+            KeptActor(name, GATEWAY_TARGET, partial(self._gateway_json, name), node_id, means)
+            for name in (f"{GATEWAY}-{index}" for index in range(plan.num_gateways))
+        ]
+        for door in self._doors:
+            door.prepare()
+
+    @property
+    def addresses(self) -> Addresses:
+        """The addresses of the doors that serve, or served last."""
+        return replace(self._router.answer or Addresses(), http=self._http_address)
+
+    async def start_router(self) -> None:
+        """Raises as `KeptActor.serve` does."""
+        await self._router.serve()
+
+    async def start_gateways(self) -> None:
+        """Starts the first gateway, which takes the port, and then the others. Raises as `KeptActor.serve` does."""
+        for gateway in self._gateways[:1]:
+            await gateway.serve()
+        await asyncio.gather(*(gateway.serve() for gateway in self._gateways[1:]))
+
+    async def take_over(self, on_found: Callable[[str], None]) -> None:
+        """Goes on with the doors that were left, the router first; calls `on_found` with the name of each."""
+        for doors in ([self._router], self._gateways):
+            await asyncio.gather(*(door.take_over() for door in doors))
+            for door in doors:
+                on_found(door.name)
+
+    def keep(self, tasks: Tasks, on_restart: Callable[[str], None]) -> None:
+        """Begins to replace each door that is lost; calls `on_restart` with the name of one that serves again."""
+        for door in self._doors:
+            tasks.begin(door.keep(partial(on_restart, door.name)))
+
+    async def tell_keys(self) -> None:
+        """Lets callers in by the plan's keys at every door. Raises as `ActorHost.call` does."""
+        await asyncio.gather(*(self.tell_keys_to(door.name) for door in self._doors))
+
+    async def tell_keys_to(self, name: str) -> None:
+        """Raises as `ActorHost.call` does."""
+        await self._host.call(name, "set_keys", to_json(self.plan.router.keys), timeout_s=KEYS_AT_DOOR_S)
+
+    async def end(self) -> None:
+        await asyncio.gather(*(door.end() for door in self._doors))
+
+    @property
+    def _doors(self) -> list[KeptActor]:
+        return [self._router, *self._gateways]
+
+    @property
+    def _http_address(self) -> str:
+        return next((one.answer.http for one in self._gateways if one.answer is not None), "")
+
+    def _router_json(self) -> str:
+        known = self._router.answer or Addresses()
+        ports = {"grpc": known.public, "local": known.local, "operator": known.operator, "metrics": known.metrics}
+        kept: dict[str, Any] = {f"{name}_port": _port(address) for name, address in ports.items() if address}
+        return to_json(replace(self.plan.router, listeners=replace(self.plan.router.listeners, **kept)))
+
+    def _gateway_json(self, name: str) -> str:
+        known, http = self._router.answer or Addresses(), self._http_address
+        assert self.plan.gateway is not None
+        config = replace(
+            self.plan.gateway,
+            address=known.local,
+            metrics_address=known.metrics,
+            name=name,
+            joined_port=_port(http) if http else None,
+            metrics_folder=self.plan.run_dir,
+        )
+        return to_json(config)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,56 @@
+"""The keys of callers on their way from the cluster's file to every part that admits callers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from deploy.controller.event_log import EventLog
+from deploy.controller.tasks import Tasks, persist
+from deploy.local.key_file import LastKeys
+from wire.errors import BatonError, ConfigError
+from wire.trust.key_ring import NO_CALLER, KeyList
+
+
+class KeyDistribution:
+    """Reads the keys of the file and applies them, one change at a time, again each second while that fails.
+
+    `apply` returns when all parts go by the keys, and raises BatonError otherwise. problem: the reason why the keys of
+    the file are not in force; "" where they are.
+    """
+
+    def __init__(
+        self, keys: LastKeys, apply: Callable[[KeyList], Awaitable[None]], tasks: Tasks, events: EventLog
+    ) -> None:
+        self._keys = keys
+        self._apply = apply
+        self._tasks = tasks
+        self._events = events
+        self._applying = asyncio.Lock()
+        self.problem = ""
+
+    def first(self) -> KeyList:
+        """Returns the keys of the file; the keys that a predecessor read last, if the file cannot be used."""
+        try:
+            return self._keys.read()
+        except ConfigError as error:
+            recalled = self._keys.recall()
+            what = "no caller comes in" if recalled == NO_CALLER else "the keys read last stay in force"
+            self._begin_retrying(f"{error.message}: {what}")
+            return recalled
+
+    async def reload(self) -> None:
+        """Returns when the keys of the file are in force. Raises ConfigError or Unavailable, and tries again."""
+        try:
+            await self._distribute()
+        except BatonError as error:
+            self._begin_retrying(f"{error.message}: not every part goes by the keys in the file")
+            raise
+
+    async def _distribute(self) -> None:
+        async with self._applying:  # no part gets the keys of an earlier reading after a later one's
+            await self._apply(self._keys.read())
+            self.problem = ""
+
+    def _begin_retrying(self, problem: str) -> None:
+        is_begun, self.problem = bool(self.problem), problem
+        if not is_begun:
+            self._tasks.begin(persist("going by the file of keys", self._distribute, self._events))

@@ -1,0 +1,141 @@
+"""Supervision of one actor: the router, a gateway, the service of a node, a worker.
+
+    launch -> start -> serving -> probe, judge -> lost -> end
+                ^                                          |
+                +--- back off, under the same name <-------+   KeptActor: router, gateways, services of nodes
+
+A worker has one life: `Pools` backs off by the same rule, and names another worker for its place. The answer to a
+start of a kept actor is recorded, so that a controller that takes over knows its address.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.actors.actor_host import ActorHost
+from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector, backoff_s
+from deploy.controller.event_log import EventLog
+from deploy.controller.tasks import reason_of, repeat
+from deploy.deadlines import SERVICE_START_S
+from deploy.plan.resources import Resources
+from deploy.processes.atomic_file import AtomicFile
+from wire.pools import Addresses
+from wire.settings import from_json, to_json
+
+NO_RESOURCES = Resources()
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Supervision:
+    """The means of supervision: the host of the actors, the folder of their records, the events, a monotonic clock."""
+
+    host: ActorHost
+    run_dir: Path
+    events: EventLog
+    clock: Callable[[], float] = time.monotonic
+
+
+class SupervisedActor:
+    """An actor under a name, on one node. `target` is MODULE:CLASS."""
+
+    def __init__(self, name: str, target: str, means: Supervision, node_id: str = "") -> None:
+        """node_id: of the only node for it; "" lets Ray choose one."""
+        self.name = name
+        self._target = target
+        self._means = means
+        self._host = means.host
+        self._node_id = node_id
+        self._detector = FailureDetector()
+
+    def launch(self, resources: Resources = NO_RESOURCES, not_on: Sequence[str] = ()) -> None:
+        """Begins the actor's process, unless there is one."""
+        self._host.launch(self.name, self._target, resources, self._node_id or None, not_on)
+
+    async def node_id(self, timeout_s: float) -> str:
+        """Returns the id of the actor's node, once its process is there. Raises as `ActorHost.where` does."""
+        self._node_id = self._node_id or await self._host.where(self.name, timeout_s)
+        return self._node_id
+
+    async def start(self, config_json: str, timeout_s: float) -> Addresses:
+        """Raises as `ActorHost.start` does."""
+        self._detector = FailureDetector()
+        return from_json(Addresses, await self._host.start(self.name, config_json, timeout_s), self.name)
+
+    async def judge(self) -> str | None:
+        """Probes the actor; returns the reason to give it up, or None."""
+        return self._detector.judge(await self._host.probe(self.name), self._means.clock())
+
+    async def end(self) -> None:
+        """Returns when the process is gone."""
+        await self._host.end(self.name)
+
+
+class KeptActor(SupervisedActor):
+    """An actor in whose place another starts under the same name, after longer and longer pauses, when it is lost.
+
+    config: makes the settings of each start. answer: to the last start, under an earlier controller too; None before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        config: Callable[[], str],
+        node_id: str,
+        means: Supervision,
+    ) -> None:
+        super().__init__(name, target, means, node_id)
+        self._config = config
+        self._record = AtomicFile(means.run_dir / f"{name}.json")
+        self.answer = self._record.recall(lambda text: from_json(Addresses, text, name))
+
+    def prepare(self) -> None:
+        """Adopts the actor that an earlier controller has left; launches one where there is none."""
+        if not self._host.adopt(self.name):
+            self.launch()
+
+    async def serve(self) -> None:
+        """Starts the actor, and records its answer. Raises as `ActorHost.start` does."""
+        self.launch()
+        self.answer = await self.start(self._config(), SERVICE_START_S)
+        self._record.try_write(to_json(self.answer).encode())
+
+    async def take_over(self) -> None:
+        """Goes on with the actor that was left; returns when it serves, or another in its place."""
+        if not await self._attempt():
+            await self._replace()
+
+    async def keep(self, on_restart: Callable[[], None]) -> None:
+        """Replaces the actor whenever it is lost, until cancelled; calls `on_restart` when it serves again."""
+        await repeat(f"the care for the {self.name}", lambda: self._step(on_restart), self._means.events)
+
+    async def _step(self, on_restart: Callable[[], None]) -> None:
+        await asyncio.sleep(PROBE_EVERY_S)
+        if (reason := await self.judge()) is not None:
+            self._means.events.note(f"the {self.name} {reason}")
+            await self._replace()
+            on_restart()
+
+    async def _replace(self) -> None:
+        await self.end()
+        num_failures = 0
+        while not await self._attempt():
+            num_failures += 1
+            await asyncio.sleep(backoff_s(num_failures))
+        self._means.events.note(f"the {self.name} is back")
+
+    async def _attempt(self) -> bool:
+        """Returns whether the actor serves; after a failure ends its process, which may answer probes still."""
+        try:
+            await self.serve()
+        except Exception as error:
+            log.info("the %s did not start again", self.name, exc_info=error)
+            self._means.events.note(f"the {self.name} did not start again: {reason_of(error)}")
+            await self.end()
+            return False
+        return True

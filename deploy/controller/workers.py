@@ -1,0 +1,229 @@
+"""The processes of the pools' workers: each is placed, started, probed while it is READY, let finish, and ended."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from deploy.actors.actor_host import ActorHost, ask
+from deploy.controller.event_log import EventLog
+from deploy.controller.pools import Pools
+from deploy.controller.supervised import SupervisedActor, Supervision
+from deploy.controller.tasks import Tasks, reason_of
+from deploy.deadlines import PLACE_S, WORKER_START_S
+from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
+from deploy.plan.resources import RayNode, require_node, service_of
+from wire.errors import BatonError, Unavailable
+from wire.ids import WorkerId
+from wire.pools import Drained, Members, Refused, Role, Worker, WorkerState
+from wire.settings import to_json
+
+DRAIN_MARGIN_S = 10.0
+SET_MEMBERS_TIMEOUT_S = 20.0
+GREET_TIMEOUT_S = 10.0
+WHERE_TIMEOUT_S = 10.0
+TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
+
+
+log = logging.getLogger(__name__)
+
+
+class RouterMembers:
+    """Announces the pools to the router. `are_announced` becomes False at every change of them."""
+
+    def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
+        self._pools = pools
+        self._host = host
+        self._events = events
+        self._refused: dict[WorkerId, str] = {}
+        self._announcing = asyncio.Lock()
+        self.are_announced = False
+
+    async def announce(self) -> None:
+        """Sends the sizes of the pools, and the workers that serve or drain.
+
+        `are_announced` stays False if the router does not answer, or refuses one.
+        """
+        async with self._announcing:
+            self.are_announced = True  # a change during the call makes it False again
+            serving = tuple(worker for worker in self._pools if worker.address)
+            members = to_json(Members(self._pools.sizes, serving))
+            try:
+                refused = (
+                    await ask(
+                        self._host,
+                        "router",
+                        "set_members",
+                        members,
+                        answers=Refused,
+                        timeout_s=SET_MEMBERS_TIMEOUT_S,
+                    )
+                ).reasons
+            except BatonError as error:
+                log.info("the router does not know %d workers yet: %s", len(serving), error.message)
+                self.are_announced = False
+                return
+            self.are_announced = self.are_announced and not refused
+            for worker_id, reason in refused.items() - self._refused.items():
+                self._events.note(f"the router does not take worker {worker_id}: {reason}")
+            self._refused = refused
+
+
+class Workers:
+    """The actors of the pools. Each start and each drain is a task of its own; `on_change` follows each of the pools.
+
+    join: returns a node's baseline once its service serves.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        plan: ClusterPlan,
+        join: Callable[[RayNode], Awaitable[NodeBaseline]],
+        means: Supervision,
+        members: RouterMembers,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._pools = pools
+        self._plan = plan
+        self._join = join
+        self._means = means
+        self._events = means.events
+        self._clock = means.clock
+        self._members = members
+        self._on_change = on_change
+        self._actors: dict[WorkerId, SupervisedActor] = {}
+        self._tasks = Tasks()
+        self._endings = {role: Tasks() for role in Role}  # only a start of the same role waits for them
+        self.failures: list[str] = []
+
+    async def take_over(self) -> None:
+        """Goes on with the workers that an earlier controller has left, and forgets lost ones."""
+        are_there = {worker: await asyncio.to_thread(self._means.host.adopt, worker.id) for worker in self._pools}
+        for worker, is_there in are_there.items():
+            if not is_there:
+                self._pools.forget(worker.id)
+                self._events.note(f"worker {worker.id} was lost")
+            elif worker.state is not WorkerState.READY:
+                self.begin(worker)
+        if not self._pools.num_ready.decode:  # an empty member list would make the router drop its workers
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GREET_TIMEOUT_S):
+                    await self._tasks.wait()
+
+    async def nodes(self) -> list[RayNode]:
+        """Lists the nodes that do not drain. Raises Unavailable."""
+        leaving = self._pools.leaving
+        return [one for one in await self._means.host.nodes() if not (one.is_leaving or one.id in leaving)]
+
+    async def on_node(self, node_id: str) -> list[WorkerId]:
+        """Lists the workers on a node, draining ones too; a worker without an answer is on none."""
+        workers = [worker.id for worker in self._pools]
+        places = await asyncio.gather(*map(self._node_of, workers))
+        return [worker_id for worker_id, place in zip(workers, places, strict=True) if place == node_id]
+
+    def begin(self, worker: Worker) -> None:
+        """Begins to start a STARTING worker, or to drain and end a DRAINING one."""
+        act = self._start if worker.state is WorkerState.STARTING else self._dismiss
+        self._tasks.begin(act(worker))
+
+    async def probe(self, worker_id: WorkerId) -> None:
+        """Probes a READY worker, and drops it once it is lost; the tasks of others find out by themselves."""
+        if not self._pools.has(worker_id, WorkerState.READY):
+            return
+        reason = await self._actor(worker_id).judge()
+        if reason is not None and self._pools.has(worker_id, WorkerState.READY):
+            self._lose(self._pools[worker_id], f"worker {worker_id} {reason}")
+
+    async def end(self) -> None:
+        """Ends all workers, whatever they do."""
+        self._tasks.cancel()
+        for worker in self._pools:
+            self._endings[worker.role].begin(self._means.host.end(worker.id))
+        await asyncio.gather(*(endings.wait() for endings in self._endings.values()))
+
+    def _actor(self, worker_id: WorkerId) -> SupervisedActor:
+        if worker_id not in self._actors:
+            target = TARGETS[self._pools[worker_id].role]
+            self._actors[worker_id] = SupervisedActor(worker_id, target, self._means)
+        return self._actors[worker_id]
+
+    async def _node_of(self, worker_id: WorkerId) -> str:
+        """Returns the id of a worker's node; "" where it does not answer."""
+        with suppress(BatonError):
+            return await self._actor(worker_id).node_id(WHERE_TIMEOUT_S)
+        return ""
+
+    async def _start(self, worker: Worker) -> None:
+        """Starts a worker, once the processes of its role's lost workers are gone. Any failure is a failed start."""
+        await self._endings[worker.role].wait()
+        if not self._pools.has(worker.id, WorkerState.STARTING):
+            return  # an order has removed it meanwhile
+        began_s = self._clock()
+        try:
+            address = await self._serve(worker)
+        except Exception as error:
+            if self._pools.has(worker.id, WorkerState.STARTING):
+                log.info("worker %s did not start", worker.id, exc_info=error)
+                self.failures.append(f"worker {worker.id} did not start: {reason_of(error)}")
+                self._lose(worker, self.failures[-1])
+            return
+        if self._pools.has(worker.id, WorkerState.STARTING):
+            self._pools.became_ready(worker.id, address)
+            self._on_change()
+            self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
+
+    async def _serve(self, worker: Worker) -> str:
+        """Returns the address of a worker on the node that Ray has chosen for it."""
+        actor, resources = self._actor(worker.id), self._plan.resources(worker.role)
+        require_node(resources, await self.nodes())
+        actor.launch(resources, not_on=tuple(self._pools.leaving))
+        node_id = await actor.node_id(PLACE_S)
+        node = next((one for one in await self._means.host.nodes() if one.id == node_id), None)
+        if node is None:
+            raise Unavailable("its node was lost")
+        if node.id in self._pools.leaving:
+            raise Unavailable(f"node {node.name} drains")
+        config = self._plan.worker_config(worker, await self._join(node))
+        return (await actor.start(config.to_json(), WORKER_START_S)).public
+
+    async def _dismiss(self, worker: Worker) -> None:
+        """Lets a worker finish its requests, if it serves, and ends it.
+
+        A worker of a node that drains stays until the node's blocks are fetched or copied: decode finds them by it.
+        """
+        if worker.address:
+            await self._members.announce()
+            place, until_s = await self._node_of(worker.id), self._clock() + self._plan.config.worker.drain_grace_s
+            if (left := await self._drain(worker.id, until_s)).unfinished:
+                self._events.note(f"worker {worker.id} handed over {left.unfinished} requests")
+            if place in self._pools.leaving:
+                left = await self._drain(service := service_of(place), until_s)
+                if left != Drained():
+                    self._events.note(f"{service} goes with {left.unfetched} prompts and {left.unwritten} blocks")
+            self._pools.finished(worker.id)
+            await self._members.announce()
+        await self._means.host.end(worker.id)
+        self._pools.forget(worker.id)
+        self._actors.pop(worker.id, None)
+        self._on_change()
+        self._events.note(f"worker {worker.id} has left")
+
+    async def _drain(self, name: str, until_s: float) -> Drained:
+        """Drains an actor; notes the loss of one that does not answer."""
+        grace_s = max(0, int(until_s - self._clock()))
+        try:
+            return await ask(
+                self._means.host, name, "drain", grace_s, answers=Drained, timeout_s=grace_s + DRAIN_MARGIN_S
+            )
+        except BatonError as error:
+            self._events.note(f"{name} was lost while draining: {error.message}")
+            return Drained()
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        self._events.note(reason)
+        self._actors.pop(worker.id, None)
+        if failure := self._pools.lost(worker.id, self._clock(), reason):
+            self._events.note(failure)
+        self._on_change()
+        self._endings[worker.role].begin(self._means.host.end(worker.id))

@@ -1,0 +1,133 @@
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy.actors.actor_host import LocalHost
+from deploy.actors.liveness import Liveness
+from deploy.controller import supervised
+from deploy.controller.event_log import EventLog
+from deploy.controller.front import ROUTER, Front
+from deploy.controller.supervised import Supervision
+from deploy.controller.tasks import Tasks
+from deploy.plan.config import ClusterConfig
+from gateway.config import GatewayConfig
+from router.config import RouterConfig
+from tests.deploy.plan.test_cluster_plan import planned
+from wire.errors import ConfigError
+from wire.pools import Addresses
+from wire.settings import from_json, to_json
+
+PORT = 4321
+
+
+class DoorHost(LocalHost):
+    """A host whose doors take these ports where any free one is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[GatewayConfig] = []
+        self.routers: list[RouterConfig] = []
+        self.router_address = "127.0.0.1:1"
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        await super().start(name, config_json, timeout_s)
+        if name == ROUTER:
+            self.routers.append(RouterConfig.from_json(config_json))
+            return to_json(Addresses(*[self.router_address] * 4))
+        config = from_json(GatewayConfig, config_json, "gateway")
+        assert config.name == name
+        self.started.append(config)
+        return to_json(Addresses(http=f"{config.host}:{config.joined_port or config.port or PORT}"))
+
+
+def make(host: DoorHost, run_dir: Path, number: int = 3) -> Front:
+    plan = planned(
+        ClusterConfig.load(
+            None, {"router": {"grpc_port": 0}, "http": {"gateways": max(1, number), "port": 0 if number else "off"}}
+        )
+    )
+    return Front(replace(plan, run_dir=str(run_dir)), "head", Supervision(host, run_dir, EventLog(lambda: 0.0)))
+
+
+async def started(host: DoorHost, run_dir: Path, number: int = 3) -> Front:
+    front = make(host, run_dir, number)
+    await front.start_router()
+    await front.start_gateways()
+    return front
+
+
+async def test_the_first_takes_the_port_and_the_others_join_it(tmp_path: Path) -> None:
+    host = DoorHost()
+    assert (await started(host, tmp_path)).addresses.http == f"127.0.0.1:{PORT}"
+    assert [(one.name, one.port, one.joined_port) for one in host.started] == [
+        ("gateway-0", 0, None),
+        ("gateway-1", 0, PORT),
+        ("gateway-2", 0, PORT),
+    ]
+    assert {one.metrics_folder for one in host.started} == {str(tmp_path)}
+
+
+async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    host = DoorHost()
+    front = make(host, tmp_path)
+    host.failures = [ConfigError("port 1 cannot be had")]
+    with pytest.raises(ConfigError):
+        await front.start_gateways()
+    assert host.started == []
+
+
+async def test_no_gateways(tmp_path: Path) -> None:
+    host = DoorHost()
+    assert (await started(host, tmp_path, 0)).addresses.http == ""
+    assert host.launched == [ROUTER]
+
+
+@pytest.mark.parametrize("dead", ["gateway-0", "gateway-2"])
+async def test_one_that_dies_joins_again_and_no_other_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: str
+) -> None:
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
+    host, tasks, back = DoorHost(), Tasks(), asyncio.Queue[str]()
+    front = await started(host, tmp_path)
+    launched = list(host.launched)
+    front.keep(tasks, on_restart=back.put_nowait)
+    host.actors[dead] = Liveness.DEAD
+    async with asyncio.timeout(5):
+        assert await back.get() == dead
+    tasks.cancel()
+    await tasks.wait()
+    assert host.launched == [*launched, dead]
+    assert [(one.name, one.joined_port, one.address) for one in host.started[3:]] == [(dead, PORT, "127.0.0.1:1")]
+
+
+async def test_a_router_that_dies_takes_its_ports_again_and_later_gateways_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
+    host, tasks, back = DoorHost(), Tasks(), asyncio.Queue[str]()
+    front = await started(host, tmp_path)
+    assert [one.listeners.grpc_port for one in host.routers] == [0]
+    front.keep(tasks, on_restart=back.put_nowait)
+    host.router_address = "127.0.0.1:2"  # the port was taken
+    for dead in (ROUTER, "gateway-1"):
+        host.actors[dead] = Liveness.DEAD
+        async with asyncio.timeout(5):
+            assert await back.get() == dead
+    tasks.cancel()
+    await tasks.wait()
+    listeners = host.routers[1].listeners
+    assert [listeners.grpc_port, listeners.local_port, listeners.operator_port, listeners.metrics_port] == [1] * 4
+    assert [one.address for one in host.started[3:]] == ["127.0.0.1:2"]
+
+
+async def test_a_later_controller_finds_the_doors_and_their_ports(tmp_path: Path) -> None:
+    host = DoorHost()
+    await started(host, tmp_path)
+    del host.actors["gateway-0"]
+    found: list[str] = []
+    await make(host, tmp_path).take_over(on_found=found.append)
+    assert found == [ROUTER, "gateway-0", "gateway-1", "gateway-2"]
+    assert host.launched == [*found, "gateway-0"]
+    assert {one.joined_port for one in host.started[3:]} == {PORT}
