@@ -1,7 +1,7 @@
 """A worker's service over gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc.aio
@@ -36,7 +36,7 @@ class WorkerServer:
     async def start(self) -> str:
         """Opens the port and returns the address. Raises ConfigError if the port is taken."""
         address = listen(self._server, self._settings.host, self._settings.port, self._settings.identity)
-        add_WorkerServicer_to_server(WorkerApi(self._service), self._server)
+        add_WorkerServicer_to_server(WorkerApi(self._service.connect), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
@@ -52,8 +52,8 @@ class WorkerServer:
         await self._server.stop(STOP_GRACE_S)
 
 
-class WorkerEnd(Protocol):
-    """The worker's end of a line; see WorkerLine."""
+class ServedLine(Protocol):
+    """A worker's end of a line, as a call serves it; see WorkerLine."""
 
     def take(self, request: worker_pb2.ConnectRequest) -> None: ...
 
@@ -62,21 +62,15 @@ class WorkerEnd(Protocol):
     def close(self) -> None: ...
 
 
-class WorkerPort(Protocol):
-    """A worker, as far as routers connect to it."""
-
-    def connect(self) -> WorkerEnd: ...
-
-
 class WorkerApi(WorkerServicer):
-    """The servicer that gives each call a line."""
+    """The servicer that gives each call a line, which `connect` makes."""
 
-    def __init__(self, worker: WorkerPort) -> None:
-        self._worker = worker
+    def __init__(self, connect: Callable[[], ServedLine]) -> None:
+        self._connect = connect
 
     async def Connect(self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: Context) -> None:  # noqa: N802
         """Serves a line. Writes to its context: a generator that gRPC drops half-way is no place to clean up."""
-        line = self._worker.connect()
+        line = self._connect()
         reading = asyncio.create_task(_read(requests, line))
         try:
             while (response := await line.next()) is not None:
@@ -91,7 +85,7 @@ class WorkerApi(WorkerServicer):
             raise failure
 
 
-async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: WorkerEnd) -> None:
+async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: ServedLine) -> None:
     """Feeds a line until its router writes no more. Raises InvalidRequest for a message that is no ConnectRequest."""
     try:
         async for request in requests:

@@ -24,7 +24,7 @@ async def served(
 ) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
     """The server and its address."""
     server = grpc.aio.server(interceptors=[ProofInterceptor(token)], options=WORKER_SERVER_OPTIONS)
-    add_WorkerServicer_to_server(WorkerApi(worker), server)
+    add_WorkerServicer_to_server(WorkerApi(worker.connect), server)
     host, _, port = address.rpartition(":")
     bound = listen(server, host, int(port))
     await server.start()

@@ -96,7 +96,7 @@ class Connection:
         if process.is_dead:
             self.break_off()
         else:
-            process.spawn(self._serve(WorkerApi(service)))
+            process.spawn(self._serve(WorkerApi(service.connect)))
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
         await self.to_worker.send(request.SerializeToString())
