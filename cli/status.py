@@ -16,7 +16,7 @@ from deploy.local.client import call_operator, find_cluster
 from deploy.processes.process import recorded_gateways
 from wire.convert import arenas_of, tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, COLD_COUNTS, Tier
+from wire.tier import BLOCK_STATES, FAR_COUNTS, Tier
 
 DESCRIPTION = """\
 Shows the pools, their KV pages by state, the tiers, the queue and the last events.
@@ -81,7 +81,7 @@ def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.Cluste
 def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:
     """Describes a tier: a state, or the pages of a node under an epoch; its counts under names of their own."""
     if tier.tier != Tier.HOST:
-        return {"state": tier.state, **{name: tier.counts[name] for name in COLD_COUNTS}}
+        return {"state": tier.state, **{name: tier.counts[name] for name in FAR_COUNTS}}
     pages = {"blocks": _blocks(tier.blocks), "block_bytes": tier.block_bytes, "epoch": tier.epoch}
     return pages | {"num_leases": tier.counts["leases"], "num_holds": tier.counts["holds"]}
 

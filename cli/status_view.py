@@ -7,7 +7,7 @@ from cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
 from wire.convert import arenas_of, status_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, FAR_TIERS, Tier, advice
+from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, Tier, advice
 
 NUM_EVENTS = 10
 WORKER_TOLD = ("running", "waiting", "preempted", "computed", "cached", "hits", "generated")
@@ -113,7 +113,7 @@ def _arena_line(host: worker_pb2.TierStatus) -> str:
 
 
 def _far_line(far: worker_pb2.TierStatus) -> str:
-    counts = ", ".join(f"{far.counts[name]} {name.replace('_', ' ')}" for name in COLD_COUNTS)
+    counts = ", ".join(f"{far.counts[name]} {name.replace('_', ' ')}" for name in FAR_COUNTS)
     return f"{state_with_advice(far)}: {counts}" if _is_on(far) else far.state or NOT_KNOWN
 
 

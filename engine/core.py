@@ -5,7 +5,7 @@ WAITING -> FETCHING -> PREFILL -> DECODE -> ENDED
    |           \\---------+----> DECODE, if the fetch found all KV
    \\--- preempted, from PREFILL or DECODE
 
-A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all have rows, a step is: run the rows.
+A sequence has a row of `DecodeRows` from its first step in DECODE on. While all have rows, a step is: run the rows.
 """
 
 from collections import Counter
@@ -34,12 +34,12 @@ from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
 from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
-from engine.roster import Roster
 from engine.runner import Runner
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
 from engine.sequence import Sequence
+from engine.sequence_table import SequenceTable
 from engine.speculation.speculator import Speculator
-from engine.work import Chunk, Gains, Work
+from engine.work import Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
@@ -73,7 +73,7 @@ class EngineCore:
         self._rows = DecodeRows(model, pool.ledger.num_pages)
         self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
-        self._roster = Roster()
+        self._table = SequenceTable()
         self._num_held: dict[AttemptId, int] = {}
         self._events: list[Event] = []
         self._is_stalled = False
@@ -86,7 +86,7 @@ class EngineCore:
     @property
     def attempts(self) -> Collection[AttemptId]:
         """The requests here, by their ids."""
-        return self._roster.attempts
+        return self._table.attempts
 
     @property
     def can_step(self) -> bool:
@@ -96,7 +96,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queues a request. InvalidRequest if it can never run here, RequestExists if its id is taken."""
         self._check(request)
-        self._roster.add(request, self.model)
+        self._table.add(request, self.model)
         self._is_stalled = False
 
     def abort(self, attempt_id: AttemptId) -> None:
@@ -105,11 +105,11 @@ class EngineCore:
         self._is_stalled = False
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
-        """Ends a choice without an event, and goes on with the others; returns whether it ran.
+        """Ends a choice without an event, and continues the others; returns whether it ran.
 
-        A hand-off's choices are left: they end with their first token.
+        A hand-off's choices end with their first token, and not here.
         """
-        choices = (one for one in self._roster.siblings(attempt_id) if one.choice.index == index)
+        choices = (one for one in self._table.siblings(attempt_id) if one.choice.index == index)
         sequence = next(choices, None)
         if sequence is None or isinstance(sequence.request, HandOff):
             return False
@@ -143,10 +143,10 @@ class EngineCore:
         return output
 
     def stats(self) -> EngineStats:
-        num_waiting = 0 if len(self._rows) == self._roster.num_active else len(self._roster.waiting)
+        num_waiting = 0 if len(self._rows) == self._table.num_active else len(self._table.waiting)
         return EngineStats(
             blocks=self.pool.ledger.counts(),
-            num_running=self._roster.num_active - num_waiting,
+            num_running=self._table.num_active - num_waiting,
             num_waiting=num_waiting,
             computed_prompt_tokens=self._num["computed"],
             cached_prompt_tokens=self._num["cached"],
@@ -195,7 +195,7 @@ class EngineCore:
     def _decode_all(self) -> Work | None:
         """Gives each sequence its next token, as batchers would; None if one does not decode, or pages are too few."""
         rows = self._rows
-        if len(rows) != self._roster.num_active or not rows:
+        if len(rows) != self._table.num_active or not rows:
             return None
         if full := rows.full(len(rows)):
             pages = self._cache.extend([rows.sequences[row] for row in full])
@@ -205,14 +205,14 @@ class EngineCore:
         return Work(slice(0, len(rows)))
 
     def _plan(self) -> Plan:
-        waiting = self._roster.admissible
-        running = [sequence.candidate for sequence in self._roster.running]
+        waiting = self._table.admissible
+        running = [sequence.candidate for sequence in self._table.running]
         plan = self._batcher.plan(waiting, running, self._cache.pages)
         self._tell_held_up({candidate.handle for candidate in waiting}.difference(plan.admit), plan.gate)
         return plan
 
     def _tell_held_up(self, handles: Iterable[int], gate: Gate) -> None:
-        for sequence in map(self._roster.__getitem__, handles):
+        for sequence in map(self._table.__getitem__, handles):
             if sequence.gate is not gate:
                 sequence.gate = gate
                 self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, gate))
@@ -220,11 +220,11 @@ class EngineCore:
     def _carry_out(self, plan: Plan) -> Work | None:
         """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
         for handle in plan.preempt:
-            self._preempt(self._roster[handle])
+            self._preempt(self._table[handle])
         decoding, chunks = self._make_room(plan)
         for handle in plan.admit:
-            choice = self._roster[handle].choice
-            if not self._cache.admit(self._roster[handle], self._roster.siblings(choice.attempt_id)):
+            choice = self._table[handle].choice
+            if not self._cache.admit(self._table[handle], self._table.siblings(choice.attempt_id)):
                 break
             self._events.append(Scheduled(choice.attempt_id, choice.index))
         if len(decoding) < len(self._rows):
@@ -232,11 +232,11 @@ class EngineCore:
         work = Work(slice(0, len(decoding)), sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
         return work if decoding or chunks else None
 
-    def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[Chunk]]:
+    def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[PromptChunk]]:
         """Finds pages for the tokens of a plan; returns the sequences that have them: decoding ones, and chunks."""
         decoding, chunks, num_scorable = [], [], MAX_SCORED_TOKENS
         for handle, num_planned in plan.run.items():
-            sequence = self._roster[handle]
+            sequence = self._table[handle]
             boundary = sequence.kv.boundary
             num_tokens = num_planned if boundary is None else min(num_planned, boundary - sequence.num_computed)
             if sequence.wants_scores:
@@ -252,8 +252,8 @@ class EngineCore:
                 self._rows.put(sequence)
                 decoding.append(sequence)
             else:
-                siblings = self._roster.siblings(sequence.choice.attempt_id)
-                chunks.append(Chunk.of(sequence, num_tokens, siblings))
+                siblings = self._table.siblings(sequence.choice.attempt_id)
+                chunks.append(PromptChunk.of(sequence, num_tokens, siblings))
         return decoding, chunks
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -267,11 +267,11 @@ class EngineCore:
         """Applies a run to rows, sequences and pages, in an order in which each step has what it needs.
 
         rows         count their tokens before any leaves, as drafts and full blocks are known by row
-        failures     end their requests before anything of theirs is told or named
+        failures     end their requests before their tokens are reported or their blocks named
         tokens       join their sequences: blocks are named after them
         blocks       that are full are indexed before KV is dropped, or an end gives their pages back
         ends         leave a hand-off's pages to a sibling, and come before requests are closed by hand-offs
-        hand-offs    and the others go on
+        hand-offs    begin, and the other choices continue
         """
         rows = self._rows
         gains.advance(rows, work.num_rows)
@@ -295,7 +295,7 @@ class EngineCore:
         kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
         return gains.keeping(kept, gains.num_gained)
 
-    def _fill(self, starts: dict[Sequence, int], chunks: list[Chunk]) -> None:
+    def _fill(self, starts: dict[Sequence, int], chunks: list[PromptChunk]) -> None:
         """Publishes the blocks that rows and chunks have filled, and drops KV of sequences at their boundary."""
         starts |= self._advance(chunks)
         self._cache.cache_filled(starts)
@@ -335,7 +335,7 @@ class EngineCore:
         self._num["generated"] += len(output.token_ids)
         return ending
 
-    def _advance(self, chunks: list[Chunk]) -> dict[Sequence, int]:
+    def _advance(self, chunks: list[PromptChunk]) -> dict[Sequence, int]:
         """Counts the tokens of chunks as computed; returns where each began."""
         starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
         for chunk in chunks:
@@ -344,7 +344,7 @@ class EngineCore:
             sequence.advance(chunk.num_tokens)
         return starts
 
-    def _finish(self, ending: list[Sequence], chunks: list[Chunk]) -> None:
+    def _finish(self, ending: list[Sequence], chunks: list[PromptChunk]) -> None:
         """Ends choices; a prompt's KV goes to a sibling without pages, which hands it off."""
         for chunk in chunks:
             leader = chunk.sequence
@@ -358,7 +358,7 @@ class EngineCore:
             self._close_if_over(choice.attempt_id)
 
     def _go_on(self, sequence: Sequence) -> None:
-        """Goes on with a sequence that has computed all known tokens and gained a further one."""
+        """Continues a sequence that has computed all known tokens and gained a further one."""
         if isinstance(sequence.request, HandOff):
             self._hand_off(sequence)
             self._close_if_over(sequence.choice.attempt_id)
@@ -373,11 +373,11 @@ class EngineCore:
         else:
             self._num_held[attempt_id] = 0
             sequence.phase = Phase.HANDING_OFF
-            self._roster.retire(sequence)
+            self._table.retire(sequence)
             self._cache.hand_off(sequence)
 
     def _close_if_over(self, attempt_id: AttemptId) -> None:
-        if any(self._roster.siblings(attempt_id)):
+        if any(self._table.siblings(attempt_id)):
             return
         if attempt_id in self._num_held:
             self._events.append(HandedOff(attempt_id, self._num_held[attempt_id]))
@@ -392,7 +392,7 @@ class EngineCore:
 
     def _close(self, attempt_id: AttemptId) -> None:
         self._num_held.pop(attempt_id, None)
-        for sequence in self._roster.remove(attempt_id):
+        for sequence in self._table.remove(attempt_id):
             self._end(sequence)
 
     def _leave_rows(self, sequence: Sequence) -> None:
@@ -402,5 +402,5 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         self._leave_rows(sequence)
         self._cache.free(sequence)
-        self._roster.retire(sequence)
+        self._table.retire(sequence)
         sequence.phase = Phase.ENDED

@@ -1,4 +1,4 @@
-"""The decoding sequences of an engine as rows of arrays, of which the decode part of a batch is a slice."""
+"""The decoding sequences of an engine as rows of arrays; the decode part of a batch is a slice of them."""
 
 from collections.abc import Sequence as Seq
 
@@ -29,13 +29,13 @@ _DTYPES = {
 class DecodeRows:
     """A row for each decoding sequence, in any order; it changes as its sequence joins, gains a page or leaves.
 
-    A step runs the first so many rows, as a rule all, a token each or more with guesses, and `advance` takes them on.
+    A step runs the first rows, mostly all, one token each or more with guesses; `advance` adds the gained tokens.
     R rows, N pages:
 
     token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position.
-    slots: int64 [R], where its KV goes. context_lens: int32 [R], tokens with KV once it has run; apart from the
+    slots: int64 [R], the slot of its KV. context_lens: int32 [R], tokens with KV once it has run; apart from the
     position, for KV may be dropped. room: int32 [R], slots left in the last page. tables: int32 [R, N], the pages, then
-    zeros. is_plain: bool [R], the likeliest token is the next, and nothing else is asked about it. is_watched: bool
+    zeros. is_plain: bool [R], the next token is the likeliest, without log-probabilities. is_watched: bool
     [R], its attention weighs the tokens of its sequence.
 
     The arrays are pinned for copies to a GPU. A step reads its tokens back before `advance`: so no copy is under way.
@@ -77,7 +77,7 @@ class DecodeRows:
             self.sequences.pop()
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes over that a sequence whose pages are full has lost some. Does nothing if it has no row."""
+        """Updates the row of a sequence that has dropped some of its full pages. Does nothing if it has no row."""
         row = self._handle_to_row.get(sequence.handle)
         if row is not None:
             self._place(row, sequence)
@@ -99,7 +99,7 @@ class DecodeRows:
         self.room[rows] = self._block_size
 
     def advance(self, token_ids: Ints, num_gained: Ints | int = 1) -> None:
-        """Notes the newest tokens of the first rows, whose KV is now longer by so many; no row passes its last page."""
+        """Notes the newest tokens of the first rows, whose KV grew by `num_gained`; no row passes its last page."""
         num_rows = len(token_ids)
         self.token_ids[:num_rows] = token_ids
         self.positions[:num_rows] += num_gained
@@ -156,7 +156,7 @@ class DecodeRows:
                 self._handle_to_row[self.sequences[one].handle] = one
 
     def _reserve(self, num_rows: int) -> None:
-        """Moves the rows to arrays of that many."""
+        """Moves the rows to arrays of `num_rows` rows."""
         num_used = len(self.sequences)
         for name, dtype in _DTYPES.items():
             shape = (num_rows, self._max_blocks) if name == "tables" else (num_rows,)

@@ -27,7 +27,7 @@ class TierTokens:
 
 @dataclass(frozen=True)
 class ChoiceId:
-    """A choice of a request; a sequence has one and the same from step to step."""
+    """A choice of a request; a sequence keeps one object for all steps."""
 
     attempt_id: AttemptId
     index: int
@@ -71,7 +71,7 @@ class Scored(ChoiceEvent):
 
 
 class Started(ChoiceEvent):
-    """A choice takes the first turn of its life; until then other sequences of the running batch came first."""
+    """A choice runs in a step for the first time; until then other sequences of the running batch came first."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the start, and pages and sequences as they are."""
+    """Counts since the start, and the present numbers of pages and sequences."""
 
     blocks: BlockCounts
     num_running: int

@@ -12,7 +12,7 @@ from wire.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChoiceSoFar:
-    """A choice to go on with: its index among the request's n, and its tokens so far.
+    """A choice to continue: its index among the request's n, and its tokens so far.
 
     matcher: has taken these tokens; `Grammars.prepare` gives each choice of a request with a response format its own.
     """
@@ -26,9 +26,9 @@ class ChoiceSoFar:
 class EngineRequest:
     """A prompt and its unfinished choices. sources: block ports of other nodes that may have blocks of it.
 
-    computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next that is to be scored, at least
-    1 as the first follows none; 0 where none is. A score is a token's log-probabilities, as sampling.prompt_logprobs
-    asks for them. public: the part of the prompt whose names are no tenant's. dropping: the policy
+    computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next one to score, at least 1, as
+    the first has no score; 0 to score none. A score is a token's log-probabilities, as sampling.prompt_logprobs
+    asks for them. public: the part of the prompt whose names all tenants share. dropping: the policy
     by which it drops KV, if any.
 
     `HandOff`, a subclass, asks for one more token per choice only: the engine then writes all blocks of the prompt,

@@ -21,10 +21,10 @@ from engine.model.batch import Batch, Model, Watched
 from engine.model.sampler import NO_MASKS, Draw, Masks, likeliest, sample, score
 from engine.sequence import Sequence
 from engine.speculation.speculator import Drafts
-from engine.work import NO_ROWS, Chunk, Gains, Work
+from engine.work import NO_ROWS, Gains, PromptChunk, Work
 from kernels.backend import KVPages
 from wire import errors
-from wire.errors import BatonError, NoNumber
+from wire.errors import BatonError, NonFiniteLogits
 from wire.ids import PageId
 from wire.sampling import Logprobs
 
@@ -104,7 +104,7 @@ class Runner:
         if not faulty and gains.token_ids.min(initial=0) >= 0:
             return gains
         faulty += [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
-        return replace(gains, failed={sequence: faults.get(sequence, _no_number()) for sequence in faulty})
+        return replace(gains, failed={sequence: faults.get(sequence, _non_finite()) for sequence in faulty})
 
     def _score(
         self, work: Work, logits: torch.Tensor
@@ -157,7 +157,7 @@ class Runner:
         return [*of_rows, *(sequence for chunk in work.chunks for sequence in chunk.sampled)]
 
     def _careful_draws(self, work: Work) -> dict[int, Draw]:
-        """Tells how to choose the samples of which the likeliest token is not the whole answer."""
+        """Maps sample index to Draw for samples that are not plain greedy."""
         careful = (~self._rows.is_plain[work.rows]).nonzero()[0].tolist()
         if work.drafts:
             draws = dict(self._draft_draws(work.drafts, {*careful})) if careful else {}
@@ -168,10 +168,10 @@ class Runner:
         return draws | {num_before + index: draw for index, draw in enumerate(of_chunks) if not draw.is_plain}
 
     def _draft_draws(self, drafts: Drafts, careful: Container[int]) -> Iterator[tuple[int, Draw]]:
-        """Yields, for careful rows, how to choose the token after each guess, as if all up to it had come true."""
-        for place, (row, ahead) in enumerate(zip(drafts.rows, drafts.ahead, strict=True)):
+        """Yields index and Draw after each guess of careful rows, as if all guesses up to it were right."""
+        for place, (row, offset) in enumerate(zip(drafts.rows, drafts.offsets, strict=True)):
             if row in careful:
-                yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - ahead : place + 1].tolist())
+                yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - offset : place + 1].tolist())
 
     def _sample(self, logits: torch.Tensor, careful: dict[int, Draw], masks: Masks) -> tuple[Ints, dict[int, Logprobs]]:
         if not careful:
@@ -191,8 +191,8 @@ class Runner:
         kv = sequence.kv
         assert isinstance(kv, Weighed)
         assert kv.watch is not None, "nothing to drop"
-        mass = kv.watch.weigh(self._model, self._kv, self._int32(kv.table.row), sequence.num_stored)
-        chosen = kv.choose(kv.watch, mass, self._chooser)
+        attention = kv.watch.weigh(self._model, self._kv, self._int32(kv.table.row), sequence.num_stored)
+        chosen = kv.choose(kv.watch, attention, self._chooser)
         if isinstance(chosen, torch.Tensor):
             self._cache.keep_tokens(sequence, chosen)
         else:
@@ -228,7 +228,7 @@ class Runner:
         rows, chunks, drafts, block_size = self._rows, work.chunks, work.drafts, self._model.layout.block_size
 
         def column(values: Ints) -> Ints:
-            return values[drafts.rows] + drafts.ahead if drafts else values[work.rows]
+            return values[drafts.rows] + drafts.offsets if drafts else values[work.rows]
 
         num_tokens = work.num_rows + len(drafts)
         spans = [(chunk.sequence, chunk.sequence.num_computed, chunk.context_len) for chunk in chunks]
@@ -264,7 +264,7 @@ class Runner:
             assert watch is not None
             yield from watch.rows(self._model, int(position), int(starts[row]), int(starts[row + 1]))
 
-    def _watched_chunks(self, chunks: Seq[Chunk], starts: Seq[int]) -> Iterator[Watched]:
+    def _watched_chunks(self, chunks: Seq[PromptChunk], starts: Seq[int]) -> Iterator[Watched]:
         for chunk, start, end in zip(chunks, starts, starts[1:], strict=False):
             if (watch := chunk.sequence.kv.watch) is not None:
                 yield from watch.rows(self._model, chunk.sequence.num_computed, start, end)
@@ -300,5 +300,5 @@ def _split(work: Work) -> list[Work]:
     return [*rows, *(Work(NO_ROWS, (chunk,)) for chunk in work.chunks)]
 
 
-def _no_number() -> BatonError:
-    return NoNumber("the model's output is not a number")
+def _non_finite() -> BatonError:
+    return NonFiniteLogits("the model's logits are not finite")

@@ -33,9 +33,9 @@ class Ending:
 
 
 class Sequence:
-    """Known tokens are prompt plus output; `num_computed` of them were run, and the last known one never was.
+    """A choice with its known tokens, prompt plus output; `num_computed` of them have run, never the last known one.
 
-    num_scored: as in EngineRequest, and grows. kv: the KV of tokens that were run, as far as it stays.
+    num_scored: as in EngineRequest, and grows. kv: the retention of its KV.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
@@ -79,7 +79,7 @@ class Sequence:
         return self.kv.prefix(0 if self.request.computes_all else num_readable, self.num_known)
 
     def begin_run(self, num_computed: int) -> None:
-        """Goes on from so many tokens with KV: decoding, if that is all but the last token emitted.
+        """Continues from `num_computed` tokens with KV: decodes if only the last emitted token has none.
 
         A hand-off never decodes: it wants one token.
         """
@@ -93,12 +93,12 @@ class Sequence:
         self._num_computed += num_tokens
 
     def leave(self) -> None:
-        """Gives all KV up. A sequence that ends or waits has none."""
+        """Drops the block table: a sequence that ends or waits has no KV."""
         self.kv.begin(BlockTable())
         self._num_computed = 0
 
     def draw(self, guesses: Seq[int] = ()) -> Draw:
-        """Tells how to choose the token that follows the known ones, and guesses of the next ones."""
+        """Makes the Draw of the token after the known ones, and after these guesses."""
         sampling = self.request.sampling
         output_ids = [*self.output_ids, *guesses] if guesses else self.output_ids
         banned = () if len(output_ids) >= sampling.min_tokens else self.ending.early_ids

@@ -1,4 +1,4 @@
-"""The work of one step, and what comes of it: decoding rows with their drafts, chunks of prompts, and gains."""
+"""The work of one step and its outcome: decoding rows with their drafts, chunks of prompts, and gains."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -17,7 +17,7 @@ NO_ROWS = slice(0, 0)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """The next `num_tokens` known tokens of a sequence; they have pages, and no KV yet.
 
     is_sampled: it ends with the last known token, and brings the next; to siblings, which wait for the prompt, too.
@@ -29,7 +29,7 @@ class Chunk:
     siblings: Seq[Sequence] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, num_tokens: int, siblings: Iterable[Sequence] = ()) -> "Chunk":
+    def of(cls, sequence: Sequence, num_tokens: int, siblings: Iterable[Sequence] = ()) -> "PromptChunk":
         """Makes a chunk; siblings of the sequence gain a token with it if they know as much, the prompt alone."""
         is_sampled = sequence.num_computed + num_tokens == sequence.num_known
         alike = [one for one in siblings if is_sampled and not one.output_ids and not sequence.output_ids]
@@ -54,13 +54,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step: a token of each of these decoding rows, and chunks, the ones of one token first.
+    """The work of one step: a token of each of these decoding rows, and chunks, with chunks of one token first.
 
     drafts: guesses that follow the tokens of rows; the rows are then the first ones.
     """
 
     rows: slice
-    chunks: Seq[Chunk] = ()
+    chunks: Seq[PromptChunk] = ()
     drafts: Drafts = NO_DRAFTS
 
     @property
@@ -102,7 +102,7 @@ class Gains:
         return Gains(sequences, token_ids, logprobs, failed, scores=self.scores | later.scores)
 
     def advance(self, rows: DecodeRows, num_rows: int) -> None:
-        """Takes the first rows on."""
+        """Adds the gained tokens to the first rows."""
         if isinstance(self.num_gained, int):
             rows.advance(self.token_ids[:num_rows])
         else:

@@ -27,7 +27,7 @@ def flaws(numbers):
 
 @triton.jit
 def scale_of(most, most_negated, flaw):
-    """Makes the scale of which the number of the largest magnitude is -8 times."""
+    """Makes the scale by which the number of the largest magnitude has the code -8."""
     return (tl.where(most > most_negated, most, -most_negated) * -0.125 + flaw).to(tl.bfloat16)
 
 
@@ -115,7 +115,7 @@ def load_tile(
 
 
 def close_blocks(pages: KVPages, slot_mapping: Tensor) -> None:
-    """Does as `kernels.reference.close_blocks`, on the current GPU."""
+    """Implements `kernels.reference.close_blocks`, on the current GPU."""
     assert pages.int4 is not None
     assert pages.scales is not None
     num_kv_heads, block_size, half = pages.data.shape[2:]

@@ -28,7 +28,7 @@ FUSING = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of a program: query rows, and keys of one turn; its warps, and the stages of its loads."""
+    """The shape of a program: query rows, and keys of one iteration; its warps, and the stages of its loads."""
 
     rows: int
     keys: int
@@ -309,7 +309,7 @@ def paged_decode_attention(
     turned: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Does as `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
+    """Implements `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
 
     `query`, `pages` and `block_tables` may have any strides in front of a contiguous last dimension. A row's splits
     follow from its own length; nothing waits for the GPU.
@@ -373,7 +373,7 @@ def paged_prefill_attention(
     out: Tensor | None = None,
     first_seq: int = 0,
 ) -> Tensor:
-    """Does as `kernels.reference.paged_prefill_attention`, on the current GPU, accumulating in float32.
+    """Implements `kernels.reference.paged_prefill_attention`, on the current GPU, accumulating in float32.
 
     Sequences before `first_seq` have a row each, and are left out. Strides are as in `paged_decode_attention`; nothing
     waits for the GPU.
@@ -483,7 +483,7 @@ def _launch(
 
 
 def _scale_strides(pages: KVPages) -> tuple[int, int, int]:
-    """Tells how many numbers the scales of pages, planes and heads are apart."""
+    """Returns the strides of the scales over pages, planes and heads, in numbers."""
     if pages.scales is None:
         return 0, 0, 0
     page, plane, head = pages.scales.stride()[:3]

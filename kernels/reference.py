@@ -197,7 +197,7 @@ def _first_visible(position: int, variant: AttentionVariant) -> int:
 def _gather_kv(pages: KVPages, block_table: Tensor, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Gathers K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence.
 
-    With int4 the block of the last of them is read as it is open.
+    With int4 the last position's block is read from its open block.
     """
     num_kv_heads, block_size = pages.data.shape[2:4]
     first_block, last_block = begin // block_size, (end - 1) // block_size
@@ -231,7 +231,7 @@ def _beside_sinks(
 def _attend_past_sinks(
     query: Tensor, turned: Tensor, pages: KVPages, block_table: Tensor, context_len: int, variant: AttentionVariant
 ) -> Tensor:
-    """Attends with the last tokens of a sequence of which some have sinks behind their window."""
+    """Attends with the last tokens of a sequence, where some have sinks behind their window."""
     positions = torch.arange(context_len - len(query), context_len, device=query.device)
     if query.device.type == "cpu":
         tables = block_table.expand(len(query), -1)

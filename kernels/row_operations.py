@@ -165,7 +165,7 @@ def rotate_and_write_heads(
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Does as `kernels.backend.Backend.rms_norm`, on the current GPU."""
+    """Implements `kernels.backend.Backend.rms_norm`, on the current GPU."""
     rows = states.view(-1, states.shape[-1])
     output = torch.empty_like(states, memory_format=torch.contiguous_format) if out is None else out
     if len(rows):
@@ -178,7 +178,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float, out: Tensor | None = No
 
 
 def gate(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """Does as `kernels.backend.Backend.gate`, on the current GPU."""
+    """Implements `kernels.backend.Backend.gate`, on the current GPU."""
     num_rows, columns = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty(num_rows, columns) if out is None else out
     if num_rows:
@@ -188,7 +188,7 @@ def gate(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def rotate_and_write(qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor) -> Tensor:
-    """Does as `kernels.backend.Backend.rotate_and_write`, on the current GPU, but for closing blocks of int4.
+    """Implements `kernels.backend.Backend.rotate_and_write`, on the current GPU, but for closing blocks of int4.
 
     Returns a view of `qkv`.
     """

@@ -7,7 +7,7 @@ from typing import Protocol
 from wire.directory import DirectoryStatus
 from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
-from wire.tier import ColdStatus, Tier
+from wire.tier import FarStatus, Tier
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class StoreStatus:
     """`directory` is None while it is out of reach. Counts since the start of this store."""
 
     directory: DirectoryStatus | None
-    cold: Sequence[ColdStatus]
+    cold: Sequence[FarStatus]
     block_bytes: int
     num_corrupt: int = 0
     num_failed: int = 0

@@ -21,7 +21,7 @@ class Breaker:
         return self._num_errors >= self._max_errors
 
     def allows(self) -> bool:
-        """Tells whether to call now. While open, a True is the probe: the next one comes no sooner than its time."""
+        """Returns whether to call now. While open, a True is the probe; the next follows after `probe_every_s`."""
         if not self.is_open:
             return True
         if self._clock() < self._next_probe:

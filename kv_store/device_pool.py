@@ -55,14 +55,14 @@ class DevicePool:
         return self.ledger.num_pages if self.kv.int4 is None else len(self._free_open)
 
     def open(self, pages: Sequence[PageId]) -> None:
-        """Gives pages open blocks where they need ones to be written; at most `num_openable`."""
+        """Opens pages for writing, at most `num_openable`: with int4 each gets an open block."""
         if self.kv.int4 is not None and pages:
             places = [self._free_open.pop() for _ in pages]
             self._page_to_open.update(zip(pages, places, strict=True))
             self.kv.int4.page_to_open[list(pages)] = torch.tensor(places, dtype=torch.int32, device=self._pages.device)
 
     def close(self, pages: Sequence[PageId]) -> None:
-        """Takes the open blocks of pages, where they have ones, that are full or free."""
+        """Closes pages that are full or free: takes back the open blocks that they have."""
         if self._page_to_open:
             places = (self._page_to_open.pop(page, None) for page in pages)
             self._free_open += [place for place in places if place is not None]
@@ -79,7 +79,7 @@ class DevicePool:
     def fence(self) -> None:
         """Makes later copies wait for the work queued so far on the calling thread's stream. Does not block.
 
-        To be called by the thread that computes, before it lets another one copy to or from pages that it has used.
+        The thread that computes calls it before another one copies to or from pages that it has used.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -99,7 +99,7 @@ class DevicePool:
             _copy_bytes(np.frombuffer(into, np.uint8), self._memory[page])
 
     def wait(self) -> None:
-        """Waits for the ends of all copies that were begun. A pool in host memory has none under way."""
+        """Waits for all copies under way; a pool in host memory has none."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -111,7 +111,7 @@ class DevicePool:
 
 
 def view_pages(pages: torch.Tensor, layout: KVLayout, num_open: int = 0) -> KVPages:
-    """Views pages `uint8 [num_pages, layout.payload_bytes]` as KV, with so many open blocks of int4, zeroed."""
+    """Views pages `uint8 [num_pages, layout.payload_bytes]` as KV, with `num_open` zeroed open blocks of int4."""
     if layout.has_open_blocks:
         return _view_int4(pages, layout, num_open)
     heads = pages.view(len(pages), layout.num_layers, 2, layout.num_kv_heads, layout.head_bytes)
@@ -148,10 +148,9 @@ def _require_equal(num_target_bytes: int, num_source_bytes: int) -> None:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Makes a zeroed buffer, on a CPU in huge pages where the system has them: a sequence's pages lie far apart.
+    """Makes a zeroed buffer; on a CPU in huge pages where the system has them, for a sequence's pages lie far apart.
 
-    All of it is touched: else the first use of each page would wait for the system, 0.25 s for 90 MB
-    where measured.
+    Touches all of it: else the first use of each page would wait for the system, 0.25 s for 90 MB where measured.
     """
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -7,14 +7,14 @@ from itertools import compress
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.ids import BlockKey
 from wire.keys import BlockName
-from wire.tier import READ_COUNTS, ColdStatus, Tier
+from wire.tier import READ_COUNTS, FarStatus, Tier
 
 _LOOKUPS_AT_ONCE = 128
 _MAX_PEERS = 64
 
 
 class FarTiers:
-    """Sources of the blocks that an arena has not. peer: makes the source of a node's blocks from its port's address.
+    """Sources of the blocks that an arena lacks. peer: makes the source of a node's blocks from its port's address.
 
     `clock` is monotonic, in seconds; no source is asked after a deadline on it.
     """
@@ -42,7 +42,7 @@ class FarTiers:
     def locate(
         self, names: Sequence[BlockName], sources: Sequence[BlockSource], deadline: float
     ) -> Iterator[BlockSource | None]:
-        """Yields the nearest source that has each block; asks for some at a time, as far as the caller goes."""
+        """Yields the nearest source that has each block, or None; asks for 128 blocks at a time, lazily."""
         for start in range(0, len(names), _LOOKUPS_AT_ONCE):
             found: dict[BlockKey, BlockSource] = {}
             asked = names[start : start + _LOOKUPS_AT_ONCE]
@@ -53,19 +53,19 @@ class FarTiers:
                 found |= dict.fromkeys(compress(keys, source.exists(keys) if keys else []), source)
             yield from (found.get(name.key) for name in asked)
 
-    def status(self) -> list[ColdStatus]:
+    def status(self) -> list[FarStatus]:
         return [*self._peers_status(), *(tier.status() for tier in self._cold)]
 
-    def _peers_status(self) -> list[ColdStatus]:
+    def _peers_status(self) -> list[FarStatus]:
         """Sums the counts of all nodes, if there is any."""
         each = [peer.status() for peer in self._peers.copy().values()]
         if not each:
             return []
         state = "up" if any(status.state == "up" for status in each) else "broken"
         counts = {name: sum(getattr(status, name) for status in each) for name in READ_COUNTS}
-        return [ColdStatus(Tier.PEERS, state, **counts)]
+        return [FarStatus(Tier.PEERS, state, **counts)]
 
 
 def _may_have(source: BlockSource, name: BlockName) -> bool:
-    """Tells whether a source takes blocks of this kind: tails are in arenas only."""
+    """Returns whether a source takes blocks of this kind: tails are in arenas only."""
     return source.tier is Tier.PEERS or not name.is_tail

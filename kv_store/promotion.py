@@ -45,9 +45,9 @@ class Promotion:
         self._promoted: list[tuple[Tier, Block]] = []
 
     def read(self, is_late: Callable[[], bool]) -> Generator[tuple[Tier, memoryview], None, None]:
-        """Yields tier and verified payload of each block, once it is asked for, up to the first that is missing.
+        """Yields tier and verified payload of each block, up to the first that is missing.
 
-        is_late: tells when computing is quicker than to read the next block.
+        is_late: whether computing is quicker than reading the next block.
         """
         with ExitStack() as stack:
             checksums = {

@@ -38,8 +38,8 @@ class Transfer(ABC):
 class Fetch(Transfer):
     """An order to fill pages with blocks of the store. sources: as in `BlockStore.fetch`.
 
-    starts: as in `BlockStore.longest`, where a block can be used without all before it; the pages are for as many
-    blocks as any name needs. num_sinks: so many first names are needed by all others.
+    starts: as in `BlockStore.longest`, where a block can be used without all before it; the pages suffice for
+    the blocks that any one name needs. num_sinks: the number of first names that all others need.
     """
 
     sources: Sequence[str] = ()
@@ -83,7 +83,7 @@ class Purge(Transfer):
 class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
 
-    tiers: of a fetch; so many blocks are in the first pages. first: the place of the first of them in the names.
+    tiers: of each block fetched; these fill the first pages. first: the place of the first of them in the names.
     num_resident: blocks of a write that the host tier has.
     """
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from text.codec import Detokenizer
 from text.stop_strings import StopMatcher
-from text.window import Window
+from text.window import DecodingWindow
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class IncrementalText:
     def __init__(
         self, tokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0, includes_stop: bool = False
     ) -> None:
-        self._window = Window(tokenizer)
+        self._window = DecodingWindow(tokenizer)
         self._has_stops = bool(stop)
         self._stops = StopMatcher(stop)
         self._num_free_tokens = min_tokens

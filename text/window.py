@@ -7,7 +7,7 @@ _MAX_WINDOW = 16
 _MAX_CHARACTER_BYTES = 4
 
 
-class Window:
+class DecodingWindow:
     """The last tokens, decoded together, because a token's text depends on its neighbours.
 
     ```

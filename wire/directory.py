@@ -9,7 +9,7 @@ from typing import Annotated
 from wire.errors import WireError
 from wire.ids import AttemptId, SlotId
 from wire.keys import BlockName
-from wire.tier import BlockCounts, ColdStatus
+from wire.tier import BlockCounts, FarStatus
 
 MAX_TTL_S = 3600.0
 
@@ -86,4 +86,4 @@ class DirectoryStatus:
     hits: int
     misses: int
     evictions: int
-    cold: list[ColdStatus]
+    cold: list[FarStatus]

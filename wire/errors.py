@@ -18,7 +18,7 @@ BatonError                INTERNAL             500
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
 ├── Overtaken             ABORTED              409   a later order of the operator is in force
-├── NoNumber              INTERNAL             500   the model's output; cached KV may be why
+├── NonFiniteLogits       INTERNAL             500   NaN or infinity from the model; cached KV may be why
 ├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
 │   └── ForgedFrame                                  a frame that no process with the secret has made
 ├── StoreError            INTERNAL             500   a tier failed; callers count a miss
@@ -185,7 +185,7 @@ class Overtaken(BatonError):
     status = Status("ABORTED", 409, False)
 
 
-class NoNumber(BatonError):
+class NonFiniteLogits(BatonError):
     """The model's output is not a number, or infinite."""
 
 
@@ -220,7 +220,7 @@ _BY_REASON = {
 
 
 def rebuild(reason: str, message: str, ids: dict[str, str]) -> BatonError:
-    """Makes an error of what another process said of it. A reason that is not known here makes a BatonError."""
+    """Makes an error from another process's reason, message and ids. An unknown reason makes a BatonError."""
     cls = _BY_REASON.get(reason, BatonError)
     error = cls.__new__(cls, message)
     BatonError.__init__(error, message, **ids)
@@ -230,7 +230,7 @@ def rebuild(reason: str, message: str, ids: dict[str, str]) -> BatonError:
 
 
 def report(error: BaseException, **values: object) -> BatonError:
-    """Logs a bug of ours, with values that tell where; returns the error for a client, with a number to ask by."""
+    """Logs a bug of ours with its values; returns the error for a client, with a number to search the log by."""
     number = secrets.token_hex(8)
     log.error("incident", exc_info=error, extra={"incident": number, **values})
     return BatonError(f"internal error, incident {number}", incident=number)

@@ -37,7 +37,7 @@ def number_of(attempt: AttemptId) -> int:
 
 
 def is_attempt_id(text: str) -> bool:
-    """Tells whether a router can have made an attempt's id."""
+    """Returns whether a router can have made an attempt's id."""
     return _ATTEMPT_ID.fullmatch(text) is not None
 
 

@@ -78,7 +78,7 @@ class NameChain:
 
     >>> chain = NameChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
 
-    front: names of blocks before the first token that it is told; their tokens count.
+    front: names of blocks before the first token of `extend`; num_tokens counts their tokens.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class NameChain:
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
 
     def kept(self, policy: str, num_prompt: int, num_blocks: int) -> "NameChain":
-        """Begins a chain with the blocks, so many, that a policy keeps of the first `num_prompt` tokens.
+        """Begins a chain with the `num_blocks` blocks that a policy keeps of the first `num_prompt` tokens.
 
-        All of it is the tenant's, even behind a public prompt.
+        All names are under the tenant's root, even behind a public prompt.
         """
         prompt_key, digest = self.cover(num_prompt)[-1].key, hashlib.sha256(policy.encode()).digest()
         names: list[BlockName] = []
@@ -154,9 +154,9 @@ def cover(
     root: NamespaceRoot, tokens: Sequence[int], block_size: int, public: PublicPart | None = None
 ) -> list[BlockName]:
     """Names all blocks of `tokens`, a partly filled last one included."""
-    keys = NameChain(root, block_size, public)
-    keys.extend(tokens)
-    return keys.cover(len(tokens))
+    chain = NameChain(root, block_size, public)
+    chain.extend(tokens)
+    return chain.cover(len(tokens))
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from wire.errors import ConfigError
 
 POOLED = 7
-"""Neighbours whose largest mass SnapKV takes for a token's, as its authors' settings for LongBench have it."""
+"""Neighbours whose largest attention SnapKV takes for a token's, as its authors' settings for LongBench have it."""
 _LEAST_BLOCKS = 3
 _LEAST_TOKENS = 128
 

@@ -14,7 +14,7 @@ _ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 _CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 _SCALE_BYTES = 2
 INT4_HEAD_STEP = 4
-"""Heads of int4 have a multiple of so many numbers: two share a byte, and scales lie at even bytes."""
+"""Heads of int4 have a multiple of 4 numbers: two share a byte, and scales lie at even bytes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KVLayout:
 
     int4 has `[num_layers, num_kv_heads]` of keys and values together, for they differ in their scales:
 
-        0            data_bytes   codes of keys, [block_size, head_dim / 2]: a number and the one head_dim / 2 behind it
+        0            data_bytes   codes of keys, [block_size, head_dim / 2]: numbers i and i + head_dim / 2 share a byte
         data_bytes   key_bytes    [head_dim] scales of their channels, bfloat16
         key_bytes    + data_bytes codes of values
         ...          + head_bytes [block_size] scales of their tokens, bfloat16
@@ -89,7 +89,7 @@ class KVLayout:
         return padded(self.payload_bytes)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Counts the blocks of so many tokens, the last one partly filled."""
+        """Counts the blocks of `num_tokens` tokens, the last one partly filled."""
         return -(-num_tokens // self.block_size)
 
     def encode(self) -> bytes:
@@ -137,7 +137,7 @@ class Window:
         return 0 if self.layout.window is None else max(0, position + 1 - self.layout.window) // self.layout.block_size
 
     def behind(self, position: int) -> range:
-        """Finds the blocks between sinks and window that no row reads, from the one at a position on."""
+        """Finds the blocks between sinks and window that the row at a position, and later rows, do not read."""
         return range(self.num_sink_blocks, max(self.num_sink_blocks, self.first_block(position)))
 
     def needed(self, num_blocks: int, position: int) -> list[int]:

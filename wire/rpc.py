@@ -134,7 +134,7 @@ def _handshake(token: str) -> Handshake:
 
 
 def asks_for_health(details: Any) -> bool:
-    """Tells whether a call is a health check, which needs no proof."""
+    """Returns whether a call is a health check, which needs no proof."""
     return str(details.method).startswith("/grpc.health.v1.")
 
 

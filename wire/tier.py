@@ -1,4 +1,4 @@
-"""Tiers as names, wherever they are told of (messages, metrics, status), and counts of their pages by state."""
+"""Names of tiers in messages, metrics and status, and counts of their pages by state."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -44,7 +44,7 @@ class ColdSettings:
 
 
 @dataclass(frozen=True)
-class ColdStatus:
+class FarStatus:
     """A far tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
 
     Counts of blocks since the start of this client. `forged` ones had a right checksum and a wrong MAC; `refused` ones
@@ -69,8 +69,8 @@ class ColdStatus:
 
 READ_COUNTS = ("hits", "misses", "errors", "corrupt", "forged")
 WRITE_COUNTS = ("written", "refused", "write_errors")
-COLD_COUNTS = READ_COUNTS + WRITE_COUNTS
-"""Counts of a ColdStatus: the first of workers, which read, the last of the node's service, which writes."""
+FAR_COUNTS = READ_COUNTS + WRITE_COUNTS
+"""Counts of a FarStatus: the first of workers, which read, the last of the node's service, which writes."""
 
 
 _ADVICE = {

@@ -16,7 +16,7 @@ from wire.ids import AttemptId, NamespaceRoot, is_attempt_id
 from wire.keys import PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.pb import worker_pb2
-from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
+from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, BlockCounts, FarStatus, Tier
 
 ROOT_BYTES = 32
 MAX_BLOCK_ADDRESSES = 16
@@ -141,7 +141,7 @@ def _cold_to_pb(tier: Tier, store: StoreStatus) -> worker_pb2.TierStatus:
     if found is None:
         return worker_pb2.TierStatus(tier=tier, state="off")
     told = store.directory.cold if store.directory is not None else []
-    writer = next((status for status in told if status.tier is tier), ColdStatus(tier, found.state))
+    writer = next((status for status in told if status.tier is tier), FarStatus(tier, found.state))
     message = worker_pb2.TierStatus(tier=tier, state=writer.state if found.state == "up" else found.state)
     message.counts.update({name: getattr(found, name) for name in READ_COUNTS})
     message.counts.update({name: getattr(writer, name) for name in WRITE_COUNTS})

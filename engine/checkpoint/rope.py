@@ -85,7 +85,7 @@ class YarnScaling(RopeScaling):
         return ((torch.arange(num_frequencies, dtype=torch.float32) - first) / width).clamp(0, 1)
 
     def _dimension(self, rotations: float, head_dim: int, theta: float) -> float:
-        """Finds the dimension that makes so many rotations over the trained length."""
+        """Finds the dimension that makes this number of rotations over the trained length."""
         return head_dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 

@@ -98,7 +98,7 @@ class TensorFile:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Tells whether no element is NaN or infinite; not asked of integers and floats of one byte."""
+    """Returns whether no element is NaN or infinite; not asked of integers and floats of one byte."""
     if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
         return True
     return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # which passes NaN on
@@ -132,7 +132,7 @@ def _parse_entry(source: str, name: str, entry: Any) -> TensorEntry:
 
 
 def _tiles(entries: Iterable[TensorEntry], data_bytes: int) -> bool:
-    """Tells whether the entries cover [0, data_bytes) without gap or overlap."""
+    """Returns whether the entries cover [0, data_bytes) without gap or overlap."""
     position = 0
     for begin, end in sorted((entry.begin, entry.end) for entry in entries):
         if begin != position:

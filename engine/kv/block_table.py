@@ -10,7 +10,7 @@ from wire.ids import PageId
 
 
 class BlockTable:
-    """The pages of a sequence, in order; `row` is what a kernel reads of it, int32.
+    """The pages of a sequence, in order; kernels read `row`, int32.
 
     behind: blocks before the window, and after the sinks, which have no page; the row has other sequences' or 0 there,
     and nothing reads them. num_dropped: tokens whose KV was dropped; the pages have the others, without gaps.

@@ -58,7 +58,7 @@ class KVCache:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
         False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
-        Reserved pages are there from the beginning: at a prompt's end the blocks of all of it still are.
+        Allocates reserved pages now: at a prompt's end all its blocks still have theirs.
         """
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
@@ -300,7 +300,7 @@ class KVCache:
         self._transfers.begin(transfer)
 
     def _free(self, pages: Seq[PageId]) -> None:
-        """Frees the page first that is to be evicted first: a prefix's end, or its start where rows have windows."""
+        """Frees pages in eviction order: a prefix's end first, or its start where rows have windows."""
         self.pool.close(pages)
         for page in reversed(pages) if self._layout.window is None else pages:
             self._ledger.free(page)

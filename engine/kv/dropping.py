@@ -6,7 +6,7 @@ row sees the same KV however the sequence was batched, preempted or moved.
 
     position    0 ........ start ............ boundary
     queries                  x   x   x   x   x          of the rows since the last boundary, as each was run
-    mass        sum of the softmax of these rows, on each token with KV
+    attention        sum of the softmax of these rows, on each token with KV
 
 KV is compacted: keys are rotated already, and a softmax knows no order.
 """
@@ -28,19 +28,22 @@ class Chooser:
     are the latest ones, which stay, as does the first.
     """
 
-    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
+    def tokens(self, attention: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
         """Chooses the tokens of a prompt that stay: int64 [num_layers, num_kv_heads, num_kept], in order of position.
 
-        mass: float32 [num_layers, num_kv_heads, tokens].
+        attention: float32 [num_layers, num_kv_heads, tokens].
         """
         num_latest = rule.num_latest(num_kept)
-        earlier = mass[..., : mass.shape[-1] - num_latest]
+        earlier = attention[..., : attention.shape[-1] - num_latest]
         pooled = max_pool1d(earlier, rule.num_pooled, stride=1, padding=rule.num_pooled // 2)
         return with_latest(pooled.argsort(stable=True, dim=-1, descending=True), num_kept, num_latest)
 
-    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
-        """Chooses the full pages that a sequence of `num_computed` tokens loses, in order. mass: float32 [pages]."""
-        return going(mass[replaceable(len(mass), num_going)].argsort(stable=True), num_going)
+    def pages(self, attention: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
+        """Chooses the full pages that a sequence of `num_computed` tokens loses, in order.
+
+        attention: float32 [pages].
+        """
+        return going(attention[replaceable(len(attention), num_going)].argsort(stable=True), num_going)
 
 
 HEAVIEST = Chooser()
@@ -49,13 +52,13 @@ HEAVIEST = Chooser()
 class Watch:
     """The rows of a sequence that weigh its tokens, and the boundary up to which they run.
 
-    start: the position of the first one not weighed yet. mass: of the rows before it, on each kept token.
+    start: the position of the first one not weighed yet. attention: of the rows before it, on each kept token.
     """
 
     def __init__(self, dropping: Dropping, num_prompt: int, block_size: int) -> None:
         self.dropping = dropping
         self.start = max(0, num_prompt - dropping.rule.num_watched)
-        self.mass: torch.Tensor | None = None
+        self.attention: torch.Tensor | None = None
         self._num_prompt = num_prompt
         self._block_size = block_size
         self._queries: torch.Tensor | None = None
@@ -65,11 +68,11 @@ class Watch:
         """The number of computed tokens at which some may be dropped next."""
         if self.start < self._num_prompt:
             return self._num_prompt
-        num_stored = 0 if self.mass is None else self.mass.shape[-1]
+        num_stored = 0 if self.attention is None else self.attention.shape[-1]
         return self.start + self._block_size - num_stored % self._block_size
 
     def rows(self, model: Model, position: int, start: int, stop: int) -> list[Watched]:
-        """Tells where the queries go of the rows start to stop - 1 of a batch, of which the first has a position."""
+        """Maps the rows start to stop - 1 of a batch to the queries' buffer; `position` is that of the first."""
         start += max(0, self.start - position)
         if start >= stop:
             return []
@@ -79,27 +82,27 @@ class Watch:
         return [Watched(slice(start, stop), self._queries[:, place : place + stop - start])]
 
     def weigh(self, model: Model, kv: KVPages, table: torch.Tensor, num_stored: int) -> torch.Tensor:
-        """Adds the attention of the rows up to the boundary to the mass, which it returns."""
+        """Adds the attention of the rows up to the boundary to the attention, which it returns."""
         assert self._queries is not None, "no row was run"
         boundary = self.boundary
-        mass = model.weigh(self._queries[:, : boundary - self.start], kv, table, num_stored)
-        if self.mass is not None:
-            mass[..., : self.mass.shape[-1]] += self.mass
-        self.mass, self.start = mass, boundary
-        return mass
+        attention = model.weigh(self._queries[:, : boundary - self.start], kv, table, num_stored)
+        if self.attention is not None:
+            attention[..., : self.attention.shape[-1]] += self.attention
+        self.attention, self.start = attention, boundary
+        return attention
 
     def keep(self, chosen: torch.Tensor) -> None:
-        """Keeps the mass on chosen tokens alone."""
-        assert self.mass is not None, "nothing was weighed"
-        self.mass = self.mass.gather(-1, chosen)
+        """Keeps the attention on chosen tokens alone."""
+        assert self.attention is not None, "nothing was weighed"
+        self.attention = self.attention.gather(-1, chosen)
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Drops the mass on pages that the sequence loses."""
-        assert self.mass is not None, "nothing was weighed"
-        kept = torch.ones(self.mass.shape[-1], dtype=torch.bool)
+        """Drops the attention on pages that the sequence loses."""
+        assert self.attention is not None, "nothing was weighed"
+        kept = torch.ones(self.attention.shape[-1], dtype=torch.bool)
         for page in pages:
             kept[page * self._block_size : (page + 1) * self._block_size] = False
-        self.mass = self.mass[..., kept.to(self.mass.device)]
+        self.attention = self.attention[..., kept.to(self.attention.device)]
 
 
 def gather_tokens(kv: KVPages, table: torch.Tensor, chosen: torch.Tensor, pages: torch.Tensor) -> None:
@@ -122,10 +125,10 @@ def gather_tokens(kv: KVPages, table: torch.Tensor, chosen: torch.Tensor, pages:
             raw[pages] = blocks.movedim(3, 0)
 
 
-def page_mass(mass: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Sums the mass on each full page, over layers and heads, too."""
-    num_pages = mass.shape[-1] // block_size
-    return mass[..., : num_pages * block_size].reshape(*mass.shape[:2], num_pages, block_size).sum((0, 1, 3))
+def page_attention(attention: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Sums the attention on each full page, over layers and heads, too."""
+    num_pages = attention.shape[-1] // block_size
+    return attention[..., : num_pages * block_size].reshape(*attention.shape[:2], num_pages, block_size).sum((0, 1, 3))
 
 
 def with_latest(order: torch.Tensor, num_kept: int, num_latest: int) -> torch.Tensor:

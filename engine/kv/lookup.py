@@ -16,7 +16,7 @@ class Lookup:
     found: the device page of each block, None where there is none; a fetch adds to it. hits: pages found at first, but
     for blocks behind the window. missing: the places of blocks to ask the store for. starts: for each missing block the
     place in `missing` of the first one to fetch with it, where blocks on the device count as fetched; None without a
-    window, for a block is then worth nothing without all before it.
+    window, for a block is then of no use without all before it.
     """
 
     def __init__(

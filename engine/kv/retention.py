@@ -2,7 +2,7 @@
 
     Retention   what some later row reads: all KV, or of layers with windows the blocks of sinks and window
     SnapKV      the whole prompt up to its end, then chosen tokens of it, and all that follows
-    H2O         the same, and behind the prompt a page goes whenever one is full
+    H2O         the same, and behind the prompt a page is dropped whenever one is full
 
 What a retention answers:
 
@@ -15,8 +15,8 @@ What a retention answers:
 and what it keeps: `table`, the pages; `reserved`, pages for the tokens that stay of a prompt; `delayed`, blocks that
 the store gets after these. SnapKV and H2O pass from one state to the next with a new table:
 
-    without pages -> whole, num_dropped 0 -> kept, num_dropped > 0      H2O has no names for blocks of the last;
-         \\------- by the names of kept blocks ----^                     of SnapKV they can be found
+    without pages -> whole, num_dropped 0 -> kept, num_dropped > 0      the last state has names with SnapKV,
+         \\------- by the names of kept blocks ----^                     and none with H2O
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kv.block_table import BlockTable
-from engine.kv.dropping import Chooser, Watch, page_mass
+from engine.kv.dropping import Chooser, Watch, page_attention
 from engine.request import EngineRequest, HandOff
 from wire.errors import InvalidRequest
 from wire.ids import PageId
@@ -41,7 +41,7 @@ Tokens = Callable[[int, int], list[int]]
 class Prefix:
     """The KV that a sequence may begin with: of its first `num_tokens` tokens, without `num_dropped` of them.
 
-    num_reserved: pages that it needs beside the ones of its tokens.
+    num_reserved: further pages that it needs.
     """
 
     num_tokens: int
@@ -76,11 +76,11 @@ class Retention:
         return Prefix(num_readable)
 
     def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
-        """Tells whether a sequence can begin with the first `num_blocks` blocks of a prefix; else it waits again."""
+        """Returns whether a sequence can begin with the first `num_blocks` blocks of a prefix; else it waits again."""
         return True
 
     def begin(self, table: BlockTable) -> None:
-        """Goes on with other pages; with none while the sequence waits, and when it ends."""
+        """Replaces the pages: by none while the sequence waits, and when it ends."""
         self.table = table
 
     def names(self, tokens: Tokens, num_tokens: int, num_dropped: int = 0) -> list[BlockName]:
@@ -93,7 +93,7 @@ class Retention:
     def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV, and behind them its sinks.
 
-        Without its sinks a prefix is worth nothing: so they are not used less of late than the rest.
+        No prefix is of use without its sinks, so they count as used as recently as the rest.
         """
         num_dropped, block_size = self.table.num_dropped, self.window.layout.block_size
         start, stop = start - num_dropped, num_computed - num_dropped
@@ -136,12 +136,12 @@ class Weighed(Retention):
         if not table.num_dropped:
             self.watch = Watch(self._dropping, self._request.num_prompt, self.window.layout.block_size)
 
-    def choose(self, watch: Watch, mass: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
+    def choose(self, watch: Watch, attention: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
         """Chooses the tokens that stay, as a Chooser does, or the places of full pages that go.
 
-        mass: on each stored token, float32 [num_layers, num_kv_heads, tokens].
+        attention: on each stored token, float32 [num_layers, num_kv_heads, tokens].
         """
-        chosen = chooser.tokens(mass, self.num_kept * self.window.layout.block_size, self._dropping.rule)
+        chosen = chooser.tokens(attention, self.num_kept * self.window.layout.block_size, self._dropping.rule)
         watch.keep(chosen)
         return chosen
 
@@ -161,7 +161,7 @@ class SnapKV(Weighed):
         return Prefix(num_known - 1, num_prompt - self.num_kept * self.window.layout.block_size)
 
     def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
-        """Notes kept blocks as lost where not all are there: tokens are chosen anew."""
+        """Notes that kept blocks are lost unless all are there: tokens are then chosen again."""
         is_lost = prefix.num_dropped > 0 and num_blocks < self.num_kept
         self._is_lost |= is_lost
         return not is_lost
@@ -185,11 +185,11 @@ class H2O(Weighed):
     Blocks have no names once any token was dropped: the weights of their tokens would be missing.
     """
 
-    def choose(self, watch: Watch, mass: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
+    def choose(self, watch: Watch, attention: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
         if self.num_kept and not self.table.num_dropped:
-            return super().choose(watch, mass, chooser)
+            return super().choose(watch, attention, chooser)
         block_size = self.window.layout.block_size
-        weights = page_mass(mass, block_size)
+        weights = page_attention(attention, block_size)
         num_going = len(weights) - self._dropping.num_blocks(self._request.num_prompt, block_size)
         pages = chooser.pages(weights, num_going, watch.start) if num_going > 0 else []
         watch.drop(pages)
@@ -215,9 +215,9 @@ def require_storable(request: EngineRequest, layout: KVLayout, num_pages: int) -
     most = request.max_len
     if request.dropping is not None:
         if layout.window is not None:
-            raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
+            raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by attention")
         if layout.has_open_blocks:
-            raise InvalidRequest("kv_policy", "tokens of KV in int4 are not dropped by worth")
+            raise InvalidRequest("kv_policy", "tokens of KV in int4 are not dropped by attention")
         if isinstance(request, HandOff) and any(choice.output_ids for choice in request.choices):
             raise InvalidRequest("choices", "a hand-off draws first tokens: later ones would see all KV")
         most += request.dropping.num_copied(request.num_prompt, layout.block_size) * layout.block_size

@@ -108,14 +108,14 @@ class Model(Protocol):
         ...
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
-        """Makes room for the queries of so many rows, [num_layers, num_rows, ...]."""
+        """Makes a buffer for the queries of `num_rows` rows, [num_layers, num_rows, ...]."""
         ...
 
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Sums the attention of a sequence's last rows, given their queries, that falls on each of its tokens.
 
         block_table: int32, of the sequence. num_tokens: with KV in it. Returns float32 [num_layers, num_kv_heads,
-        num_tokens], of which no bit depends on how the rows were run.
+        num_tokens]; no bit depends on how the rows were batched.
         """
         ...
 
@@ -123,7 +123,7 @@ class Model(Protocol):
 class DraftModel(Model, Protocol):
     """A model as a draft runs it."""
 
-    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+    def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Runs a batch, then the likeliest token after each sequence, and so on; returns int64 [num_runs, S].
 
         Rows are all sampled, or the last of each sequence. There is room for all but the last tokens drawn.
@@ -131,8 +131,8 @@ class DraftModel(Model, Protocol):
         ...
 
 
-def run_ahead(model: Model, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
-    """Does as `DraftModel.run_ahead`, a forward pass a run."""
+def decode_greedily(model: Model, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+    """Implements `DraftModel.decode_greedily`, with a forward pass for each run."""
     drawn: list[torch.Tensor] = []
     for _ in range(num_runs):
         batch = batch.after(drawn[-1], model.layout.block_size) if drawn else batch

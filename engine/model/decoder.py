@@ -13,7 +13,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.model.angles import FarAngles, make_angles
-from engine.model.batch import Batch, run_ahead
+from engine.model.batch import Batch, decode_greedily
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables
@@ -114,7 +114,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
-        """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
+        """Implements `Model.forward`, for one thread. Returns an inference tensor, valid until the next call."""
         program = self._program_for(batch, kv) if batch.samples_all and not batch.watched else None
         if program is not None:
             return program.run(batch)
@@ -122,13 +122,13 @@ class Decoder:
         return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, _NO_BUFFERS)
 
     @torch.inference_mode()
-    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
-        """Does as `DraftModel.run_ahead`; in one program where the backend has recordings."""
+    def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Implements `DraftModel.decode_greedily`; in one program where the backend has recordings."""
         is_recordable = self.device.type == "cpu" and batch.samples_all and not self._far_angles
         program = self._program_for(batch, kv) if is_recordable else None
         if isinstance(program, RecordedProgram):
-            return program.run_ahead(batch, num_runs)
-        return run_ahead(self, batch.to(self.device), kv, num_runs)
+            return program.decode_greedily(batch, num_runs)
+        return decode_greedily(self, batch.to(self.device), kv, num_runs)
 
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
@@ -163,7 +163,7 @@ class Decoder:
         )
 
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
-        """Finds or records the program for so many rows and blocks, of the pool that was used last."""
+        """Finds or records the program of the last pool for these numbers of rows and blocks."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         on_cpu = self.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""A model of hashes; its next token tells whether every block of its KV is the right one.
+"""A model of hashes; its next token is right only if every block of its KV is.
 
     state[p]  = mix(sum[p-1], token[p])                            sum[-1] = mix(seed)
     stored    = state[p] * FACTOR[w]                               in every 64-bit word w of position p, in all layers
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.model.batch import Batch, run_ahead
+from engine.model.batch import Batch, decode_greedily
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
@@ -71,7 +71,7 @@ class HashModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
-        """Does as `engine.model.batch.Model`."""
+        """Implements `engine.model.batch.Model`."""
         words = kv.data.view(torch.int64)
         bounds, positions = batch.cu_query_lens.tolist(), batch.positions.tolist()
         states: list[int] = []
@@ -87,9 +87,9 @@ class HashModel:
         self._write(words, batch.slot_mapping, _words(states))
         return self._logits([totals[row] for row in batch.sample_rows.tolist()])
 
-    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
-        """Does as `engine.model.batch.DraftModel`."""
-        return run_ahead(self, batch, kv, num_runs)
+    def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Implements `engine.model.batch.DraftModel`."""
+        return decode_greedily(self, batch, kv, num_runs)
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
         return torch.empty(self.layout.num_layers, num_rows, 0)

@@ -69,8 +69,8 @@ class RecordedProgram:
         self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes)
         return self._logits[: len(batch.token_ids)]
 
-    def run_ahead(self, batch: Batch, num_runs: int) -> torch.Tensor:
-        """Runs a batch, whose rows are all sampled, as `DraftModel.run_ahead` does."""
+    def decode_greedily(self, batch: Batch, num_runs: int) -> torch.Tensor:
+        """Runs a batch, whose rows are all sampled, as `DraftModel.decode_greedily` does."""
         self._take(batch)
         num_sequences, token_ids = len(batch.context_lens), self._columns[0]
         numbers = (len(batch.token_ids), num_sequences, batch.num_decodes)

@@ -43,7 +43,7 @@ class Draw:
 
     @property
     def is_plain(self) -> bool:
-        """True where the likeliest token is the one, and nothing is asked about it."""
+        """True where the next token is the likeliest, without log-probabilities."""
         params = self.params
         is_as_is = not (params.has_penalties or params.logit_bias or self.banned or self.matcher)
         return params.is_greedy and is_as_is and params.logprobs is None

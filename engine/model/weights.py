@@ -1,4 +1,4 @@
-"""The tensors of a decoder, as they are read from a checkpoint."""
+"""The tensors of a decoder, read from a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -52,9 +52,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of a pool: allocatable now, draining and so allocatable soon, and the size of a page in tokens.
+    """Pages of a pool: allocatable now, and draining, which soon are. block_size: tokens of a page.
 
-    most_needed: the most pages that a sequence needs at once; None if as many as it is long.
+    most_needed: the most pages that a sequence needs at once; None without a bound.
     """
 
     num_allocatable: int
@@ -85,7 +85,7 @@ class Gate(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """The next step of an engine: first preempt, then admit (in order), then run so many tokens of each handle.
+    """The next step of an engine: preempt, then admit, in order, then run `run[handle]` tokens of each sequence.
 
     gate: the reason why the rest of the queue waits.
     """

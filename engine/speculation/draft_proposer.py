@@ -1,11 +1,11 @@
-"""A draft model as a proposer: it runs ahead of the sequences of an engine, greedily, on smaller pages of its own.
+"""A draft model as a proposer: it continues the sequences of an engine greedily, on smaller pages of its own.
 
     known tokens           a b c d e
-    the draft has KV of    a b c, and of x y, guesses after c, of which it did not run the last: x came true, it is d
+    the draft has KV of    a b c, and of x y, its guesses after c but for the last: x was right, it is d
     it runs                e -> u, u -> v, v -> w    over the KV of y; its next guesses are u v w
 
-All known tokens without KV run at once, as a rule one or two, and bring the first guess. Of a draft whose layers all
-have windows they begin where its windows reach. A sequence's KV is computed here from its tokens alone, and is
+All known tokens without KV run at once, as a rule one or two, and bring the first guess. If all layers of the
+draft have windows, they begin where its windows begin. A sequence's KV is computed here from its tokens alone, and is
 neither found, fetched nor written through. Losing it costs its computation.
 """
 
@@ -68,7 +68,7 @@ class DraftProposer:
         spans = self._spans([sequence for sequence in wanted if self._hold(sequence, num_runs)])
         if not spans:
             return {}
-        drawn = self._model.run_ahead(self._batch(spans), self.pool.kv, num_runs).T.tolist()
+        drawn = self._model.decode_greedily(self._batch(spans), self.pool.kv, num_runs).T.tolist()
         for (sequence, span), tokens in zip(spans.items(), drawn, strict=True):
             kv = self._kv[sequence]
             kv.num_computed = span.stop

@@ -79,7 +79,7 @@ class Drafts:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     @cached_property
-    def ahead(self) -> Ints:
+    def offsets(self) -> Ints:
         """The distance of each token from its row's own, int64 [T]."""
         return np.arange(len(self.rows)) - (self.lengths.cumsum() - self.lengths)[self.rows]
 
@@ -109,7 +109,7 @@ class Proposer(Protocol):
     """A source of guesses. It may be wrong, and say nothing; it must be quick."""
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
-        """Guesses at most so many of the tokens that follow the known ones of each sequence."""
+        """Guesses the tokens after the known ones of each sequence, at most as many as it maps to."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -170,12 +170,12 @@ class DraftLength:
         self._num_to_skip = 0
 
     def is_due(self) -> bool:
-        """Counts a step; tells whether it is to have a draft."""
+        """Counts a step; returns whether it has a draft."""
         self._num_to_skip -= 1
         return self._num_to_skip < 0
 
     def rest(self, num_steps: int) -> None:
-        """Leaves so many steps out."""
+        """Makes no draft in the next `num_steps` steps."""
         self._num_to_skip = num_steps
 
     def learn(self, num_guessed: int, num_accepted: int) -> None:
@@ -200,7 +200,7 @@ class Payoff:
         self._pause = TRIAL_PAUSE
 
     def is_due(self) -> bool:
-        """Counts a step; tells whether it may have drafts. The first has none, nor one in a while, to compare with."""
+        """Counts a step; returns whether it may have drafts. The first and one of PLAIN_EVERY have none, to compare."""
         self._num_steps += 1
         self._num_to_skip -= 1
         return self._num_to_skip < 0 and self._num_steps % PLAIN_EVERY != 1
@@ -218,7 +218,7 @@ class Payoff:
             self._judge()
 
     def learn_drafted(self, step_s: float, num_rounds: float) -> None:
-        """Takes the seconds of a step that gained each row so many tokens. The first of a trial catches up, too."""
+        """Takes the seconds of a step that gained `num_rounds` tokens a row. The first of a trial catches up, too."""
         if self._plain_s:
             gain = num_rounds - step_s / self._plain_s
             self._count(gain)
@@ -331,7 +331,7 @@ class Speculator:
             return {}
 
     def _length(self, sequence: Sequence) -> int:
-        """Tells how many tokens to guess: the run gains one more than come true."""
+        """Computes the number of tokens to guess; the run gains one more than are accepted."""
         draft_len = self._draft_lens.get(sequence)
         if draft_len is None:
             draft_len = self._draft_lens[sequence] = DraftLength()

@@ -277,7 +277,7 @@ class Program:
         self._numbers = (-1, -1, -1)
 
     def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
-        """Does all calls, on so many rows and sequences of their tensors."""
+        """Runs all calls, on the first rows and sequences of their tensors."""
         numbers = (num_rows, num_sequences, num_decodes)
         if numbers != self._numbers:
             for kind, number in zip((ROWS, SEQUENCES, DECODES), numbers, strict=True):
@@ -318,7 +318,7 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _are_alike(sizes: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Tells whether strides are the same, but for that of a dimension of one, which is anything."""
+    """Returns whether strides are equal, but for dimensions of one, whose stride has no meaning."""
     return all(size == 1 or one == other for size, one, other in zip(sizes, strides, others, strict=False))
 
 

@@ -155,7 +155,7 @@ def _run(command: list[str]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tells whether there is a library with its own digest. Raises OSError or NoKernels for others' files and links."""
+    """Returns whether a library with its own digest is there. Raises OSError, NoKernels for others' files and links."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -46,9 +46,9 @@ class Arena:
 
     @classmethod
     def create(cls, path: str, block_bytes: int, num_slots: int) -> "Arena":
-        """Makes the file, readable for this user only, and touches all of it.
+        """Makes the file, readable for this user only, and touches all its pages.
 
-        Raises ConfigError if it does not fit, or if there is such a file.
+        Raises ConfigError if it does not fit, or if the file exists.
         """
         size = _size(block_bytes, num_slots)
         free = psutil.virtual_memory().available
@@ -99,7 +99,7 @@ class Arena:
 
     @staticmethod
     def identity(path: str) -> tuple[int, int, bytes] | None:
-        """Tells inode, size and last page of the file at a path, which an arena never changes; None if it has none."""
+        """Returns inode, size and last page of the file at a path, which never change; None without a file."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:

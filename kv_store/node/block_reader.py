@@ -31,7 +31,7 @@ from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError, Unauthenticated
 from wire.ids import BlockKey
 from wire.keys import BlockName
-from wire.tier import ColdStatus, Tier
+from wire.tier import FarStatus, Tier
 from wire.trust.identity import NONCE_BYTES, PROOF_BYTES, Identity
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class BlockReader:
         self._connection: socket.socket | None = None
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Tells for each key whether its block is in the node's arena."""
+        """Returns for each key whether its block is in the node's arena."""
         found = [False] * len(keys)
         with suppress(_Unanswered):
             for start in range(0, len(keys), MAX_KEYS):
@@ -102,8 +102,8 @@ class BlockReader:
                         self._counted["hits"] += 1
                         yield checksum
 
-    def status(self) -> ColdStatus:
-        return ColdStatus(self.tier, "broken" if self._breaker.is_open else "up", **self._counted)
+    def status(self) -> FarStatus:
+        return FarStatus(self.tier, "broken" if self._breaker.is_open else "up", **self._counted)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -192,8 +192,8 @@ class LocalBlocks:
         finally:
             self._directory.release(lease.lease_id)
 
-    def status(self) -> ColdStatus:
-        return ColdStatus(self.tier, "up", **self._counted)
+    def status(self) -> FarStatus:
+        return FarStatus(self.tier, "up", **self._counted)
 
     def close(self) -> None:
         pass
@@ -204,7 +204,7 @@ class _Unanswered(StoreError):
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Tells whether the server has ended a connection on which it owes nothing."""
+    """Returns whether the server has ended a connection on which it owes nothing."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""Claims on the slots of an arena: leases of readers, holds of requests, reservations of writers.
+"""Claims on the slots of an arena: leases of readers, holds of attempts, reservations of writers.
 
 A lease or a reservation is a transfer on its slots, so that none is given out meanwhile; a hold is a reference.
 """
@@ -111,14 +111,14 @@ class Leases:
 
 @dataclass
 class _Held:
-    """The slots of a hold, in order, and the slots that are still to move if it is to end then."""
+    """The slots of a hold, in order; once it moves, also the slots without a copy in a cold tier."""
 
     slots: dict[SlotId, None] = field(default_factory=dict)
     to_move: list[SlotId] | None = None
 
 
 class Holds:
-    """Holds over a ledger's slots, by request."""
+    """Holds over a ledger's slots, by attempt."""
 
     def __init__(self, ledger: Ledger[SlotId], clock: Callable[[], float]) -> None:
         self._ledger = ledger
@@ -133,7 +133,7 @@ class Holds:
         return Counter(slot for _, held in self._held.items() for slot in held.slots)
 
     def keep(self, hold: Hold, slots: Iterable[SlotId]) -> None:
-        """Adds slots to a request's hold, and prolongs it."""
+        """Adds slots to an attempt's hold, and prolongs it."""
         held = self._held.get(hold.attempt_id) or _Held()
         for slot in slots:
             if slot not in held.slots:
@@ -143,13 +143,13 @@ class Holds:
             self._held.put(hold.attempt_id, held, hold.ttl_s)
 
     def move(self, attempt_id: AttemptId) -> list[SlotId]:
-        """Notes that a request's hold is to end once its blocks are elsewhere; returns its slots."""
+        """Marks an attempt's hold for early release, once cold tiers have its blocks; returns its slots."""
         held = self._held.get(attempt_id) or _Held()
         held.to_move = list(held.slots)
         return list(held.slots)
 
     def end_if_moved(self, attempt_id: AttemptId, is_safe: Callable[[SlotId], bool]) -> None:
-        """Ends a hold that is to move, if all its slots are safe to lose by now."""
+        """Ends a hold that moves, once the arena may lose all its slots."""
         held = self._held.get(attempt_id)
         if held is None or held.to_move is None:
             return
@@ -159,14 +159,14 @@ class Holds:
             self.release(attempt_id)
 
     def renew(self, attempt_id: AttemptId, ttl_s: float) -> bool:
-        """Prolongs a request's hold; False if there is none."""
+        """Prolongs an attempt's hold; False if there is none."""
         held = self._held.get(attempt_id)
         if held is not None:
             self._held.put(attempt_id, held, ttl_s)
         return held is not None
 
     def release(self, attempt_id: AttemptId) -> bool:
-        """Ends a request's hold; False if there is none."""
+        """Ends an attempt's hold; False if there is none."""
         held = self._held.pop(attempt_id)
         self._let_go(held or _Held())
         return held is not None
@@ -181,7 +181,7 @@ class Holds:
 
 
 class Reservations:
-    """Slots under writing, by writer. They never run out: only a writer, or its death, ends them."""
+    """Slots under writing, by writer, without a time limit: only the writer, or its death, ends a reservation."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self._ledger = ledger
@@ -193,7 +193,7 @@ class Reservations:
         return Counter(slot for names in self._writing.values() for slot in names)
 
     def take(self, writer: str, names: list[BlockName]) -> list[SlotId]:
-        """Reserves a slot for each of the first of `names`, as many as can be had. The slots drain meanwhile."""
+        """Reserves slots for the first of `names`, as many as are allocatable. The slots drain meanwhile."""
         slots = self._ledger.allocate(min(len(names), self._ledger.num_allocatable))
         for slot in slots:
             self._ledger.begin_transfer(slot)

@@ -19,7 +19,7 @@ LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True)
-class Call:
+class ServiceCall:
     """A method of the service, its arguments, and the declared type of each."""
 
     method: str
@@ -52,9 +52,9 @@ class ServiceCodec:
         """Encodes a call behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
         return _framed([method, *arguments])
 
-    def decode_call(self, body: bytes) -> Call:
+    def decode_call(self, body: bytes) -> ServiceCall:
         """Decodes a call without its length. WireError for bytes that are no call of this service."""
-        call: Call = _checked(body, self._read_call)
+        call: ServiceCall = _checked(body, self._read_call)
         return call
 
     def encode_answer(self, answer: object) -> bytes:
@@ -65,9 +65,9 @@ class ServiceCodec:
         """Decodes the answer to a method, or a `Refused`. WireError for bytes that are neither."""
         return _checked(body, lambda plain: self._read_answer(method, plain))
 
-    def _read_call(self, plain: Any) -> Call:
+    def _read_call(self, plain: Any) -> ServiceCall:
         method, *values = plain
-        return Call(method, self._arguments[method](values), tuple(self._hints[method].values()))
+        return ServiceCall(method, self._arguments[method](values), tuple(self._hints[method].values()))
 
     def _read_answer(self, method: str, plain: Any) -> Any:
         is_answered, value = plain

@@ -51,7 +51,7 @@ class ColdWriter:
         self._thread.start()
 
     def finish(self, grace_s: float) -> None:
-        """Gives the thread so long to write the rest, and then ends it. Does not block."""
+        """Gives the thread `grace_s` seconds to write the rest, and then ends it. Does not block."""
         self._end = time.monotonic() + grace_s
         self._is_stopping.set()
 
@@ -63,9 +63,9 @@ class ColdWriter:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
-        """Writes blocks that the directory offers, up to the first failure, and counts them; tells it how that went.
+        """Writes blocks that the directory offers, up to the first failure; reports to the directory and counts them.
 
-        Without blocks a broken tier is asked for one that is none: no write would find out that it answers again.
+        Without blocks it asks a broken tier for a key that no block has, to find out whether the tier answers again.
         """
         batch = self._directory.cold_candidates(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []

@@ -57,7 +57,7 @@ class Copies:
                 self._to_write[tier][slot] = None
 
     def is_safe(self, slot: SlotId, tiers: Sequence[Tier]) -> bool:
-        """Tells whether the arena may lose a block: one of these tiers has it, or it is a tail."""
+        """Returns whether the arena may lose a block: one of these tiers has it, or it is a tail."""
         return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
 
     def unindex(self, slot: SlotId) -> None:

@@ -27,7 +27,7 @@ from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.keys import BlockName
-from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
+from wire.tier import COLD_TIERS, FarStatus, Tier, Write
 
 _MAX_HELD_SHARE = 0.25
 """Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
@@ -82,7 +82,7 @@ class Directory(DirectoryPort):
         self._blocks = _Blocks(self._ledger)
         self._num_read = Counter[bool]()
         self._copies = Copies(self._ledger, writes or {}, high_water)
-        self._cold: dict[Tier, ColdStatus] = {}
+        self._cold: dict[Tier, FarStatus] = {}
         self._owners: dict[bytes, int] = {}
         self._max_held = num_slots * _MAX_HELD_SHARE
         self._lock = threading.Lock()
@@ -194,7 +194,7 @@ class Directory(DirectoryPort):
             self._ledger.order.set_owner(block.slot, self._owners.get(block.name.root_digest, 0))
 
     @_exclusive
-    def note_cold(self, cold: ColdStatus) -> None:
+    def note_cold(self, cold: FarStatus) -> None:
         """Notes a cold tier as its writer finds it, for the processes that only read there."""
         self._cold[cold.tier] = cold
 

@@ -26,7 +26,7 @@ class DirectoryClient(DirectoryPort):
     """
 
     def __init__(self, path: str, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._connection = _Connection(path, clock)
+        self._channel = _Channel(path, clock)
         self._timeout_s = timeout_s
         self._clock = clock
         self._breaker = Breaker(clock)
@@ -35,7 +35,7 @@ class DirectoryClient(DirectoryPort):
 
     def close(self) -> None:
         with self._lock:
-            self._connection.close()
+            self._channel.close()
 
     def attach(self) -> DirectoryInfo:
         with self._connected() as (info, _):
@@ -46,7 +46,7 @@ class DirectoryClient(DirectoryPort):
         with self._connected() as (info, deadline):
             self._epoch = self._epoch or info.epoch
             is_meant = info.epoch == self._epoch or method in CALLS_OF_ANY_EPOCH
-            answer = self._connection.exchange(CALLS, method, arguments, deadline) if is_meant else None
+            answer = self._channel.exchange(CALLS, method, arguments, deadline) if is_meant else None
         if answer is None:
             raise EpochChanged("the directory has restarted")
         if isinstance(answer, Refused):
@@ -62,17 +62,17 @@ class DirectoryClient(DirectoryPort):
         try:
             if not self._breaker.allows():
                 raise StoreError("the directory is left alone for now")
-            yield self._connection.connect(deadline), deadline
+            yield self._channel.connect(deadline), deadline
             self._breaker.succeeded()
         except (OSError, WireError) as error:
             self._breaker.failed()
-            self._connection.close()
+            self._channel.close()
             raise StoreError(f"the directory does not answer: {error}") from error
         finally:
             self._lock.release()
 
 
-class _Connection:
+class _Channel:
     """A blocking Unix socket; it connects when it has to.
 
     It closes after any failure, so that no answer is taken for that to another call. Deadlines are on `clock`.

@@ -55,7 +55,7 @@ class DirectoryPort:
 
     @_carried
     def exists(self, keys: Sequence[BlockKey], /) -> list[bool]:
-        """Tells for each key whether its block is in the arena."""
+        """Returns for each key whether its block is in the arena."""
 
     @_carried
     def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:

@@ -13,7 +13,7 @@ import threading
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
-from kv_store.node.codec import LENGTH, Call, Refused, body_len
+from kv_store.node.codec import LENGTH, Refused, ServiceCall, body_len
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import CALLS, GREETING
 from kv_store.node.peer_processes import PeerProcess, PeerProcesses
@@ -97,7 +97,7 @@ class DirectoryServer:
                 return  # a call from before a death or a reconnect must not be done after it
             await _send(writer, self._answer(peer, call))
 
-    def _answer(self, peer: PeerProcess, call: Call) -> object:
+    def _answer(self, peer: PeerProcess, call: ServiceCall) -> object:
         """Carries out a call, with the names that the process gives its writers and readers made its own."""
         given = zip(call.arguments, call.hints, strict=True)
         arguments = [peer.own(value) if hint == ClientName else value for value, hint in given]

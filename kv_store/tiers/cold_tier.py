@@ -17,7 +17,7 @@ from wire.errors import ForgedFrame, WireError
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.layout import KVLayout
-from wire.tier import ColdStatus, Tier
+from wire.tier import FarStatus, Tier
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class BlockSource(Protocol):
     tier: Tier
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Tells for each key whether a value is stored; the value may be corrupt."""
+        """Returns for each key whether a value is stored; the value may be corrupt."""
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         """Fills a payload of `into` for each block, and yields its checksum once it is verified to be that block's.
@@ -38,9 +38,9 @@ class BlockSource(Protocol):
         """
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes blocks, as far as the source answers."""
+        """Deletes blocks; does nothing while the source does not answer."""
 
-    def status(self) -> ColdStatus: ...
+    def status(self) -> FarStatus: ...
 
     def close(self) -> None: ...
 
@@ -96,9 +96,9 @@ class FramedTier(ABC):
             self._count("written")
         return is_stored
 
-    def status(self) -> ColdStatus:
+    def status(self) -> FarStatus:
         with self._lock:
-            return ColdStatus(self.tier, self._state, **self._counted)
+            return FarStatus(self.tier, self._state, **self._counted)
 
     @property
     def _state(self) -> str:

@@ -73,7 +73,7 @@ class FilesTier(FramedTier):
         self._open = partial(Folder, folder, clock)
         self._folder: Folder | None = None
         self._room = _Room(self._opened, max_bytes, frame_bytes, clock)
-        self._calls = _Calls("files")
+        self._calls = _CallThread("files")
         self._hanging: Future[Any] | None = None
         self._begin_use(folder)
 
@@ -192,7 +192,7 @@ class _Room:
         self._frame_bytes = frame_bytes
         self._step_bytes = max(max_bytes // 20, frame_bytes)
         self._clock = clock
-        self._calls = _Calls("files-room")
+        self._calls = _CallThread("files-room")
         self._counting: Future[int] | None = None
         self._left_bytes = 0
         self._next_count = 0.0
@@ -231,7 +231,7 @@ class _Room:
         return max(0, min(self._step_bytes, self._max_bytes - num_bytes))
 
     def _evict(self, folder: Folder, oldest: Sequence[StoredFile], num_bytes: int) -> int:
-        """Removes files until so many bytes are free, and counts these."""
+        """Removes files until `num_bytes` bytes are free; returns the number of bytes freed."""
         num_freed = 0
         for number, file in enumerate(oldest):
             if num_freed >= num_bytes:
@@ -243,7 +243,7 @@ class _Room:
         return num_freed
 
 
-class _Calls:
+class _CallThread:
     """Calls in order on one thread, which may hang. It ends once it is closed, or with the process."""
 
     def __init__(self, name: str) -> None:
@@ -257,7 +257,7 @@ class _Calls:
         return future
 
     def close(self) -> bool:
-        """Waits a while for the end of the thread, and tells whether it has come."""
+        """Waits at most _CLOSE_TIMEOUT_S for the end of the thread; returns whether it has ended."""
         self._orders.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
@@ -280,7 +280,7 @@ def _read(key: BlockKey, into: memoryview, folder: Folder) -> Found:
 
 def open_folder(path: str, clock: Callable[[], float] = time.monotonic) -> Folder:
     """Opens a folder that files can be written to. Raises ConfigError if it is none, or does not answer."""
-    calls = _Calls("files-open")
+    calls = _CallThread("files-open")
     try:
         folder = calls.begin(lambda: Folder(path, clock)).result(_OPEN_TIMEOUT_S)
         calls.begin(folder.try_to_write).result(_OPEN_TIMEOUT_S)

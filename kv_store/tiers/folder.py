@@ -78,13 +78,13 @@ class Folder:
 
     @property
     def is_at_its_path(self) -> bool:
-        """Tells whether the path still names this folder: it may be removed, moved, or mounted over."""
+        """Returns whether the path still names this folder: it may be removed, moved, or mounted over."""
         with suppress(*_NO_ENTRY):
             return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
         return False
 
     def has(self, key: BlockKey) -> bool:
-        """Tells whether there is anything under a key, as far as the file system tells."""
+        """Returns whether the file system shows an entry under a key."""
         return os.access(_path_of(key), os.F_OK, dir_fd=self._folder, follow_symlinks=False)
 
     def read(self, key: BlockKey, into: memoryview) -> Found:

@@ -12,7 +12,7 @@ from wire.tier import Tier
 
 
 class MemoryTier(FramedTier):
-    """A ColdTier that keeps the `max_blocks` most recently used blocks in `frames`. tier: the one it stands for."""
+    """A ColdTier that keeps the `max_blocks` most recently used blocks in `frames`, in the place of `tier`."""
 
     def __init__(
         self,

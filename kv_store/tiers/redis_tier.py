@@ -48,7 +48,7 @@ class RedisTier(FramedTier):
 
     timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in
     vain, once; a block that takes longer is cheaper to compute.
-    Raises ConfigError if the URL is none or the server refuses these credentials; one that is away is no error.
+    Raises ConfigError for an invalid URL, or credentials that the server refuses; a server that is away is no error.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Exchange:
         receive_exactly(self._receive_some, into)
 
     def finish_line(self, line: bytes) -> bytes:
-        """Receives the rest of a line, as far as it is of a sensible length."""
+        """Receives the rest of a line, at most 512 bytes."""
         more = memoryview(bytearray(_MAX_LINE_BYTES))
         while b"\r\n" not in line and len(line) < _MAX_LINE_BYTES:
             line += bytes(more[: self._receive_some(more)])
@@ -244,10 +244,10 @@ def _error_of(line: bytes) -> ResponseError:
 
 
 def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None] = lambda _: None) -> str | None:
-    """Tries the commands of later on the server, while a wrong password can still fail the start.
+    """Tries each command on the server, while a wrong password can still fail the start.
 
-    Returns the reason if the server does not answer. Calls `on_refusal` for one that takes no blocks. Raises
-    ConfigError for a URL that is none, or credentials that it refuses.
+    Returns the reason if the server does not answer. Calls `on_refusal` if it takes no blocks. Raises ConfigError for
+    an invalid URL, or credentials that the server refuses.
     """
     try:
         with _connect(url, timeout_s) as patient:

@@ -21,7 +21,7 @@ from router.requests.outbox import ReplyWriter
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, next_step
 from router.requests.validator import Prepared, prepare
 from text.chat import Chat
-from wire.errors import AttemptsExhausted, BatonError, NoNumber
+from wire.errors import AttemptsExhausted, BatonError, NonFiniteLogits
 from wire.pb import inference_pb2 as pb
 
 MAX_TINY_LEN = 256
@@ -103,7 +103,7 @@ class Flow:
         attempts, request = attempt.attempts, attempt.request
         if request.answer.has_ended:
             return attempts, NextStep.RETRY
-        if isinstance(error, NoNumber) and attempt.has_read_cache and attempts.reads_cache:
+        if isinstance(error, NonFiniteLogits) and attempt.has_read_cache and attempts.reads_cache:
             return attempts.without_cache(), NextStep.RETRY
         following = attempts.after(error, request.answer.num_tokens)
         step = next_step(error, following)

@@ -150,7 +150,7 @@ def test_running_ahead_gives_the_tokens_of_step_by_step(checkpoint: Checkpoints,
     batch = run.batch([(row, len(row.tokens) - row.num_computed) for row in run.rows])
     every = replace(batch, sample_rows=torch.arange(len(batch.token_ids)))
     for one in (batch, every):
-        drawn = model.run_ahead(one, KVPages(run.kv, run.scales), 40)
+        drawn = model.decode_greedily(one, KVPages(run.kv, run.scales), 40)
         assert drawn.T.tolist() == expected
 
 

@@ -113,13 +113,13 @@ def test_a_draft_with_windows_computes_what_they_reach(
     text = tuple(random.Random(3).choices(range(model.vocab_size), k=400))
     sequence, proposer, num_tokens = sequence_of(text[:200]), DraftProposer(model, 64), list[int]()
     proposer.pool.kv.data.fill_(torch.nan)  # of pages that are passed over
-    run_ahead = model.run_ahead
+    decode_greedily = model.decode_greedily
 
     def counted(batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         num_tokens.append(len(batch.token_ids))
-        return run_ahead(batch, kv, num_runs)
+        return decode_greedily(batch, kv, num_runs)
 
-    monkeypatch.setattr(model, "run_ahead", counted)
+    monkeypatch.setattr(model, "decode_greedily", counted)
     for num_known in (200, 201, 400):
         sequence.output_ids = [*text[200:num_known]]
         assert [[*proposer.propose({sequence: 5})[sequence]]] == generate(model, [text[:num_known]], 5)

@@ -68,25 +68,27 @@ class DenseOracle:
     def generate(self, prompt_ids: Sequence[int], dropping: Dropping, num_tokens: int) -> list[int]:
         found = self.model(torch.tensor([prompt_ids]), use_cache=True, output_attentions=True)
         watched = slice(-dropping.rule.num_watched, None)
-        mass = [self._grouped(layer[0])[:, :, watched].sum((1, 2)) for layer in found.attentions]
+        attention = [self._grouped(layer[0])[:, :, watched].sum((1, 2)) for layer in found.attentions]
         self.keys = [layer.keys[0] for layer in found.past_key_values.layers]
         self.values = [layer.values[0] for layer in found.past_key_values.layers]
         num_kept = dropping.num_copied(len(prompt_ids), BLOCK) * BLOCK
         if dropping.rule is Rule.SNAPKV:
-            chosen = [self._choose(layer, num_kept, num_latest=16, reach=3) for layer in mass]
+            chosen = [self._choose(layer, num_kept, num_latest=16, reach=3) for layer in attention]
         else:
-            chosen = [self._choose(layer, num_kept, num_latest=num_kept // 2, reach=0) for layer in mass]
+            chosen = [self._choose(layer, num_kept, num_latest=num_kept // 2, reach=0) for layer in attention]
         self._keep(chosen)
-        mass = [layer.gather(-1, places) for layer, places in zip(mass, chosen, strict=True)]
+        attention = [layer.gather(-1, places) for layer, places in zip(attention, chosen, strict=True)]
         output = [int(found.logits[0, -1].argmax())]
         while len(output) < num_tokens:
             position = len(prompt_ids) + len(output) - 1
             logits, seen = self._step(output[-1], position)
             output.append(int(logits.argmax()))
             if dropping.rule is Rule.H2O:
-                mass = [torch.nn.functional.pad(old, (0, 1)) + new for old, new in zip(mass, seen, strict=True)]
-                if mass[0].shape[-1] % BLOCK == 0:
-                    mass = self._lose_pages(mass, num_kept // BLOCK)
+                attention = [
+                    torch.nn.functional.pad(old, (0, 1)) + new for old, new in zip(attention, seen, strict=True)
+                ]
+                if attention[0].shape[-1] % BLOCK == 0:
+                    attention = self._lose_pages(attention, num_kept // BLOCK)
         return output
 
     def _grouped(self, attention: torch.Tensor) -> torch.Tensor:
@@ -94,12 +96,12 @@ class DenseOracle:
         num_kv_heads = self.model.config.num_key_value_heads
         return attention.view(num_kv_heads, len(attention) // num_kv_heads, *attention.shape[1:])
 
-    def _choose(self, mass: torch.Tensor, num_kept: int, num_latest: int, reach: int) -> torch.Tensor:
+    def _choose(self, attention: torch.Tensor, num_kept: int, num_latest: int, reach: int) -> torch.Tensor:
         """Chooses places by head: the heaviest neighbour within reach counts."""
-        num_prompt = mass.shape[-1]
+        num_prompt = attention.shape[-1]
         end = num_prompt - num_latest
         chosen = []
-        for head in mass:
+        for head in attention:
             pooled = [max(head[max(0, at - reach) : min(end, at + reach + 1)].tolist()) for at in range(end)]
             best = sorted(range(end), key=lambda at: (-pooled[at], at))[: num_kept - num_latest]
             chosen.append([*sorted(best), *range(end, num_prompt)])
@@ -110,16 +112,17 @@ class DenseOracle:
             for held in (self.keys, self.values):
                 held[layer] = torch.stack([head[at] for head, at in zip(held[layer], places, strict=True)])
 
-    def _lose_pages(self, mass: list[torch.Tensor], num_pages: int) -> list[torch.Tensor]:
-        while (num_full := mass[0].shape[-1] // BLOCK) > num_pages:
+    def _lose_pages(self, attention: list[torch.Tensor], num_pages: int) -> list[torch.Tensor]:
+        while (num_full := attention[0].shape[-1] // BLOCK) > num_pages:
             weights = [
-                sum(float(one[:, page * BLOCK : (page + 1) * BLOCK].sum()) for one in mass) for page in range(num_full)
+                sum(float(one[:, page * BLOCK : (page + 1) * BLOCK].sum()) for one in attention)
+                for page in range(num_full)
             ]
             lightest = min(range(1, num_full - num_pages // 2), key=weights.__getitem__)
-            kept = [at for at in range(mass[0].shape[-1]) if at // BLOCK != lightest]
-            mass = [one[:, kept] for one in mass]
-            self._keep([torch.tensor([kept] * len(one)) for one in mass])
-        return mass
+            kept = [at for at in range(attention[0].shape[-1]) if at // BLOCK != lightest]
+            attention = [one[:, kept] for one in attention]
+            self._keep([torch.tensor([kept] * len(one)) for one in attention])
+        return attention
 
     def _step(self, token: int, position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         past = transformers.DynamicCache()
@@ -241,13 +244,13 @@ def test_controls_keep_as_much_and_say_something_else(decoder: Decoder, dropping
 
 
 def test_choices_of_tokens_and_pages() -> None:
-    mass = torch.zeros(1, 1, 40)
-    mass[..., 10] = 5.0
-    kept = HEAVIEST.tokens(mass, 24, Rule.SNAPKV)[0, 0].tolist()
+    attention = torch.zeros(1, 1, 40)
+    attention[..., 10] = 5.0
+    kept = HEAVIEST.tokens(attention, 24, Rule.SNAPKV)[0, 0].tolist()
     assert kept == [0, *range(7, 14), *range(24, 40)]
-    assert HEAVIEST.tokens(mass.roll(10), 24, Rule.H2O)[0, 0].tolist() == [*range(11), 20, *range(28, 40)]
-    assert Latest().tokens(mass, 24, Rule.SNAPKV)[0, 0].tolist() == [*range(16, 40)]
-    drawn = Drawn(1).tokens(mass, 24, Rule.SNAPKV)[0, 0].tolist()
+    assert HEAVIEST.tokens(attention.roll(10), 24, Rule.H2O)[0, 0].tolist() == [*range(11), 20, *range(28, 40)]
+    assert Latest().tokens(attention, 24, Rule.SNAPKV)[0, 0].tolist() == [*range(16, 40)]
+    drawn = Drawn(1).tokens(attention, 24, Rule.SNAPKV)[0, 0].tolist()
     assert len({*drawn}) == 24
     assert drawn[8:] == [*range(24, 40)]
     weights = torch.tensor([0.0, 3.0, 1.0, 2.0, 9.0, 0.0])

@@ -9,7 +9,7 @@ from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import Runner
 from engine.sequence import Sequence
 from engine.speculation.speculator import Drafts
-from engine.work import NO_ROWS, Chunk, Gains, Work
+from engine.work import NO_ROWS, Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT
@@ -50,7 +50,7 @@ class Bench:
     def decoding(self, prompt: tuple[int, ...], output: tuple[int], sampling: SamplingParams = GREEDY) -> Sequence:
         """A sequence with a row of its own."""
         sequence = self.make(prompt, output, sampling)
-        self.run(Work(NO_ROWS, [Chunk.of(sequence, len(prompt))]))
+        self.run(Work(NO_ROWS, [PromptChunk.of(sequence, len(prompt))]))
         sequence.begin_run(len(prompt))
         self.rows.put(sequence)
         return sequence
@@ -76,7 +76,7 @@ def test_samples_after_guesses_equal_the_samples_of_runs_one_by_one(sampling: Sa
 
 def test_a_chunk_within_the_known_tokens_has_no_sample() -> None:
     bench = Bench()
-    gains = bench.run(Work(NO_ROWS, [Chunk.of(bench.make(PROMPT, ()), 5)]))
+    gains = bench.run(Work(NO_ROWS, [PromptChunk.of(bench.make(PROMPT, ()), 5)]))
     assert gains.token_ids.tolist() == []
     assert gains.failed == {}
 
@@ -85,7 +85,7 @@ def test_rows_and_chunks_run_together_as_alone() -> None:
     bench = Bench()
     expected = bench.model.oracle(PROMPT, 2)
     bench.decoding(PROMPT, (expected[0],))
-    chunks = [Chunk.of(bench.make((5,), ()), 1), Chunk.of(bench.make(PROMPT[3:], ()), len(PROMPT) - 3)]
+    chunks = [PromptChunk.of(bench.make((5,), ()), 1), PromptChunk.of(bench.make(PROMPT[3:], ()), len(PROMPT) - 3)]
     gains = bench.run(Work(slice(0, 1), chunks))
     assert gains.token_ids.tolist() == [
         expected[1],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from kv_store.tiers.cold_tier import ColdTier
 from wire.ids import BlockKey
 from wire.keys import BlockName
-from wire.tier import ColdStatus
+from wire.tier import FarStatus
 
 MAX_WAIT_S = 10.0
 
@@ -49,7 +49,7 @@ class ColdGate:
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._tier.delete(keys)
 
-    def status(self) -> ColdStatus:
+    def status(self) -> FarStatus:
         return self._tier.status()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import AttemptId, BlockKey, NamespaceRoot, SlotId
 from wire.keys import BlockName, cover, digest_of
-from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
+from wire.tier import COLD_TIERS, FarStatus, Tier, Write
 
 NUM_SLOTS = 8
 REQUEST = AttemptId("request")
@@ -239,7 +239,7 @@ def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
 def crowded(tier_state: str = "up") -> tuple[Directory, list[BlockName]]:
     """A directory with a hold of three blocks and a tail, of eight slots."""
     directory = Directory(NUM_SLOTS, FakeClock())
-    directory.note_cold(ColdStatus(Tier.REDIS, tier_state))
+    directory.note_cold(FarStatus(Tier.REDIS, tier_state))
     names = names_of(14)
     Served(directory, directory, FakeClock()).publish(names, hold())
     return directory, names
@@ -265,13 +265,13 @@ def test_a_hold_stays_where_no_cold_tier_answers() -> None:
     assert written_next(directory, Tier.REDIS) == []
     directory, names = crowded()
     directory.mark_cold(Tier.REDIS, keys(names))
-    directory.note_cold(ColdStatus(Tier.REDIS, "broken"))
+    directory.note_cold(FarStatus(Tier.REDIS, "broken"))
     assert directory.renew([REQUEST], 10.0) == []
 
 
 def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
     directory = Directory(NUM_SLOTS, FakeClock())
-    directory.note_cold(ColdStatus(Tier.REDIS, "up"))
+    directory.note_cold(FarStatus(Tier.REDIS, "up"))
     names = names_of(8)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert written_next(directory, Tier.REDIS) == []
@@ -282,7 +282,7 @@ def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
 def test_a_block_that_is_to_move_is_written_to_one_tier() -> None:
     directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
     for tier in COLD_TIERS:
-        directory.note_cold(ColdStatus(tier, "up"))
+        directory.note_cold(FarStatus(tier, "up"))
     names = names_of(12)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert (written_next(directory, Tier.REDIS), set(written_next(directory, Tier.FILES))) == ([], set(keys(names)))

@@ -10,7 +10,15 @@ from tests.harness.answer import ChoiceAnswer
 from tests.simulator.invariants import Watch
 from tests.simulator.plan import MAX_TRANSPARENT_LOSSES, Ask, Client, request_of
 from tests.simulator.router import SimRouter
-from wire.errors import AttemptsExhausted, BatonError, Cancelled, DeadlineExceeded, NoNumber, Overloaded, Unavailable
+from wire.errors import (
+    AttemptsExhausted,
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    NonFiniteLogits,
+    Overloaded,
+    Unavailable,
+)
 from wire.pb import inference_pb2 as pb
 
 EARLY = 5
@@ -19,7 +27,7 @@ GRACE_S = 0.5
 STALL_GRACE_S = 40.0
 COMPLETE = "complete"
 LEFT = "left"
-NO_NUMBERS = NoNumber.__name__
+NO_NUMBERS = NonFiniteLogits.__name__
 REFUSED_S = 0.05
 _ERRORS: dict[Client, tuple[type[BatonError], ...]] = {
     Client.ABORTS: (Cancelled,),

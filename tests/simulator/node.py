@@ -13,7 +13,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.codec import LENGTH, Refused, ServiceCodec
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
-from kv_store.node.directory_client import DirectoryClient, _Connection
+from kv_store.node.directory_client import DirectoryClient, _Channel
 from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
@@ -186,7 +186,7 @@ class Node:
                 self._watch.expect_whole(self.arena.slot(block.slot)[: self._layout.payload_bytes], block)
 
 
-class DirectorySocket(_Connection):
+class DirectorySocket(_Channel):
     """A connection of a process to its node's directory."""
 
     def __init__(self, caller: Caller, node: Node, names: set[str]) -> None:
@@ -248,4 +248,4 @@ class SimDirectoryClient(DirectoryClient):
     def __init__(self, caller: Caller, node: Node) -> None:
         super().__init__("", clock=caller.clock)
         self.names: set[str] = set()
-        self._connection = DirectorySocket(caller, node, self.names)
+        self._channel = DirectorySocket(caller, node, self.names)

@@ -12,7 +12,7 @@ from tests.simulator.node import Caller, Node
 from tests.simulator.virtual_time import Process
 from wire.ids import BlockKey
 from wire.keys import BlockName
-from wire.tier import ColdStatus, Tier
+from wire.tier import FarStatus, Tier
 
 SLOW_BLOCK_S = 0.1
 
@@ -60,8 +60,8 @@ class SimPeer:
         if self._reach():
             self._blocks.delete(keys)
 
-    def status(self) -> ColdStatus:
-        return ColdStatus(self.tier, "broken" if self._breaker.is_open else "up")
+    def status(self) -> FarStatus:
+        return FarStatus(self.tier, "broken" if self._breaker.is_open else "up")
 
     def close(self) -> None:
         """Keeps nothing open."""

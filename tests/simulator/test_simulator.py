@@ -101,7 +101,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a dead writer keeps its slots": (Directory, "writer_died", lambda directory, writer: None, {"I5"}),
     "tokens are taken twice": (ChoiceStream, "accept", repeated_tokens, {"I6"}),
     "a deadline is late": (dispatch, "LAST_WORD_S", -5.0, {"I8"}),
-    "a hold has no end": (HoldBudgets, "end", lambda *_: None, {"I10"}),
+    "a hold has no end": (HoldBudgets, "release", lambda *_: None, {"I10"}),
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }

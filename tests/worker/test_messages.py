@@ -12,7 +12,7 @@ from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
-from wire.tier import BlockCounts, ColdStatus, Tier
+from wire.tier import BlockCounts, FarStatus, Tier
 from worker.messages import ended_with, request_from_pb, status_to_pb
 
 COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
@@ -36,7 +36,7 @@ DIRECTORY = DirectoryStatus(
     hits=0,
     misses=0,
     evictions=0,
-    cold=[ColdStatus(Tier.REDIS, "up", written=5)],
+    cold=[FarStatus(Tier.REDIS, "up", written=5)],
 )
 
 
@@ -134,7 +134,7 @@ def test_the_end_of_an_attempt_has_its_error() -> None:
 
 
 def test_status_shows_every_tier() -> None:
-    store = StoreStatus(DIRECTORY, [ColdStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096)
+    store = StoreStatus(DIRECTORY, [FarStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     assert (status.num_drafts, status.num_guessed_tokens, status.num_accepted_tokens) == (2, 7, 5)
@@ -150,8 +150,8 @@ def test_status_shows_every_tier() -> None:
     [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "broken"), ("broken", "full", "broken")],
 )
 def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
-    directory = replace(DIRECTORY, cold=[ColdStatus(Tier.REDIS, written, refused=7, errors=2)])
-    store = StoreStatus(directory, [ColdStatus(Tier.REDIS, read, errors=5)], block_bytes=4096)
+    directory = replace(DIRECTORY, cold=[FarStatus(Tier.REDIS, written, refused=7, errors=2)])
+    store = StoreStatus(directory, [FarStatus(Tier.REDIS, read, errors=5)], block_bytes=4096)
     _, _, redis, _ = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
     assert (redis.state, redis.counts["refused"]) == (told, 7)
     assert (redis.counts["errors"], redis.counts["write_errors"]) == (5, 2)

@@ -72,7 +72,7 @@ class Certificates:
             raise ConfigError(f"{named}: not a certificate with its key, and an authority, as PEM") from error
 
     def refresh(self) -> bool:
-        """Goes by the files as they are now, if they have changed and can be used; returns whether it does."""
+        """Loads the files again if they have changed and are valid; returns whether it has."""
         try:
             stamps = self._files.stamps()
             if stamps == self._stamps:
@@ -87,7 +87,7 @@ class Certificates:
         return True
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns a context whose every handshake goes by the files as they are then."""
+        """Returns a context that loads the files, if they have changed, before each handshake."""
         context = self.pems.context()
 
         def follow(connection: ssl.SSLSocket | ssl.SSLObject, *_: object) -> None:

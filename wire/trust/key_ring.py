@@ -1,4 +1,4 @@
-"""The keys by which callers come in: each has a tenant, scopes of calls, and an allowance.
+"""The keys of callers: each has a tenant, scopes of calls, and an allowance.
 
 A key is `baton-ID-SECRET`: eight hex digits that name it, and 256 random bits in hex, of which only the SHA-256 is
 kept. So many random bits need no slow hash: nothing can be guessed, and a check costs a microsecond.
@@ -47,7 +47,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Key:
-    """A key as it is kept: without its secret. A revoked one opens nothing, and its file is no empty one."""
+    """A stored key, without its secret. A revoked key opens nothing; its file stays, so that the ring is not empty."""
 
     id: str
     digest: str
@@ -82,7 +82,7 @@ class KeyList:
 
 
 def make_key(tenant: str, scopes: Sequence[Scope], allowance: Allowance) -> tuple[Key, str]:
-    """Draws a key; returns it as it is kept, and the text that its caller sends. Raises ConfigError."""
+    """Draws a key; returns it for storage, and the text that its caller sends. Raises ConfigError."""
     key_id, secret = secrets.token_hex(4), secrets.token_hex(32)
     return Key(key_id, _digest(secret), tenant, tuple(scopes), allowance), f"baton-{key_id}-{secret}"
 

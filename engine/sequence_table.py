@@ -10,7 +10,7 @@ from engine.sequence import Sequence
 from wire.ids import AttemptId
 
 
-class Roster:
+class SequenceTable:
     """Sequences by request, and by handle while they wait or run; handles grow with arrival.
 
     So a preempted sequence keeps its place.
