@@ -30,7 +30,7 @@ from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
 from engine.kv.retention import Retention, Tokens
 from wire.ids import PageId
-from wire.keys import BlockName
+from wire.names import BlockName
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model" / "checkpoint"
 VOCAB_SIZE = 256

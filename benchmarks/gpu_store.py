@@ -16,8 +16,8 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from wire.ids import NamespaceRoot, PageId
-from wire.keys import NameChain
 from wire.layout import KVLayout
+from wire.names import NameChain
 
 DEVICE = torch.device("cuda")
 LAYOUTS = {

@@ -59,8 +59,8 @@ from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
 from wire.directory import Block
 from wire.ids import BlockKey, NamespaceRoot, PageId, SlotId
-from wire.keys import BlockName, cover
 from wire.layout import KVLayout
+from wire.names import BlockName, cover
 from wire.trust.identity import Identity
 
 LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from engine.grammar.matcher import Matcher
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
-from wire.keys import PublicPart
 from wire.kv_policy import Dropping
+from wire.names import PublicPart
 from wire.sampling import SamplingParams
 
 
@@ -24,7 +24,7 @@ class ChoiceSoFar:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A prompt and its unfinished choices. sources: block ports of other nodes that may have blocks of it.
+    """A prompt and its unfinished choices. peers: addresses of block ports of other nodes that may have its blocks.
 
     computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next one to score, at least 1, as
     the first has no score; 0 to score none. A score is a token's log-probabilities, as sampling.prompt_logprobs
@@ -40,7 +40,7 @@ class EngineRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     choices: tuple[ChoiceSoFar, ...] = (ChoiceSoFar(0),)
-    sources: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     computes_all: bool = False
     num_scored: int = 0
     public: PublicPart | None = None

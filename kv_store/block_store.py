@@ -6,7 +6,7 @@ from typing import Protocol
 
 from wire.directory import DirectoryStatus
 from wire.ids import AttemptId, PageId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 
@@ -27,16 +27,16 @@ class BlockStore(Protocol):
     def fence(self) -> None:
         """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
         """Copies the longest verified prefix of `names` into the caller's own pages; returns the tier of each block.
 
-        sources: block ports of other nodes to ask, in this order.
+        peers: addresses of the block ports of other nodes to ask, in this order.
         """
 
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         """Finds the blocks up to the last of `names` that can be used: all from starts[i] to i are here; or none.
 
-        starts: for each name the first of the names that it needs, ascending. sources: as of `fetch`.
+        starts: for each name the first of the names that it needs, ascending. peers: as of `fetch`.
         """
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
@@ -45,7 +45,7 @@ class BlockStore(Protocol):
         Returns how many of the blocks are in the host tier now, of whichever writer.
         """
 
-    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+    def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         """Deletes blocks from every tier, and from the arenas behind these block ports."""
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:

@@ -6,7 +6,7 @@ from itertools import compress
 
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import READ_COUNTS, FarStatus, Tier
 
 _LOOKUPS_AT_ONCE = 128

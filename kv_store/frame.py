@@ -20,8 +20,8 @@ import msgpack
 import xxhash
 
 from wire.errors import ForgedFrame, WireError
-from wire.keys import BlockName
 from wire.layout import PAGE_ALIGNMENT, KVLayout
+from wire.names import BlockName
 
 FRONT_BYTES = PAGE_ALIGNMENT
 MAC_KEY_BYTES = 32

@@ -26,8 +26,8 @@ from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
 from wire.ids import AttemptId, PageId, SlotId
-from wire.keys import BlockName
 from wire.layout import KVLayout
+from wire.names import BlockName
 from wire.tier import Tier
 
 HOLD_TTL_S = 10.0
@@ -80,19 +80,19 @@ class NodeStore:
     def fence(self) -> None:
         self._pool.fence()
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
-        return self._or_else([], lambda: self._fetch(names, pages, sources))
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
+        return self._or_else([], lambda: self._fetch(names, pages, peers))
 
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
-        return self._or_else(slice(0, 0), lambda: self._longest(names, starts, sources))
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
+        return self._or_else(slice(0, 0), lambda: self._longest(names, starts, peers))
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         return self._or_else(0, lambda: self._write_through(names, pages, hold))
 
-    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+    def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         keys = [name.key for name in names]
         self._or_else(0, lambda: self._directory.delete(keys))
-        for source in self._far.sources(sources):
+        for source in self._far.sources(peers):
             source.delete(keys)
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
@@ -114,21 +114,21 @@ class NodeStore:
     def check(self) -> list[str]:
         return self._or_else(["the directory is out of reach"], self._directory.check)
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], addresses: Sequence[str]) -> list[Tier]:
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str]) -> list[Tier]:
         lease = self._lease(names)
         try:
             with self._writing():
-                tiers = self._copy_in(names, lease.entries, pages, self._far.sources(addresses))
+                tiers = self._copy_in(names, lease.entries, pages, self._far.sources(peers))
         finally:
             self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
             held = self._directory.release(lease.lease_id)
         return tiers if held else []
 
-    def _longest(self, names: Sequence[BlockName], starts: Sequence[int], addresses: Sequence[str]) -> slice:
+    def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
         is_here = self._directory.exists([name.key for name in names])
         missing = [place for place, here in enumerate(is_here) if not here]
-        sources, deadline = self._far.sources(addresses), self._clock() + _FAR_BUDGET_S
+        sources, deadline = self._far.sources(peers), self._clock() + _FAR_BUDGET_S
         far = self._far.locate([names[place] for place in reversed(missing)], sources, deadline)
         end = len(names)
         for place, source in zip(reversed(missing), far, strict=True):

@@ -8,7 +8,7 @@ from kv_store.node.directory_port import DirectoryPort
 from kv_store.tiers.cold_tier import BlockSource
 from wire.directory import Block
 from wire.ids import SlotId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import COLD_TIERS, Tier
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kv_store.block_store import BlockStore
 from wire.ids import AttemptId, PageId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -36,22 +36,22 @@ class Transfer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store. sources: as in `BlockStore.fetch`.
+    """An order to fill pages with blocks of the store. peers: as in `BlockStore.fetch`.
 
     starts: as in `BlockStore.longest`, where a block can be used without all before it; the pages suffice for
     the blocks that any one name needs. num_sinks: the number of first names that all others need.
     """
 
-    sources: Sequence[str] = ()
+    peers: Sequence[str] = ()
     starts: Sequence[int] | None = None
     num_sinks: int = 0
 
     def run(self, store: BlockStore) -> "Done":
         if self.starts is None:
-            return Done(self, store.fetch(self.names, self.pages, self.sources))
-        run = store.longest(self.names, self.starts, self.sources)
+            return Done(self, store.fetch(self.names, self.pages, self.peers))
+        run = store.longest(self.names, self.starts, self.peers)
         places = self.places(run.start, run.stop)
-        return Done(self, store.fetch([self.names[place] for place in places], self.pages, self.sources), run.start)
+        return Done(self, store.fetch([self.names[place] for place in places], self.pages, self.peers), run.start)
 
     def places(self, first: int, stop: int) -> list[int]:
         """Lists the places of the names that a run needs, in the order of their pages."""
@@ -70,12 +70,12 @@ class WriteThrough(Transfer):
 
 @dataclass(frozen=True, eq=False)
 class Purge(Transfer):
-    """An order to delete blocks from every tier. sources: as in `BlockStore.purge`."""
+    """An order to delete blocks from every tier. peers: as in `BlockStore.purge`."""
 
-    sources: Sequence[str] = ()
+    peers: Sequence[str] = ()
 
     def run(self, store: BlockStore) -> "Done":
-        store.purge(self.names, self.sources)
+        store.purge(self.names, self.peers)
         return Done(self)
 
 

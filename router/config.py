@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError, WireError
 from wire.ids import NamespaceRoot
-from wire.keys import namespace_root
 from wire.layout import KVLayout
+from wire.names import namespace_root
 from wire.settings import from_json, to_json
 from wire.trust.certificates import TlsFiles
 from wire.trust.identity import Identity

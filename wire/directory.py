@@ -8,7 +8,7 @@ from typing import Annotated
 
 from wire.errors import WireError
 from wire.ids import AttemptId, SlotId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import BlockCounts, FarStatus
 
 MAX_TTL_S = 3600.0

@@ -13,8 +13,8 @@ from wire.convert import (
 )
 from wire.errors import BatonError, ConfigError, InvalidRequest
 from wire.ids import AttemptId, NamespaceRoot, is_attempt_id
-from wire.keys import PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
+from wire.names import PublicPart
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, BlockCounts, FarStatus, Tier
 

@@ -14,8 +14,8 @@ from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
-from wire.keys import digest_of
 from wire.layout import KVLayout
+from wire.names import digest_of
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import ROUTER, Identity

@@ -22,8 +22,8 @@ from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Done, Fetch, Purge, Transfer, Transfers, WriteThrough
 from wire.ids import PageId
-from wire.keys import BlockName
 from wire.layout import Window
+from wire.names import BlockName
 from wire.tier import Tier
 
 
@@ -92,7 +92,7 @@ class KVCache:
             [place] = lookup.missing
             if self._copy_tail(sequence, place, to_fill[0], siblings):
                 lookup.found[place], lookup.missing, to_fill = to_fill[0], [], []
-        fetch = lookup.fetch(to_fill, sequence.request.sources)
+        fetch = lookup.fetch(to_fill, sequence.request.peers)
         self._waiting[fetch] = sequence, lookup
         self._begin(fetch)
 
@@ -215,7 +215,7 @@ class KVCache:
         self._free([page for _, page in kv.delayed])
         kv.delayed = []
         if names:
-            self._begin(Purge(names, sources=sequence.request.sources))
+            self._begin(Purge(names, peers=sequence.request.peers))
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:

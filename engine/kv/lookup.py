@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from engine.kv.retention import Prefix
 from kv_store.transfers import Fetch
 from wire.ids import PageId
-from wire.keys import BlockName
 from wire.layout import Window
+from wire.names import BlockName
 
 
 class Lookup:
@@ -60,10 +60,10 @@ class Lookup:
         end, _ = self.usable()
         return Lookup(self.prefix, self.names[:end], self.found[:end], self._window)
 
-    def fetch(self, pages: Sequence[PageId], sources: Sequence[str]) -> Fetch:
+    def fetch(self, pages: Sequence[PageId], peers: Sequence[str]) -> Fetch:
         """Orders the missing blocks."""
         names = [self.names[place] for place in self.missing]
-        return Fetch(names, pages, sources, self.starts if names else None, self._num_sinks)
+        return Fetch(names, pages, peers, self.starts if names else None, self._num_sinks)
 
     @property
     def _num_sinks(self) -> int:

@@ -29,9 +29,9 @@ from engine.kv.dropping import Chooser, Watch, page_attention
 from engine.request import EngineRequest, HandOff
 from wire.errors import InvalidRequest
 from wire.ids import PageId
-from wire.keys import BlockName, NameChain
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout, Window
+from wire.names import BlockName, NameChain
 
 Tokens = Callable[[int, int], list[int]]
 """A slice of a sequence's known tokens, from a position on and so many of them."""

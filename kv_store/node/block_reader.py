@@ -30,7 +30,7 @@ from kv_store.node.block_server import (
 from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError, Unauthenticated
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 from wire.trust.identity import NONCE_BYTES, PROOF_BYTES, Identity
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from kv_store.ledger import Ledger
 from wire.directory import Hold
 from wire.ids import AttemptId, SlotId
-from wire.keys import BlockName
+from wire.names import BlockName
 
 K = TypeVar("K")
 V = TypeVar("V")

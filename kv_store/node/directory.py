@@ -26,7 +26,7 @@ from kv_store.node.copies import Copies
 from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import COLD_TIERS, FarStatus, Tier, Write
 
 _MAX_HELD_SHARE = 0.25

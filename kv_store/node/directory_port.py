@@ -12,7 +12,7 @@ from kv_store.node.codec import ServiceCodec
 from wire.directory import Block, ClientName, DirectoryInfo, DirectoryStatus, Hold, Lease, Reservation, TtlS
 from wire.errors import StoreError
 from wire.ids import AttemptId, BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import Tier
 
 P = ParamSpec("P")

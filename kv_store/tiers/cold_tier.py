@@ -15,8 +15,8 @@ from kv_store.breaker import Breaker
 from kv_store.frame import FrameSeal
 from wire.errors import ForgedFrame, WireError
 from wire.ids import BlockKey
-from wire.keys import BlockName
 from wire.layout import KVLayout
+from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from text.chat import Chat, Message, Rendered, Renderer
 from text.codec import TextCodec
 from wire.errors import ConfigError, InvalidRequest, Unsupported
 from wire.ids import NamespaceRoot
-from wire.keys import PublicPart
+from wire.names import PublicPart
 
 PUBLIC = "*"
 """Stands for the tenant in the root of public names; no tenant is called so."""

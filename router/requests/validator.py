@@ -13,9 +13,9 @@ from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
-from wire.keys import NameChain, PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout, Window
+from wire.names import NameChain, PublicPart
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
 from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams

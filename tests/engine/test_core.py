@@ -17,8 +17,8 @@ from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
 from tests.harness.node import Node
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import AttemptId
-from wire.keys import NameChain
 from wire.layout import KVLayout
+from wire.names import NameChain
 from wire.sampling import FinishReason, SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

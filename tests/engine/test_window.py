@@ -24,8 +24,8 @@ from tests.harness.node import Node
 from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
 from wire.ids import BlockKey
-from wire.keys import cover
 from wire.layout import KVLayout, Window
+from wire.names import cover
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", window=50)

@@ -12,7 +12,7 @@ from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
 from wire.directory import Block
 from wire.errors import BatonError, NonFiniteLogits
-from wire.keys import BlockName
+from wire.names import BlockName
 from worker.config import BatchSettings
 
 SIZES = Sizes(num_blocks=128, num_slots=256)

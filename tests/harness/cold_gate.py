@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from kv_store.tiers.cold_tier import ColdTier
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import FarStatus
 
 MAX_WAIT_S = 10.0

@@ -17,7 +17,7 @@ from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.harness.mortal_transport import MortalTransport
 from wire.directory import Block, Hold
 from wire.ids import DEFAULT_TENANT, AttemptId, NamespaceRoot
-from wire.keys import BlockName, cover
+from wire.names import BlockName, cover
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from worker.assembly import Tiers

@@ -16,7 +16,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
 from wire.ids import SlotId
-from wire.keys import BlockName
+from wire.names import BlockName
 
 BLOCK = LAYOUT.block_bytes
 

@@ -21,7 +21,7 @@ from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.trust.identity import Identity
 
 TOKEN = b"the cluster's token"

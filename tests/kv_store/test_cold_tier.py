@@ -13,7 +13,7 @@ from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
-from wire.keys import BlockName
+from wire.names import BlockName
 
 
 @dataclass

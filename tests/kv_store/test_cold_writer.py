@@ -15,7 +15,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import Tier, Write
 
 NUM_SLOTS = 16

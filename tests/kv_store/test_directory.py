@@ -14,7 +14,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import AttemptId, BlockKey, NamespaceRoot, SlotId
-from wire.keys import BlockName, cover, digest_of
+from wire.names import BlockName, cover, digest_of
 from wire.tier import COLD_TIERS, FarStatus, Tier, Write
 
 NUM_SLOTS = 8

@@ -11,7 +11,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import COLD_TIERS, Tier, Write
 
 NUM_SLOTS = 6

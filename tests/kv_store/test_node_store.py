@@ -25,8 +25,8 @@ from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_o
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey, PageId, SlotId
-from wire.keys import BlockName
 from wire.layout import KVLayout
+from wire.names import BlockName
 from wire.tier import Tier
 
 NUM_SLOTS = 16

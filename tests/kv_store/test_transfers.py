@@ -18,7 +18,7 @@ from kv_store.transfers import (
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
 from wire.ids import AttemptId, PageId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import Tier
 
 NAMES, PAGES = names_of(8), pages_from(0, 2)
@@ -40,18 +40,18 @@ class FakeStore:
     def fence(self) -> None:
         self.fenced_by.append(threading.current_thread())
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
         self._work("fetch", names, pages)
         return [Tier.HOST] * len(names)
 
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         return slice(starts[-1], len(names))
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         self._work("write_through", names, pages, hold)
         return len(names)
 
-    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+    def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         self._work("purge", names)
 
     def _work(self, *asked: object) -> None:

@@ -18,7 +18,7 @@ from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, PROMPT, ask, a
 from tests.local_cluster.test_nodes import Nodes
 from wire.convert import tiers_from_pb
 from wire.ids import BlockKey, NamespaceRoot, WorkerId
-from wire.keys import cover
+from wire.names import cover
 from wire.tier import COLD_TIERS, Tier, Write
 from wire.trust.key_ring import ANYONE, Allowance, Key, Scope, make_key
 

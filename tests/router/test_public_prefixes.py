@@ -11,7 +11,7 @@ from text.byte_tokenizer import ByteTokenizer
 from text.chat import NoRenderer, PlainRenderer
 from wire.errors import ConfigError
 from wire.ids import TENANT
-from wire.keys import PublicPart
+from wire.names import PublicPart
 
 TEXT = "You are a parrot."
 RENDERED = f"system: {TEXT}\nuser: "

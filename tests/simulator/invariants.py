@@ -17,9 +17,9 @@ from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from wire.directory import Block
 from wire.ids import BlockKey, NamespaceRoot
-from wire.keys import cover
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout
+from wire.names import cover
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 

@@ -11,7 +11,7 @@ from tests.simulator.invariants import LAYOUT
 from tests.simulator.node import Caller, Node
 from tests.simulator.virtual_time import Process
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 SLOW_BLOCK_S = 0.1

@@ -13,7 +13,7 @@ from kv_store.tiers import redis_tier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.simulator.invariants import LAYOUT, Watch
 from wire.ids import BlockKey
-from wire.keys import BlockName
+from wire.names import BlockName
 
 MAC_KEY = bytes(MAC_KEY_BYTES)
 TIMEOUT_S = 0.1

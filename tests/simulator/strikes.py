@@ -13,7 +13,7 @@ from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind
 from tests.simulator.redis import MAC_KEY
 from wire.directory import Block
-from wire.keys import BlockName
+from wire.names import BlockName
 
 if TYPE_CHECKING:
     from tests.simulator.worker import SimWorker

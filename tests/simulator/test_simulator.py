@@ -22,7 +22,7 @@ from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 

@@ -7,7 +7,7 @@ import pytest
 from kv_store.block_store import StoreStatus
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
-from wire.keys import BlockName
+from wire.names import BlockName
 from wire.tier import Tier
 from worker import store as store_module
 from worker.store import AsyncStore
@@ -24,16 +24,16 @@ class SlowStore:
 
     def fence(self) -> None: ...
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
         return []
 
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         return slice(0, 0)
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         return 0
 
-    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None: ...
+    def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None: ...
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []

@@ -24,7 +24,7 @@ from tests.kv_store.pools import filled_pool, pages_from
 from wire.directory import Hold
 from wire.errors import ConfigError, Unavailable
 from wire.ids import AttemptId, NamespaceRoot
-from wire.keys import BlockName, cover
+from wire.names import BlockName, cover
 from wire.pools import Shares
 from wire.settings import to_json
 from wire.tier import ColdSettings, Tier, Write

@@ -18,7 +18,7 @@ from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError, InvalidRequest, Unavailable
-from wire.keys import digest_of
+from wire.names import digest_of
 from wire.pools import Addresses, Shares
 from wire.settings import to_json
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
