@@ -200,7 +200,7 @@ class Ledger(Generic[Page]):
             self._leave(page, before)
             self._enter(page, after)
         is_idle = after is PageState.CACHED and not self._transfers[page]
-        if is_idle != (page in self.order):
+        if is_idle != (before is PageState.CACHED and page in self.order):
             (self.order.add if is_idle else self.order.remove)(page)
 
     def _leave(self, page: Page, state: PageState) -> None:
