@@ -36,8 +36,8 @@ class BlockTable:
         self._pages.extend(pages)
 
     @property
-    def held(self) -> list[PageId]:
-        """Lists the pages that the sequence has, the window's before the sinks'."""
+    def present(self) -> list[PageId]:
+        """Lists the pages of blocks that are not behind the window, the latest blocks before the sinks."""
         return self[self.behind.stop :] + self[: self.behind.start]
 
     def leave_behind(self, behind: range) -> list[PageId]:

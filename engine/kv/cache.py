@@ -167,7 +167,7 @@ class KVCache:
         kv, num_dropped = sequence.kv, sequence.num_computed - chosen.shape[-1]
         table, pages = (torch.tensor(one, device=chosen.device) for one in (kv.table[:], kv.reserved))
         gather_tokens(self.pool.kv, table, chosen, pages)
-        self._free(kv.table.held)
+        self._free(kv.table.present)
         names = kv.names(sequence.tokens, sequence.num_computed, num_dropped)
         blocks, kept = [*zip(names, kv.reserved, strict=False)], BlockTable(kv.reserved, num_dropped=num_dropped)
         kv.reserved = []
@@ -210,7 +210,7 @@ class KVCache:
         kept = kv.names(sequence.tokens, num_computed, kv.table.num_dropped) if kv.table.num_dropped else []
         names = [*kv.names(sequence.tokens, num_computed), *kept]
         found = (self._ledger.find(name.key) for name in names)
-        for page in {*kv.table.held, *(page for page in found if page is not None)}:
+        for page in {*kv.table.present, *(page for page in found if page is not None)}:
             self._ledger.unindex(page)
         self._free([page for _, page in kv.delayed])
         kv.delayed = []
@@ -227,7 +227,7 @@ class KVCache:
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._write_delayed(sequence)
-        self._free(sequence.kv.table.held)
+        self._free(sequence.kv.table.present)
         self._free(sequence.kv.reserved)
         sequence.kv.reserved = []
         sequence.leave()
@@ -266,7 +266,7 @@ class KVCache:
             return None
         pages = lookup.pages(end, behind)
         kept = {*pages}
-        self._free([page for page in sequence.kv.table.held if page not in kept])
+        self._free([page for page in sequence.kv.table.present if page not in kept])
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._layout.block_size, prefix.num_stored) + prefix.num_dropped)
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
