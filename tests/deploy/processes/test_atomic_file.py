@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def test_the_last_content_written_is_read(file: AtomicFile) -> None:
 def test_only_the_owner_can_read_it(file: AtomicFile) -> None:
     file.write(b"one")
     assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_is_refused(file: AtomicFile) -> None:
+    os.mkfifo(file.path)
+    with pytest.raises(OSError, match="not a regular file"):
+        file.read()
 
 
 def test_a_file_is_created_once(file: AtomicFile) -> None:
