@@ -68,6 +68,7 @@ class Options(TypedDict, total=False):
     echo: bool
     skip_special_tokens: bool
     include_stop_str_in_output: bool
+    response_format: Mapping[str, str]
     tools: Sequence[str]
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from baton import AsyncClient
 from baton.request import Options
 from baton.results import Model
-from gateway import fields, openapi
+from gateway import fields, formats, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
@@ -141,6 +141,7 @@ class Gateway:
         client, dialect = self._client(request), make_dialect()
         taken = fields.take(request.body, dialect.fields)
         prompts = dialect.take_prompts(taken)
+        formats.take_format(taken)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")

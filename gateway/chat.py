@@ -8,13 +8,14 @@ from typing import Any
 
 from baton import Chunk
 from baton.results import Choice, TokenLogprobs
-from gateway import fields
+from gateway import fields, formats
 from gateway.generation import Dialect
 from gateway.tool_calls import FORMATS, CallParser, ToolCall
 from wire.errors import InvalidRequest
 
 FIELDS = {
     **fields.COMMON,
+    **formats.FIELDS,
     "messages": fields.messages,
     "max_completion_tokens": fields.int64,
     "tools": fields.tools,

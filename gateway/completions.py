@@ -8,12 +8,13 @@ from typing import Any
 
 from baton import Chunk
 from baton.results import Choice, TokenLogprobs
-from gateway import fields
+from gateway import fields, formats
 from gateway.generation import Dialect
 from wire.errors import InvalidRequest
 
 FIELDS = {
     **fields.COMMON,
+    **formats.FIELDS,
     "prompt": fields.prompts,
     "logprobs": fields.int32,
     "echo": fields.flag,

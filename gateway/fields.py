@@ -130,7 +130,7 @@ def _arguments(value: Any) -> dict[str, Any]:
         read = json.loads(text(value) or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Misfit("must be JSON") from error
-    return _free_object(read)
+    return free_object(read)
 
 
 def _tool(value: Any) -> dict[str, Any]:
@@ -145,7 +145,8 @@ def _function_name(value: Any) -> str:
     return value
 
 
-def _free_object(value: Any) -> dict[str, Any]:
+def free_object(value: Any) -> dict[str, Any]:
+    """Reads an object whatever it has in it."""
     _require_unicode(json.dumps(given := _object(value), ensure_ascii=False))
     return dict(given)
 
@@ -210,15 +211,10 @@ REFUSED = frozenset(
         "chat_template_kwargs",
         "documents",
         "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
         "kv_transfer_params",
         "length_penalty",
         "prediction",
         "reasoning_effort",
-        "structured_outputs",
         "truncate_prompt_tokens",
         "verbosity",
         "web_search_options",
@@ -244,7 +240,7 @@ _TURN = object_of({"role": text, "content": _content, "tool_calls": list_of(_cal
 _FUNCTION = {
     "name": _function_name,
     "description": text,
-    "parameters": _free_object,
+    "parameters": free_object,
     "strict": reader_of(Literal[False]),
 }
 _TOOL = object_of({"type": _kind, "function": object_of(_FUNCTION, "name")}, "function")

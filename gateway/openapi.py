@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from gateway import fields
+from gateway import fields, formats
 from wire.settings import Read
 
 
@@ -76,6 +76,7 @@ _ERROR = {
 _TEXT = {"type": ["string", "null"]}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_OBJECT = {"type": ["object", "null"]}
 _OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
 SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.number: {"type": ["number", "null"]},
@@ -88,6 +89,12 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.tools: _OBJECTS,
     fields.tool_choice: {"enum": ["none", "auto", None]},
     fields.logit_bias: {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    formats.response_format: _OBJECT,
+    formats.structured_outputs: _OBJECT,
+    formats.FIELDS["guided_json"]: {"type": ["object", "string", "null"]},
+    formats.FIELDS["guided_regex"]: _TEXT,
+    formats.FIELDS["guided_grammar"]: _TEXT,
+    formats.FIELDS["guided_choice"]: {**_TEXTS, "type": ["array", "null"]},
     fields.stream_options: {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
 }
 """The form of a field by its reader; a reader that is not named here is one of whole numbers."""

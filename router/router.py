@@ -21,6 +21,7 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
+from text.grammar import GrammarProcesses
 from wire.layout import Window
 from wire.trust.key_ring import KeyRing
 
@@ -58,6 +59,7 @@ class Router:
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._suspects = Suspects()
         self._renderer = renderer or NoRenderer()
+        self._grammars = GrammarProcesses()
         services = Services(
             codec,
             self._threads,
@@ -69,6 +71,7 @@ class Router:
             self.metrics,
             self._renderer,
             prefixes=prefixes,
+            grammars=self._grammars,
         )
         admission = Admission(config.admission)
         self.dispatcher = Dispatcher(services, config.root_of, admission, config.streams, self._limits)
@@ -88,6 +91,7 @@ class Router:
         await self.membership.close()
         self._threads.close()
         await self._renderer.close()
+        await self._grammars.close()
 
     def check(self) -> list[str]:
         """Violated invariants of the router's books; most are known only while no request is open."""

@@ -3,9 +3,11 @@
 Source of the algorithm: Moskal et al., llguidance: an Earley parser over lexemes, whose masks are walks of a trie.
 """
 
+import asyncio
 import json
 from typing import TYPE_CHECKING
 
+from text.child_processes import ChildProcesses, Task
 from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 PARAM = "response_format"
 MAX_FAULT_CHARS = 160
+NUM_PROCESSES = 2
+MEMORY_BYTES = 512 << 20
 MAX_STEP_ITEMS = 10_000
 MAX_LEXER_STATES = 20_000
 """Of one choice: each takes a kilobyte or two."""
@@ -82,3 +86,24 @@ def _limits() -> "LLParserLimits":
         precompute_large_lexemes=False,
         verbose_errors=False,
     )
+
+
+class GrammarProcesses:
+    """Processes in which grammars of requests are built first, where one that never ends costs no worker.
+
+    They start at the first grammar.
+    """
+
+    def __init__(self) -> None:
+        task = Task(
+            "text.grammar_child", {"memory_bytes": MEMORY_BYTES}, "builds grammars", PARAM, "takes too long to build"
+        )
+        self._processes = ChildProcesses(task, NUM_PROCESSES)
+
+    async def check(self, given: ResponseFormat) -> None:
+        """Raises InvalidRequest for a grammar that is not built in time and memory, Unsupported without llguidance."""
+        await asyncio.to_thread(require_library)
+        await self._processes.ask({"kind": given.kind.value, "source": given.source})
+
+    async def close(self) -> None:
+        await self._processes.close()

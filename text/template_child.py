@@ -1,45 +1,22 @@
 """A process that renders a model's chat template, with transformers' own renderer: `python -m text.template_child`.
 
-in   {"template", "memory_bytes"}, then any number of {"messages", "tools", "variables", "max_chars"}
-out  {}, then for each of these {"text"} or {"failure"}
+first   {"template", "memory_bytes"}
+task    {"messages", "tools", "variables", "max_chars"}, answered by {"text"} or {"failure"}
 
-Messages are JSON on a `multiprocessing.Connection`, which is stdin. Templates come from model folders and are programs:
-their memory and the processor time of each rendering are limited here; the process that asks limits its wait.
+Templates come from model folders and are programs.
 """
 
-import json
-import os
-import resource
-import signal
 import sys
-from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-MAX_CPU_S = 1.0
+from text.child import Answer, serve
+
 MAX_FAILURE_CHARS = 100
 
 
-def main() -> None:
-    with suppress(EOFError):
-        _serve(Connection(os.dup(0)))
-
-
-def _serve(line: Connection) -> None:
-    """Renders until the other side hangs up, which raises EOFError."""
-    given = json.loads(line.recv_bytes())
-    render = _import_renderer()
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + given["memory_bytes"],) * 2)
-    line.send_bytes(b"{}")
-    while True:
-        asked = json.loads(line.recv_bytes())
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # SIGPROF ends a process
-        answer = _answer(partial(render, chat_template=given["template"]), asked)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        line.send_bytes(json.dumps(answer).encode())
+def _prepare(first: dict[str, Any]) -> Answer:
+    return partial(_answer, partial(_import_renderer(), chat_template=first["template"]))
 
 
 def _import_renderer() -> Any:
@@ -69,4 +46,4 @@ def _answer(render: Any, asked: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from wire.errors import BatonError, rebuild
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
-from wire.sampling import FinishReason, Logprobs, SamplingParams
+from wire.sampling import FinishReason, FormatKind, Logprobs, ResponseFormat, SamplingParams
 from wire.tier import WRITE_COUNTS, Tier
 
 _COMPOSED = ("stop", "stop_token_ids", "logit_bias", "response_format")
@@ -23,15 +23,31 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     biases = tuple(sorted(message.logit_bias.items()))
     return SamplingParams(
-        **given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids), logit_bias=biases
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=biases,
+        response_format=_format_from_pb(message.response_format) if message.HasField("response_format") else None,
     )
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
     """Writes settings with every scalar set, except `logprobs` where they are off."""
     scalars = {name: getattr(params, name) for name in _SCALARS}
-    biases = dict(params.logit_bias)
-    return pb.SamplingParams(**scalars, stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=biases)
+    biases, given = dict(params.logit_bias), params.response_format
+    return pb.SamplingParams(
+        **scalars,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=biases,
+        response_format=None if given is None else pb.ResponseFormat(**{given.kind.value: given.source}),
+    )
+
+
+def _format_from_pb(message: pb.ResponseFormat) -> ResponseFormat:
+    """Reads a format; one of no kind is empty, which is out of its range."""
+    kind = message.WhichOneof("format") or "json_schema"
+    return ResponseFormat(FormatKind(kind), getattr(message, kind))
 
 
 def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:

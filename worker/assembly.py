@@ -13,6 +13,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.draft import naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
+from engine.grammar.grammars import Grammars
 from engine.model.batch import DraftModel, Model
 from engine.model.decoder import Decoder
 from engine.speculation.draft_proposer import DraftProposer
@@ -107,7 +108,13 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
         return BlockReader(address, payload_bytes, token, PEER_TIMEOUT_S, identity=config.server.identity)
 
     return assemble_on(
-        model, Tiers(arena, directory, cold, peer), config, behaviour, on_broken, draft=_load_draft(config, backend)
+        model,
+        Tiers(arena, directory, cold, peer),
+        config,
+        behaviour,
+        on_broken,
+        draft=_load_draft(config, backend),
+        definition=lambda: Checkpoint(folder).load_tokenizer().definition,
     )
 
 
@@ -128,8 +135,12 @@ def assemble_on(
     on_broken: Callable[[], None],
     threads: Threads = THREADS,
     draft: DraftModel | None = None,
+    definition: Callable[[], str] = str,
 ) -> Assembly:
-    """Puts an engine over a model, its draft and a store, and a service over that. `on_broken` is WorkerService's."""
+    """Puts an engine over a model, its draft and a store, and a service over that. `on_broken` is WorkerService's.
+
+    definition: reads the tokenizer, for the first grammar.
+    """
     num_open = config.batch.num_open(model.layout.block_size)
     pool = DevicePool(model.layout, config.pool.num_blocks, model.device, num_open)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
@@ -140,8 +151,18 @@ def assemble_on(
     speculator = Speculator(proposer, config.speculation.max_draft_len, threads.stopwatch)
     engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator)
     info = _describe(config, model, tiers.arena.num_slots)
+    grammars = Grammars(definition, model.vocab_size, model.eos_token_ids)
     service = WorkerService(
-        info, behaviour, engine, inbox, store, on_broken, config.max_silence_s, threads.clock, threads.new_loop
+        info,
+        behaviour,
+        engine,
+        inbox,
+        store,
+        on_broken,
+        config.max_silence_s,
+        threads.clock,
+        threads.new_loop,
+        grammars,
     )
     return Assembly(info, engine, transfers, service)
 

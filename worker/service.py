@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from engine.core import EngineCore
 from engine.events import Abandoned
+from engine.grammar.grammars import NO_GRAMMARS, Grammars
+from engine.request import EngineRequest
 from kv_store.block_store import BlockStore
 from wire import errors
 from wire.convert import error_to_pb, logprobs_to_pb
@@ -61,6 +63,7 @@ class WorkerService:
         max_silence_s: float,
         clock: Callable[[], float] = time.monotonic,
         new_loop: Callable[..., WorkerLoop] = WorkerLoop,
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         """Takes the parts. max_silence_s: a longer turn of the engine's thread passes for a hang.
 
@@ -68,6 +71,7 @@ class WorkerService:
         """
         self.info = info
         self._behaviour = behaviour
+        self._grammars = grammars
         self._store = AsyncStore(store)
         self._lines: set[WorkerLine] = set()
         self._attempts: dict[AttemptId, BegunAttempt] = {}
@@ -134,7 +138,9 @@ class WorkerService:
             if (earlier.id, earlier.line) == (attempt.id, line):
                 return
             self._oust(earlier, attempt)
-        if not self._loop.put(Add(request)):
+        if request.sampling.response_format is not None:
+            self._begin_task(self._add_constrained(attempt, request))
+        elif not self._loop.put(Add(request)):
             raise Unavailable("the worker has stopped")
         out_of_time = DeadlineExceeded("the request's deadline has passed", attempt_id=attempt.id)
         life_s = min(begin.time_left_s, MAX_REQUEST_S)
@@ -199,6 +205,22 @@ class WorkerService:
         """Lists attempts under way; empty once all have ended."""
         counts = {"attempts": len(self._attempts), "attempts at the engine": self._loop.num_attempts}
         return [f"{what}: {count}" for what, count in counts.items() if count]
+
+    async def _add_constrained(self, attempt: BegunAttempt, request: EngineRequest) -> None:
+        """Hands an attempt to the engine once its grammar is built, on a thread; a fault of it ends the attempt."""
+        error: BatonError | None = None
+        try:
+            request = attempt.job.request = await asyncio.to_thread(self._grammars.prepare, request)
+        except BatonError as refusal:
+            error = refusal
+        except Exception as bug:  # the router waits for an end
+            error = errors.report(bug, attempt_id=attempt.id)
+        if self._attempts.get(attempt.id) is not attempt:
+            return
+        if error is None and not self._loop.put(Add(request)):
+            error = Unavailable("the worker has stopped")
+        if error is not None:
+            self._end(attempt, error)
 
     def _oust(self, earlier: BegunAttempt, attempt: BegunAttempt) -> None:
         if earlier.line is attempt.line and number_of(earlier.id) > number_of(attempt.id):

@@ -81,3 +81,7 @@ class Grammars:
             except ValueError as error:
                 raise Unsupported(f"{PARAM}: llguidance does not know the model's tokenizer", param=PARAM) from error
         return self._tokenizer
+
+
+NO_GRAMMARS = Grammars(str, 0, ())
+"""Of a model that has no token to end an answer: each format is refused."""

@@ -24,6 +24,7 @@ from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
 from text.chat import Chat, NoRenderer, Renderer
 from text.codec import TextCodec
+from text.grammar import GrammarProcesses
 from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
@@ -55,6 +56,7 @@ class Services:
     renderer: Renderer = field(default_factory=NoRenderer)
     known: PieceCache = field(default_factory=PieceCache)
     prefixes: PublicPrefixes = NO_PREFIXES
+    grammars: GrammarProcesses = field(default_factory=GrammarProcesses)
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
     async def render(self, prompt: ValidPrompt, limits: ServingLimits) -> ValidPrompt:

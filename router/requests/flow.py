@@ -62,9 +62,11 @@ class Flow:
             await attempt.run()
 
     async def _prepare(self) -> PreparedRequest:
-        """Renders a chat, tokenizes, names the blocks: in a thread, or on the event loop if the prompt is tiny."""
+        """Checks a grammar, renders a chat, tokenizes, names the blocks: in a thread, unless the prompt is tiny."""
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
+        if valid.sampling.response_format is not None:
+            await services.grammars.check(valid.sampling.response_format)
         if isinstance(valid.prompt, Chat):
             self.timeline.begin_span("render")
             valid = replace(valid, prompt=await services.render(valid.prompt, request.limits))

@@ -198,7 +198,7 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
         _settings(b"\xfa\x3e\x00"),
         "message: SamplingParams has no field 1007; leave it out",
     ),
-    "response_format": (_settings(b"\x8a\x01\x00"), "response_format: field 17 of SamplingParams is not offered yet"),
+    "response_format": (_settings(b"\x8a\x01\x00"), "response_format: must be 1 to 65536 bytes"),
     "temperature as a double": (
         _settings(b"\x09" + bytes(8)),
         "temperature: field 1 of SamplingParams was sent with another wire type",

@@ -19,7 +19,7 @@ with client.chat.completions.create(
 text = client.completions.create(prompt="hello", logprobs=0, **settings)
 streamed = [event.choices[0].text for event in client.completions.create(prompt="hello", stream=True, **settings)]
 refused = {}
-for name, value in (("temperature", 3), ("suffix", "a"), ("response_format", {"type": "json_object"})):
+for name, value in (("temperature", 3), ("suffix", "a"), ("response_format", "json")):
     try:
         client.completions.create(prompt="hello", extra_body={name: value}, **settings)
     except openai.BadRequestError as error:

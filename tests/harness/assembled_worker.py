@@ -6,6 +6,7 @@ from dataclasses import replace
 from decode_worker.actor import decode_behaviour
 from engine.model.batch import DraftModel, Model
 from prefill_worker.actor import prefill_behaviour
+from text.byte_tokenizer import ByteTokenizer
 from wire.pools import Role
 from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
 from worker.config import (
@@ -53,4 +54,4 @@ def local_worker(
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)
-    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft)
+    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, lambda: ByteTokenizer().definition)

@@ -14,7 +14,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
-from text import template_processes
+from text import child_processes, template_processes
 from text.chat import Chat, Message, PlainRenderer, Rendered, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
@@ -171,7 +171,7 @@ def template_children() -> list[psutil.Process]:
 
 
 async def test_a_process_without_processor_time_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_processes, "MAX_WAIT_S", 1.0)
+    monkeypatch.setattr(child_processes, "MAX_WAIT_S", 1.0)
     async with rendering(TURNS) as renderer:
         said = await renderer.render(Chat(tuple(users(["hi"]))), 100)
         stopped = template_children()

@@ -1,0 +1,89 @@
+"""Response formats of HTTP: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`. Pure."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from gateway import fields
+from wire.errors import InvalidRequest
+from wire.settings import Misfit, Read, list_of, reader_of, wrong
+
+Format = dict[str, str]
+"""The source of a format, under its kind as the router knows it."""
+ANY_OBJECT = '{"type": "object"}'
+MAX_CHOICES = 1024
+
+
+def response_format(value: Any) -> Format | None:
+    """Reads OpenAI's field; None for any text."""
+    taken = _OPENAI(value)
+    if taken["type"] == "text":
+        return None
+    if taken["type"] == "json_object":
+        return {"json_schema": ANY_OBJECT}
+    return {"json_schema": str(fields.require(taken, "json_schema")["json_schema"]["schema"])}
+
+
+def structured_outputs(value: Any) -> Format | None:
+    """Reads vLLM's field: an object of one constraint."""
+    given = [one for one in _VLLM(value).values() if one is not None]
+    if len(given) > 1:
+        raise Misfit(f"must be one of {', '.join(_CONSTRAINTS)}, not {len(given)}")
+    return given[0] if given else None
+
+
+def take_format(taken: dict[str, Any]) -> None:
+    """Puts the format of a request under the router's name. Raises InvalidRequest for two, and for one beside tools."""
+    given = {name: one for name in FIELDS if (one := taken.pop(name, None)) is not None}
+    for name in [*given][1:]:
+        raise InvalidRequest(name, f"is given beside {next(iter(given))}, and an answer has one format")
+    for name, one in given.items():
+        if taken.get("tools"):
+            raise InvalidRequest(name, "is not offered beside tools: calls of them would not be in the format")
+        taken["response_format"] = one
+
+
+def _schema(value: Any) -> str:
+    """Reads a schema, as an object or as its JSON."""
+    return (
+        str(fields.text(value)) if isinstance(value, str) else json.dumps(fields.free_object(value), ensure_ascii=False)
+    )
+
+
+def _choices(value: Any) -> str:
+    """Reads texts of which the answer is one, and writes the grammar of them."""
+    given = list_of(fields.text)(value)
+    if not 0 < len(given) <= MAX_CHOICES:
+        raise wrong(f"a list of 1 to {MAX_CHOICES} texts", value)
+    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in given)
+
+
+def _any_object(value: Any) -> Format | None:
+    return {"json_schema": ANY_OBJECT} if fields.flag(value) else None
+
+
+def _as(kind: str, read: Read, value: Any) -> Format:
+    return {kind: read(value)}
+
+
+_SCHEMA = fields.object_of(
+    {"name": fields.text, "description": fields.text, "strict": fields.flag, "schema": _schema}, "schema"
+)
+_OPENAI = fields.object_of(
+    {"type": reader_of(Literal["text", "json_object", "json_schema"]), "json_schema": _SCHEMA}, "type"
+)
+_CONSTRAINTS: Mapping[str, Callable[[Any], Format | None]] = {
+    "json": partial(_as, "json_schema", _schema),
+    "regex": partial(_as, "regex", fields.text),
+    "choice": partial(_as, "lark", _choices),
+    "grammar": partial(_as, "lark", fields.text),
+    "json_object": _any_object,
+}
+_VLLM = fields.object_of(_CONSTRAINTS)
+FIELDS: dict[str, Read] = {
+    "response_format": response_format,
+    "structured_outputs": structured_outputs,
+    **{f"guided_{name}": _CONSTRAINTS[name] for name in ("json", "regex", "choice", "grammar")},
+}
+"""The fields of both kinds of requests."""

@@ -1,0 +1,40 @@
+"""A process for tasks: their loop, with the bounds of memory and processor time.
+
+in   the first message, with "memory_bytes", then tasks
+out  {}, then the answer to each task, which has a "failure" if it failed
+
+Messages are JSON on a `multiprocessing.Connection`, which is stdin; the process that asks limits its wait.
+"""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MAX_CPU_S = 1.0
+Answer = Callable[[dict[str, Any]], dict[str, str]]
+
+
+def serve(prepare: Callable[[dict[str, Any]], Answer]) -> None:
+    """Answers tasks until the other side hangs up. prepare: makes of the first message what answers."""
+    with suppress(EOFError):
+        _serve(Connection(os.dup(0)), prepare)
+
+
+def _serve(line: Connection, prepare: Callable[[dict[str, Any]], Answer]) -> None:
+    given = json.loads(line.recv_bytes())
+    answer = prepare(given)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + given["memory_bytes"],) * 2)
+    line.send_bytes(b"{}")
+    while True:
+        asked = json.loads(line.recv_bytes())
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # SIGPROF ends a process
+        answered = answer(asked)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        line.send_bytes(json.dumps(answered).encode())

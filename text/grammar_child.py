@@ -1,0 +1,37 @@
+"""A process that builds grammars, before any worker does: `python -m text.grammar_child`.
+
+first   {"memory_bytes"}
+task    {"kind", "source"} of a response format, answered by {} or {"failure"}
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from text.child import Answer, serve
+from text.grammar import fault_of, new_matcher
+from wire.errors import InvalidRequest
+from wire.sampling import FormatKind, ResponseFormat
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+def _prepare(_: dict[str, Any]) -> Answer:
+    from llguidance import LLTokenizer
+
+    return partial(_answer, LLTokenizer("byte"))
+
+
+def _answer(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> dict[str, str]:
+    """Builds a grammar, and its first mask."""
+    try:
+        matcher = new_matcher(ResponseFormat(FormatKind(asked["kind"]), asked["source"]), tokenizer)
+    except InvalidRequest as error:
+        return {"failure": error.message.partition(": ")[2]}
+    matcher.compute_bitmask()
+    fault = fault_of(matcher)
+    return {"failure": f"cannot be answered: {fault}"} if fault else {}
+
+
+if __name__ == "__main__":
+    serve(_prepare)
