@@ -15,11 +15,11 @@ from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import Window
 
 if TYPE_CHECKING:
-    from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.config import AttentionConfig
 
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
+GGUF_SUFFIX = ".gguf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -66,7 +66,8 @@ def require_folders(model: str | None, draft: str | None) -> None:
         try:
             if not os.path.lexists(folder):
                 raise ModelError(f"{path[:64]} is neither a folder nor a name on the hub (owner/model)")
-            parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+            if folder.suffix != GGUF_SUFFIX or folder.is_dir():
+                parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
         except ModelError as error:
             raise ModelError(f"{setting}{error.message}", **error.ids) from error
 
@@ -102,8 +103,8 @@ def inspect_model(
         backend = select_backend(torch.device(device), kernels)
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
-    asked = None if settings.dtype == "auto" else settings.dtype
-    dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
+    compute = compute_dtype(None if settings.dtype == "auto" else settings.dtype, checkpoint.config, backend)
+    dtype = str(compute).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
     config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))
     name, *aliases = settings.served_names or (_name(settings.path),)
@@ -118,12 +119,13 @@ def inspect_model(
         aliases=tuple(aliases),
         kv_policies=settings.kv_policies,
     )
-    facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)
+    facts = ModelFacts(served, device, checkpoint.weight_bytes(compute), backend.name)
     if other is None:
         return facts
-    its_dtype = str(compute_dtype(None, other.config, backend)).removeprefix("torch.")
-    layout = other.config.kv_layout(its_dtype, settings.block_size)
-    return replace(facts, draft=DraftFacts(str(other.folder.resolve()), _weight_bytes(other), layout.block_bytes))
+    its_dtype = compute_dtype(None, other.config, backend)
+    layout = other.config.kv_layout(str(its_dtype).removeprefix("torch."), settings.block_size)
+    its_bytes = other.weight_bytes(its_dtype)
+    return replace(facts, draft=DraftFacts(str(other.folder.resolve()), its_bytes, layout.block_bytes))
 
 
 def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") -> None:
@@ -132,10 +134,6 @@ def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") ->
     for text in settings.kv_policies:
         if has_windows and isinstance(parse_kv_policy(text), Dropping):
             raise ConfigError(f"model.kv_policy {text}: the model has windows, which drop KV by age: choose full")
-
-
-def _weight_bytes(checkpoint: "Checkpoint") -> int:
-    return sum(file.stat().st_size for file in checkpoint.files if file.suffix == ".safetensors")
 
 
 def _demo_model() -> str:
@@ -150,4 +148,4 @@ def _name(path: str | None) -> str:
     if path is None:
         return DEMO_MODEL
     folder = Path(path).expanduser()
-    return folder.resolve().name if folder.exists() else path
+    return folder.resolve().name.removesuffix(GGUF_SUFFIX) if folder.exists() else path

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.config import ModelConfig, parse_eos
-from engine.checkpoint.gguf.table import TABLE_FILE, GgufPart, read_table
+from engine.checkpoint.gguf import TABLE_FILE
+from engine.checkpoint.gguf.table import GgufPart, read_table
 from engine.checkpoint.json_fields import JsonFields, parse_object
-from engine.checkpoint.tensor_file import TensorFile, is_finite
+from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from kernels.quantized import Quantized
 from text.model_file import read_regular
 from text.tokenizer import Tokenizer
@@ -55,6 +56,10 @@ class Checkpoint:
         weights = sorted({file.path for file in self._tensor_to_file.values()})
         return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Sums the bytes of the weights in memory, for a compute dtype."""
+        return sum(file.loaded_bytes(dtype) for file in set(self._tensor_to_file.values()))
+
     @property
     def unread(self) -> frozenset[str]:
         """Names of the tensors not read yet."""
@@ -71,7 +76,7 @@ class Checkpoint:
         entry = file.entries[name]
         if entry.shape != shape:
             raise ModelError(f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}")
-        if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+        if isinstance(entry, TensorEntry) and (not entry.dtype.is_floating_point or entry.dtype.itemsize == 1):
             raise ModelError(f"tensor {name} is {entry.dtype}: quantized weights are not supported")
         self._unread.discard(name)
         if device.type == "meta":

@@ -1,4 +1,4 @@
-"""The place of a model: a folder, or the Hugging Face hub.
+"""The place of a model: a folder, a GGUF file, or the Hugging Face hub.
 
 Apart from engine/checkpoint/checkpoint.py, because workers get a folder and the hub's client takes long to import.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from engine.checkpoint.gguf.folder import SUFFIX, folder_of
 from wire.errors import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -26,9 +27,14 @@ _FILES = [
 
 
 def find_folder(model: str) -> Path:
-    """Finds the folder of a model by its path, else by its name on the hub. Raises ModelError if it is neither."""
-    folder = Path(os.path.expanduser(model))  # which leaves the home of a user who does not exist as it is
-    return folder if os.path.lexists(folder) else _download(model)
+    """Finds the folder of a model by its path, else by its name on the hub. Raises ModelError if it is neither.
+
+    Of a GGUF file it is the one in the user's cache, and blocks while that is made.
+    """
+    path = Path(os.path.expanduser(model))  # which leaves the home of a user who does not exist as it is
+    if path.suffix == SUFFIX and path.is_file():
+        return folder_of(path)
+    return path if os.path.lexists(path) else _download(model)
 
 
 def _download(name: str) -> Path:

@@ -23,3 +23,7 @@ bytes of a row], rows in our order; `blocks.unpack(type, bytes)` makes `Codes` o
 Codes are int8, scales and offsets float32. In every type the product is exact in float32: only the sum rounds, so that
 a fused multiply-add gives the same bits as two operations.
 """
+
+TABLE_FILE = "tensors.json"
+VERSION = 1
+"""Of the folder; another one makes another folder of the same file."""

@@ -3,15 +3,16 @@
 Source: ggml's ggml-common.h; the package `gguf` is the oracle of the tests.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+_BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,47 @@ class Codes:
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of a tensor: `numbers` and `bytes` of a block, and its decoder; floats have a dtype instead.
+    """A type of a tensor: its number in a file, and the `numbers` and `bytes` of a block.
 
+    dtype: torch's name of a type of floats, else None. halves: bytes of a block at which half-precision numbers stand.
     decode: maps uint8 [blocks, bytes] to codes with one row a block.
     """
 
     name: str
+    number: int
     numbers: int
     bytes: int
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
+    halves: tuple[int, ...] = ()
     decode: Callable[[Bytes], Codes] | None = None
+
+    def is_finite(self, blocks: Bytes) -> bool:
+        """Tells whether no float and no half-precision scale of uint8 [blocks, bytes] is NaN or infinite."""
+        match self.dtype:
+            case "float32":
+                return bool(np.isfinite(blocks.view(np.float32)).all())
+            case "bfloat16":
+                return bool(((blocks.view(np.uint16) & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
+        halves = blocks.view(np.float16)
+        return bool(np.isfinite(halves if self.dtype else halves[:, [at // 2 for at in self.halves]]).all())
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """The place of a tensor: `offset` from the file's beginning, `heads` whose rows are stored in pairs, 0 for none."""
+
+    kind: BlockType
+    shape: tuple[int, ...]
+    offset: int
+    heads: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.kind.numbers * self.kind.bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 def unpack(kind: BlockType, stored: Bytes) -> Codes:
@@ -57,13 +89,6 @@ def unpack(kind: BlockType, stored: Bytes) -> Codes:
     found = kind.decode(stored.reshape(-1, kind.bytes))
     offset = None if found.offset is None else found.offset.reshape(rows, -1)
     return Codes(found.codes.reshape(rows, -1), found.scale.reshape(rows, -1), offset)
-
-
-def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
-    """Returns [rows, columns]: float32, or the type's own dtype where it is one of floats."""
-    if kind.dtype is not None:
-        return torch.from_numpy(np.ascontiguousarray(stored)).view(kind.dtype)
-    return torch.from_numpy(unpack(kind, stored).values())
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -140,17 +165,17 @@ def _q6_k(blocks: Bytes) -> Codes:
 TYPES = {
     kind.name: kind
     for kind in (
-        BlockType("F32", 1, 4, torch.float32),
-        BlockType("F16", 1, 2, torch.float16),
-        BlockType("BF16", 1, 2, torch.bfloat16),
-        BlockType("Q4_0", 32, 18, decode=_q4_0),
-        BlockType("Q4_1", 32, 20, decode=_q4_1),
-        BlockType("Q5_0", 32, 22, decode=_q5_0),
-        BlockType("Q5_1", 32, 24, decode=_q5_1),
-        BlockType("Q8_0", 32, 34, decode=_q8_0),
-        BlockType("Q4_K", 256, 144, decode=_q4_k),
-        BlockType("Q5_K", 256, 176, decode=_q5_k),
-        BlockType("Q6_K", 256, 210, decode=_q6_k),
+        BlockType("F32", 0, 1, 4, "float32"),
+        BlockType("F16", 1, 1, 2, "float16"),
+        BlockType("BF16", 30, 1, 2, "bfloat16"),
+        BlockType("Q4_0", 2, 32, 18, halves=(0,), decode=_q4_0),
+        BlockType("Q4_1", 3, 32, 20, halves=(0, 2), decode=_q4_1),
+        BlockType("Q5_0", 6, 32, 22, halves=(0,), decode=_q5_0),
+        BlockType("Q5_1", 7, 32, 24, halves=(0, 2), decode=_q5_1),
+        BlockType("Q8_0", 8, 32, 34, halves=(0,), decode=_q8_0),
+        BlockType("Q4_K", 12, 256, 144, halves=(0, 2), decode=_q4_k),
+        BlockType("Q5_K", 13, 256, 176, halves=(0, 2), decode=_q5_k),
+        BlockType("Q6_K", 14, 256, 210, halves=(208,), decode=_q6_k),
     )
 }
 """The types that are served."""

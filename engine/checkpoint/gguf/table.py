@@ -1,57 +1,25 @@
 """The table of a converted model's tensors, and the parts of the GGUF model that hold their data."""
 
-import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, dequantize
+from engine.checkpoint.gguf import TABLE_FILE, VERSION
+from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, StoredTensor, unpack
 from engine.checkpoint.gguf.codes import quantized
 from engine.checkpoint.json_fields import JsonFields, parse_object
 from kernels.quantized import Quantized
 from text.model_file import open_regular, read_regular
 from wire.errors import ModelError
 
-TABLE_FILE = "tensors.json"
-VERSION = 1
 MAX_TABLE_BYTES = 1 << 25
 _STEP_VALUES = 1 << 22
 """Numbers that are dequantized at once."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """The place of a tensor: `offset` from the file's beginning, `heads` whose rows are stored in pairs, 0 for none."""
-
-    kind: BlockType
-    shape: tuple[int, ...]
-    offset: int
-    heads: int = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of values before they are rounded to another."""
-        return self.kind.dtype or torch.float32
-
-    @property
-    def row_bytes(self) -> int:
-        return self.shape[-1] // self.kind.numbers * self.kind.bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape[:-1]) * self.row_bytes
-
-    def to_object(self, file: int) -> dict[str, Any]:
-        """Makes the tensor's row of the table."""
-        sizes = {"file": file, "offset": self.offset, "bytes": self.num_bytes, "heads": self.heads}
-        return {"type": self.kind.name, "shape": list(self.shape), **sizes}
 
 
 class GgufPart:
@@ -60,6 +28,10 @@ class GgufPart:
     def __init__(self, path: Path, entries: Mapping[str, StoredTensor]) -> None:
         self.path = path
         self.entries = entries
+
+    def loaded_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes that the tensors take once they are dequantized."""
+        return sum(math.prod(entry.shape) for entry in self.entries.values()) * dtype.itemsize
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Reads, dequantizes and rounds a tensor, a few rows at a time. ModelError if the file has been cut."""
@@ -89,11 +61,12 @@ class GgufPart:
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1, entry.row_bytes)
 
 
-def write_table(folder: Path, parts: list[GgufPart]) -> None:
-    """Writes the table of all parts into a folder."""
-    tensors = {name: entry.to_object(index) for index, part in enumerate(parts) for name, entry in part.entries.items()}
-    files = [{"path": str(part.path), "bytes": part.path.stat().st_size} for part in parts]
-    (folder / TABLE_FILE).write_text(json.dumps({"version": VERSION, "files": files, "tensors": tensors}))
+def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
+    """Returns [rows, columns]: float32, or the type's own dtype where it is one of floats."""
+    if kind.dtype is None:
+        return torch.from_numpy(unpack(kind, stored).values())
+    dtype: torch.dtype = getattr(torch, kind.dtype)
+    return torch.from_numpy(stored).view(dtype)
 
 
 def read_table(folder: Path) -> dict[str, GgufPart]:

@@ -1,18 +1,54 @@
-"""Small GGUF files of each type, written with the package `gguf`."""
+"""Small GGUF models of each type, written with the package `gguf`, and the same weights as plain checkpoints."""
 
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.gguf.blocks import TYPES
+from engine.checkpoint.gguf import TABLE_FILE, VERSION
+from engine.checkpoint.gguf.blocks import TYPES, StoredTensor
+from engine.checkpoint.gguf.table import dequantize
+from tests.harness.checkpoints import byte_level_tokenizer, make_checkpoint
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""The bytes of a block at which half-precision numbers stand; other types have one at its beginning."""
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Rows of all matrices are a multiple of 256 numbers, the block of Q4_K, Q5_K and Q6_K."""
+SPREAD = 0.1
+DRAWN = ("Q4_K", "Q5_K", "Q6_K")
+"""The types that the package does not quantize to."""
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+Stored = NDArray[np.uint8]
 
 
-def drawn_blocks(name: str, rows: int, columns: int, seed: int, scale: float = 1.0) -> NDArray[np.uint8]:
-    """Draws stored rows of a type: any bits for codes, normal numbers for floats and half-precision scales."""
-    random, kind = np.random.default_rng(seed), TYPES[name]
-    drawn = (scale * random.normal(size=(rows, columns))).astype(np.float32)
+def drawn_blocks(name: str, rows: int, columns: int, seed: int, spread: float = 1.0) -> Stored:
+    """Draws stored rows of a type: any bits for codes, normal numbers for floats and half-precision scales.
+
+    spread: the standard deviation of what they are dequantized to, about.
+    """
+    kind, random = TYPES[name], np.random.default_rng(seed)
+    drawn = (spread * random.normal(size=(rows, columns))).astype(np.float32)
     match name:
         case "F32":
             return drawn.view(np.uint8)
@@ -21,7 +57,152 @@ def drawn_blocks(name: str, rows: int, columns: int, seed: int, scale: float = 1
         case "BF16":
             return np.ascontiguousarray(drawn.view(np.uint16)[:, 1::2]).view(np.uint8)
     blocks = random.integers(0, 256, (rows * columns // kind.numbers, kind.bytes), dtype=np.uint8)
-    for at in HALVES.get(name, (0,)):
-        halves = (scale * random.normal(size=(len(blocks), 1))).astype(np.float16)
-        blocks[:, at : at + 2] = halves.view(np.uint8)
+    halves = random.normal(size=(len(blocks), len(kind.halves)))
+    for factor in (1.0, spread):
+        for column, at in enumerate(kind.halves):
+            blocks[:, at : at + 2] = (halves[:, column, None] * factor).astype(np.float16).view(np.uint8)
+        halves /= dequantize(kind, blocks).std().item()
     return blocks.reshape(rows, -1)
+
+
+def write_table(folder: Path, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Writes the table of one file's tensors into a folder."""
+    rows = {
+        name: {"type": one.kind.name, "shape": list(one.shape), "file": 0, "offset": one.offset, "heads": one.heads}
+        for name, one in tensors.items()
+    }
+    files = [{"path": str(path), "bytes": path.stat().st_size}]
+    (folder / TABLE_FILE).write_text(json.dumps({"version": VERSION, "files": files, "tensors": rows}))
+
+
+def make_gguf(folder: Path, kind: str, arch: str = "llama-gqa", num_parts: int = 1, **overrides: Any) -> Path:
+    """Writes a GGUF model with matrices of a type into `folder`, and into `folder/plain` the weights it stands for.
+
+    Returns its first file. overrides: keys of the configuration of the architecture, of tests.harness.checkpoints.
+    """
+    plain = make_checkpoint(arch, folder / "plain", **{**SHAPE, **overrides})
+    config = json.loads((plain / "config.json").read_text())
+    weights = load_file(plain / "model.safetensors")
+    tensors, dequantized = {}, {}
+    for seed, (name, weight) in enumerate(weights.items()):
+        its_kind = kind if weight.ndim == 2 else "F32"
+        heads = _turned_heads(config, name)
+        stored = _stored(its_kind, _turn(weight, heads), seed)
+        tensors[_their_name(name)] = (stored, its_kind)
+        values = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[its_kind]).astype(np.float32))
+        dequantized[name] = _turn_back(values.reshape(weight.shape), heads)
+    save_file(dequantized, plain / "model.safetensors")
+    count = len(tensors)
+    parts = [list(tensors)[count * part // num_parts : count * (part + 1) // num_parts] for part in range(num_parts)]
+    paths = [folder / f"model-{part + 1:05}-of-{num_parts:05}.gguf" for part in range(num_parts)]
+    paths = paths if num_parts > 1 else [folder / "model.gguf"]
+    for index, (path, names) in enumerate(zip(paths, parts, strict=True)):
+        written = {name: tensors[name] for name in names}
+        write_gguf(path, config, written, split=(index, num_parts) if num_parts > 1 else None)
+    return paths[0]
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, tuple[Stored, str]],
+    split: tuple[int, int] | None = None,
+    metadata: Mapping[str, Any] = {},
+) -> None:
+    """Writes a file of stored tensors with their types; `metadata` replaces keys, or takes out those of None."""
+    arch = config["model_type"]
+    rope = config["rope_parameters"]
+    vocabulary = byte_level_tokenizer(config["vocab_size"]).get_vocab()
+    values: dict[str, Any] = {
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": config["num_attention_heads"],
+        f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{arch}.attention.key_length": config["head_dim"] if config.get("head_dim") else None,
+        f"{arch}.rope.freq_base": rope["rope_theta"],
+        f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] in ("linear", "yarn") else None,
+        f"{arch}.rope.scaling.factor": rope["factor"] if rope["rope_type"] in ("linear", "yarn") else None,
+        f"{arch}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.__getitem__),
+        "tokenizer.ggml.token_type": [1] * len(vocabulary),
+        **metadata,
+    }
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in values.items():
+        _add(writer, key, value)
+    if split is not None:
+        writer.add_uint16("split.no", split[0])
+        writer.add_uint16("split.count", split[1])
+    for name, (stored, kind) in tensors.items():
+        writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama3_divisors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float32]:
+    """The tensor rope_freqs that llama.cpp's converter makes of Llama 3's scaling."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)
+        smooth = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)
+        divisors.append(1 / ((1 - min(1, max(0, smooth))) / rope["factor"] + min(1, max(0, smooth))))
+    return np.array(divisors, np.float32)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif value is not None:
+        writer.add_array(key, value)
+
+
+def _stored(kind: str, weight: torch.Tensor, seed: int) -> Stored:
+    rows, columns = (1, *weight.shape)[-2:]
+    if kind in DRAWN:
+        return drawn_blocks(kind, rows, columns, seed, SPREAD)
+    quantized = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+    return np.ascontiguousarray(quantized).view(np.uint8).reshape(*weight.shape[:-1], -1)
+
+
+def _their_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{_NAMES[part]}.{kind}"
+    return f"{_NAMES[stem]}.{kind}"
+
+
+def _turned_heads(config: Mapping[str, Any], name: str) -> int:
+    if config["model_type"] != "llama":
+        return 0
+    if ".q_proj." in name:
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if ".k_proj." in name else 0
+
+
+def _turn(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Puts rows i and i + half of each head side by side, as llama.cpp's converter does."""
+    if not heads:
+        return weight
+    halves = weight.unflatten(0, (heads, 2, -1))
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _turn_back(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    if not heads:
+        return weight.contiguous()
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape).contiguous()

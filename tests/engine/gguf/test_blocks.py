@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.gguf.blocks import TYPES, dequantize, unpack
+from engine.checkpoint.gguf.blocks import TYPES, unpack
+from engine.checkpoint.gguf.table import dequantize
 from tests.engine.gguf.files import drawn_blocks
 
 QUANTIZED = [name for name, kind in TYPES.items() if kind.dtype is None]

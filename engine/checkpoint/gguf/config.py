@@ -1,0 +1,153 @@
+"""config.json, generation_config.json and the names of tensors, from the metadata of a GGUF model.
+
+llama.cpp's converter calls Llama, Mistral without windows and SmolLM `llama`, and turns their query and key rows. It
+writes the scaling of Llama 3 as a tensor of divisors, `rope_freqs`, which is recognized by its numbers.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.checkpoint.gguf.blocks import Floats, StoredTensor
+from engine.checkpoint.json_fields import JsonFields
+from wire.errors import ModelError
+
+ROPE_FREQS = "rope_freqs.weight"
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class GgufConfig:
+    """Metadata of a model of a served architecture. Raises ModelError for another one, and for features not served."""
+
+    def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str) -> None:
+        self._tensors = tensors
+        self._all = JsonFields(metadata, source)
+        arch = self._all.text("general.architecture", "")
+        if arch not in _ARCHITECTURES:
+            raise ModelError(
+                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+            )
+        self._arch, self._architecture = arch, _ARCHITECTURES[arch]
+        own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+        self._own = JsonFields(own, f"{source}: {arch}")
+        self._num_heads = self._own.count("attention.head_count")
+        self._num_kv_heads = self._own.count("attention.head_count_kv", self._num_heads)
+        self._refuse_unsupported()
+
+    def config(self, rope_freqs: Floats | None) -> dict[str, Any]:
+        """Makes config.json's object; `rope_freqs` is the content of that tensor, if there is one."""
+        own, tensors = self._own, self._tensors
+        hidden = own.count("embedding_length")
+        head_dim = own.count("attention.key_length", max(1, hidden // self._num_heads))
+        if own.count("attention.value_length", head_dim) != head_dim:
+            raise own.wrong("attention.value_length", f"{head_dim}, the length of keys")
+        if own.count("rope.dimension_count", head_dim) != head_dim:
+            raise own.wrong("rope.dimension_count", f"{head_dim}, the whole head")
+        theta, context_len = own.number("rope.freq_base", 0, math.inf, 10_000.0), own.count("context_length")
+        rope = {"rope_theta": theta, **self._rope_scaling(rope_freqs, theta, head_dim, context_len)}
+        return {
+            "architectures": [self._architecture],
+            "model_type": self._arch,
+            "hidden_size": hidden,
+            "intermediate_size": own.count("feed_forward_length"),
+            "num_hidden_layers": own.count("block_count"),
+            "num_attention_heads": self._num_heads,
+            "num_key_value_heads": self._num_kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": self._embedding().shape[0],
+            "max_position_embeddings": context_len,
+            "rms_norm_eps": float(f"{own.number('attention.layer_norm_rms_epsilon', 0, 1):.6g}"),
+            "rope_parameters": rope,
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_output.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+            "hidden_act": "silu",
+            "dtype": self._embedding().kind.dtype or "bfloat16",
+        }
+
+    def generation_config(self, end_ids: Sequence[int]) -> dict[str, Any]:
+        """Makes generation_config.json's object: the ids that end an answer, and the sampling of the authors."""
+        sampling = {
+            name: self._all.raw(f"general.sampling.{key}")
+            for key, name in _SAMPLING.items()
+            if f"general.sampling.{key}" in self._all
+        }
+        return {"eos_token_id": list(end_ids), **sampling}
+
+    def our_name(self, name: str) -> str:
+        """Names a tensor as Hugging Face's layout does; a name that is not known stays as it is."""
+        if match := _LAYER_TENSOR.fullmatch(name):
+            layer, part, kind = match.groups()
+            return f"model.layers.{int(layer)}.{_IN_LAYER.get(part, part)}.{kind}"
+        stem, _, kind = name.rpartition(".")
+        return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
+
+    def turned_heads(self, name: str, tensor: StoredTensor) -> int:
+        """Returns the heads whose rows llama.cpp's converter turned, 0 for a tensor with rows in our order."""
+        match = _LAYER_TENSOR.fullmatch(name)
+        turned = {"attn_q": self._num_heads, "attn_k": self._num_kv_heads} if self._arch == "llama" else {}
+        heads = turned.get(match[2], 0) if match else 0
+        if heads and tensor.shape[0] % (2 * heads):
+            raise ModelError(f"tensor {name} has {tensor.shape[0]} rows, no even number for each of {heads} heads")
+        return heads
+
+    def _embedding(self) -> StoredTensor:
+        tensor = self._tensors.get("token_embd.weight")
+        if tensor is None or len(tensor.shape) != 2:
+            raise ModelError("the tensor token_embd.weight is missing, or no matrix")
+        return tensor
+
+    def _refuse_unsupported(self) -> None:
+        if self._own.raw("expert_count"):
+            raise self._own.wrong("expert_count", "none: mixtures of experts are not supported")
+        if self._own.raw("attention.sliding_window"):
+            raise self._own.wrong("attention.sliding_window", "none: of these files windows are not read")
+
+    def _rope_scaling(self, rope_freqs: Floats | None, theta: float, head_dim: int, context_len: int) -> dict[str, Any]:
+        kind = self._own.text("rope.scaling.type", "none")
+        if rope_freqs is not None:
+            return _llama3_scaling(rope_freqs, theta, head_dim)
+        if kind == "none":
+            return {"rope_type": "default"}
+        scaling = {"rope_type": kind, "factor": self._own.number("rope.scaling.factor", 0, math.inf)}
+        if kind == "yarn":
+            trained_len = self._own.count("rope.scaling.original_context_length", context_len)
+            scaling["original_max_position_embeddings"] = trained_len
+        return scaling
+
+
+def _llama3_scaling(divisors: Floats, theta: float, head_dim: int) -> dict[str, Any]:
+    """Finds Llama 3's factor in its divisors of frequencies. Raises ModelError for divisors of any other scaling."""
+    low, high, trained_len = _LLAMA3.values()
+    factor = float(divisors.max())
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = ((trained_len / wavelengths - low) / (high - low)).clip(0, 1)
+    if divisors.shape != smooth.shape or not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+        raise ModelError(f"tensor {ROPE_FREQS} has divisors that are not of Llama 3's scaling")
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

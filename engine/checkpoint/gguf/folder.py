@@ -1,0 +1,89 @@
+"""From a GGUF file to its folder in the user's cache: made once, in a process of its own, under a name of content.
+
+The process that reads a file, which may be hostile, has bounded memory and time. What it writes becomes the folder in
+one step, when everything has been checked: a folder is whole, or is not there. Where two processes make the same one,
+the first wins.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.checkpoint.fingerprint import DigestCache
+from engine.checkpoint.gguf import VERSION
+from kernels.cpu.library import user_cache
+from text.model_file import open_regular
+from wire.errors import ModelError
+
+SUFFIX = ".gguf"
+CONVERSION = "engine.checkpoint.gguf.conversion"
+MAX_PARTS = 512
+TIMEOUT_S = 600.0
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def find_parts(path: Path) -> list[Path]:
+    """Finds the files of a model, of which one is given. Raises ModelError for a part that is missing."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path.resolve()]
+    stem, _, count = match.groups()
+    if not 0 < int(count) <= MAX_PARTS:
+        raise ModelError(f"{path.name}: a model of {int(count)} parts, expected 1 to {MAX_PARTS}")
+    parts = [path.with_name(f"{stem}-{part + 1:05}-of-{count}{SUFFIX}") for part in range(int(count))]
+    for part in parts:
+        open_regular(part).close()
+    return [part.resolve() for part in parts]
+
+
+def folder_of(path: Path) -> Path:
+    """Finds the folder of a GGUF file, or makes it, which blocks for as long as reading the file twice takes.
+
+    Raises ModelError, naming file, tensor and reason, for a file that cannot be served.
+    """
+    parts, cache = find_parts(path), DigestCache.of_user()
+    content = [[str(part), cache.digest(part)] for part in parts]
+    digest = hashlib.sha256(json.dumps([VERSION, content]).encode()).hexdigest()
+    folder = user_cache() / "models" / f"{path.stem[:64]}-{digest[:16]}"
+    if not folder.is_dir():
+        try:
+            _make(folder, parts)
+        except OSError as error:
+            problem = f"{path.name}: its folder cannot be written: {error.strerror}"
+            raise ModelError(problem, folder=str(folder)) from error
+    return folder
+
+
+def _make(folder: Path, parts: Sequence[Path]) -> None:
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-", ignore_cleanup_errors=True) as scratch:
+        made = Path(scratch, "folder")
+        made.mkdir()
+        _run_child(made, parts)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # which another process has made
+                raise
+
+
+def _run_child(made: Path, parts: Sequence[Path]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", CONVERSION, str(made), *map(str, parts)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"{parts[0].name}: not read after {TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        try:
+            failure = str(json.loads(done.stdout)["failure"])
+        except (ValueError, KeyError, TypeError):
+            lines = done.stderr.decode(errors="replace").splitlines()
+            failure = f"{parts[0].name}: the process that read it ended: {(lines or ['without a word'])[-1][:256]}"
+        raise ModelError(failure)
