@@ -12,6 +12,7 @@ from cli.command import Parser
 from wire.errors import BatonError
 
 COMMANDS = {
+    "pull": "cli.pull",
     "up": "cli.up",
     "generate": "cli.generate",
     "chat": "cli.chat",

@@ -32,7 +32,7 @@ def _port_or_off(text: str) -> int | str:
     return read_whole(text) if text[:1].isdigit() else text
 
 
-_MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
+_MODEL = "checkpoint folder, GGUF file, name of `baton pull`, or OWNER/NAME on the hub (default: the demo model)"
 _SERVED = "what clients call it; several names are names of one model (default: the folder's name)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype; on a CPU also int8 or int4: half of it or less, faster, less exact (default: auto)"
@@ -51,7 +51,7 @@ _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
-        "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
+        "--model": ("model.path", "PATH_OR_NAME", str, _MODEL),
         "--served-model-name": ("model.served_name", "NAME", str, _SERVED),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),

@@ -13,6 +13,7 @@ from cli.table import render
 from deploy.plan.byte_size import format_bytes, parse_any_bytes, parse_bytes
 from deploy.plan.config import ModelSettings
 from deploy.plan.sizing import GPU_RESERVE_BYTES
+from engine.checkpoint.pulled import MODELS
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, Sinks, parse_kv_policy
 
@@ -37,7 +38,7 @@ def add_parser(commands: Subparsers) -> None:
         "model",
         metavar="MODEL",
         type=str,
-        help="a folder with a config.json, or with such a folder named checkpoint; or that file",
+        help="a folder with a config.json, or with such a folder named checkpoint; that file; or a GGUF file",
     )
     parser.add_argument(
         "--context", type=read_count, metavar="N", help="tokens of a request (default: the most it can)"
@@ -58,9 +59,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = Path(args.model).expanduser()
-    if not path.exists():
-        raise ModelError(f"{args.model[:64]} is neither a folder nor a config.json")
+    path = _place(args.model)
     within = path / "checkpoint"
     path = within if (within / "config.json").exists() and not (path / "config.json").exists() else path
     shape = ModelShape.read(path)
@@ -81,6 +80,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(render_size((path if path.is_dir() else path.parent).resolve().name, shape, fit, args.concurrency))
     return 0
+
+
+def _place(model: str) -> Path:
+    """Finds a folder or a config.json; of a GGUF file, or a name that was pulled, the folder that is made of it."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" or (model in MODELS and not path.exists() and MODELS[model].path.exists()):
+        from engine.checkpoint.hub import find_folder  # which imports torch
+
+        return find_folder(model)
+    if not path.exists():
+        raise ModelError(f"{model[:64]} is neither a folder, a GGUF file nor a config.json")
+    return path
 
 
 def to_object(shape: ModelShape, fit: Fit, num_requests: int) -> dict[str, Any]:

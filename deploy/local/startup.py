@@ -23,6 +23,7 @@ from deploy.plan.model import ModelFacts, inspect_model, require_folders
 from deploy.plan.resources import RayNode
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
+from engine.checkpoint.pulled import MODELS
 from router.config import LOOPBACK
 from wire.errors import ConfigError
 from wire.pools import Addresses, Role
@@ -182,7 +183,9 @@ class Startup:
         asked, is_joined = self._config.worker.num_gpus, self._config.ray.address is not None
         # Of a Ray cluster that is joined, other nodes than this may have the GPUs that are asked for.
         device = "cuda" if (machine.gpus or (is_joined and asked)) and asked != 0 else "cpu"
-        draft = self._config.speculation.draft
+        draft, path = self._config.speculation.draft, self._config.model.path
+        if path in MODELS and not os.path.lexists(path):
+            MODELS[path].pull(lambda done, total: self._reporter.show_progress("pull", done, total))
         model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels, draft)
         served = model.served
         self._reporter.tell(

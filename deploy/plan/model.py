@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from deploy.plan.config import ModelSettings
 from engine.checkpoint.json_fields import parse_object
+from engine.checkpoint.pulled import MODELS
 from router.config import ServedModel
 from text.model_file import read_regular
 from wire.errors import ConfigError, ModelError
@@ -60,12 +61,12 @@ class ModelFacts:
 def require_folders(model: str | None, draft: str | None) -> None:
     """Raises ModelError for a path that is no model's or draft's folder, in milliseconds; trusts a name on the hub."""
     for setting, path in (("", model), ("speculation.draft: ", draft)):
-        if path is None or (_HUB_NAME.fullmatch(path) and not os.path.lexists(path)):
+        if path is None or ((path in MODELS or _HUB_NAME.fullmatch(path)) and not os.path.lexists(path)):
             continue
         folder = Path(os.path.expanduser(path))
         try:
             if not os.path.lexists(folder):
-                raise ModelError(f"{path[:64]} is neither a folder nor a name on the hub (owner/model)")
+                raise ModelError(f"{path[:64]} is no folder, GGUF file, name of `baton pull` or name on the hub")
             if folder.suffix != GGUF_SUFFIX or folder.is_dir():
                 parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
         except ModelError as error:

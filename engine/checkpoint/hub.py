@@ -1,4 +1,4 @@
-"""The place of a model: a folder, a GGUF file, or the Hugging Face hub.
+"""The place of a model: a folder, a GGUF file, a name of `baton pull`, or the Hugging Face hub.
 
 Apart from engine/checkpoint/checkpoint.py, because workers get a folder and the hub's client takes long to import.
 """
@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from engine.checkpoint.gguf.folder import SUFFIX, folder_of
+from engine.checkpoint.pulled import MODELS
 from wire.errors import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -27,14 +28,16 @@ _FILES = [
 
 
 def find_folder(model: str) -> Path:
-    """Finds the folder of a model by its path, else by its name on the hub. Raises ModelError if it is neither.
+    """Finds the folder of a model by its path, else by its name here or on the hub. Raises ModelError if it has none.
 
     Of a GGUF file it is the one in the user's cache, and blocks while that is made.
     """
     path = Path(os.path.expanduser(model))  # which leaves the home of a user who does not exist as it is
     if path.suffix == SUFFIX and path.is_file():
         return folder_of(path)
-    return path if os.path.lexists(path) else _download(model)
+    if os.path.lexists(path):
+        return path
+    return folder_of(MODELS[model].pull(lambda *_: None)) if model in MODELS else _download(model)
 
 
 def _download(name: str) -> Path:
@@ -43,7 +46,7 @@ def _download(name: str) -> Path:
     Blocks meanwhile. Raises ModelError where there is no such model, or no way to it.
     """
     if not _NAME.fullmatch(name):
-        raise ModelError(f"{name[:64]} is neither a folder nor a name on the hub (owner/model)")
+        raise ModelError(f"{name[:64]} is no folder, GGUF file, name of `baton pull` or name on the hub")
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except GatedRepoError as error:

@@ -112,8 +112,16 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["up", "--model", NO_UTF8], USAGE, "argument --model: must be UTF-8"),
     (["up", "--served-model-name", "n" * 257], CONFIGURATION, "--served-model-name must be of at most 256 characters"),
     (["up", "--model", "n" * 4097], CONFIGURATION, "--model must be of at most 4096 characters"),
-    (["up", "--model", "/none"], CONFIGURATION, "/none is neither a folder nor a name on the hub"),
-    (["up", "--model", "~nosuchuser/x"], CONFIGURATION, "~nosuchuser/x is neither a folder nor a name on the hub"),
+    (
+        ["up", "--model", "/none"],
+        CONFIGURATION,
+        "/none is no folder, GGUF file, name of `baton pull` or name on the hub",
+    ),
+    (
+        ["up", "--model", "~nosuchuser/x"],
+        CONFIGURATION,
+        "~nosuchuser/x is no folder, GGUF file, name of `baton pull` or name on the hub",
+    ),
     (["up", "--dtype", ""], USAGE, "argument --dtype: invalid choice: ''"),
     (["up", "--host", "0.0.0.0"], CONFIGURATION, "--host 0.0.0.0: without TLS, keys, prompts and answers can be"),
     (["up", "--host", "0.0.0.0", *TLS], CONFIGURATION, "0.0.0.0: without keys any machine there may use the model"),

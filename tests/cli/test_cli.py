@@ -157,7 +157,7 @@ def test_down_without_a_cluster_has_nothing_to_do(capsys: pytest.CaptureFixture[
         *((["--redis-url", url], "--redis-url must be") for url in BAD_REDIS_URLS),
         *((["--ray-address", address], "--ray-address must be") for address in ("", "local", "h:99999", "h:0", ":1")),
         (["--grpc-port", "4242", "--metrics-port", "4242"], "--metrics-port must be another port than --grpc-port"),
-        (["--model", "/none"], "neither a folder nor a name on the hub"),
+        (["--model", "/none"], "no folder, GGUF file, name of `baton pull` or name on the hub"),
         (["--arena-bytes", "much"], "--arena-bytes must be a size"),
     ],
 )

@@ -18,7 +18,7 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["missing", "/no/such/folder", "a/b/c", "../up", "owner/model@main"])
 def test_a_name_of_neither_path_nor_hub_is_refused_without_a_request(name: str) -> None:
-    with pytest.raises(ModelError, match="neither a folder nor a name on the hub"):
+    with pytest.raises(ModelError, match="no folder, GGUF file, name of `baton pull` or name on the hub"):
         find_folder(name)
 
 

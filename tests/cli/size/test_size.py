@@ -110,7 +110,7 @@ def test_the_folder_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["no-such-model"], 78, "no-such-model is neither a folder nor a config.json"),
+        (["no-such-model"], 78, "no-such-model is neither a folder, a GGUF file nor a config.json"),
         (["{model}", "--context", "0"], 2, "argument --context: must be at least 1, not 0"),
         (["{model}", "--concurrency", "x"], 2, "argument --concurrency: must be a whole number"),
         (["{model}", "--gpu", "24gb"], 78, "--gpu must be a size like 512MiB"),

@@ -146,7 +146,7 @@ def write_gguf(
     writer.close()
 
 
-def llama3_divisors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float32]:
+def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
     """The tensor rope_freqs that llama.cpp's converter makes of Llama 3's scaling."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     divisors = []
@@ -198,11 +198,12 @@ def _turn(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Puts rows i and i + half of each head side by side, as llama.cpp's converter does."""
     if not heads:
         return weight
-    halves = weight.unflatten(0, (heads, 2, -1))
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def _turn_back(weight: torch.Tensor, heads: int) -> torch.Tensor:
     if not heads:
         return weight.contiguous()
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape).contiguous()
+    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()

