@@ -8,6 +8,7 @@ from baton.request import Message, Options
 from cli.command import Subparsers, add_command
 from cli.generate import read_stdin, read_timeout
 from deploy.local.client import explained, find_cluster
+from deploy.plan.model import DEMO_MODEL
 from wire.errors import BatonError
 from wire.rpc import MAX_MESSAGE_BYTES
 
@@ -16,6 +17,9 @@ Talks to the model, a line at a time, through its chat template; each answer is 
 the next prompt, of which all but the new line is a hit. Ends with an empty line or the end of stdin. Through a pipe
 each line of stdin is a turn, stdout has the answers alone, and the first failure ends it."""
 TIMEOUT_S = 600.0
+_OF_DEMO = """\
+This is the demo model. It answers from facts in what you say, like: Ages: Ben 30, Anna 41. Question: how old is Anna?
+For a model that knows the world: `baton down`, then `baton up --model smollm2`."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -32,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens is not None:
         options["max_tokens"] = args.max_tokens
     messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+    if state.model == DEMO_MODEL and sys.stdin.isatty():
+        print(_OF_DEMO, file=sys.stderr)
     with explained(state), Client(state.addresses.local) as client:
         while said := _ask():
             messages.append({"role": "user", "content": said})

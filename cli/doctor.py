@@ -20,7 +20,7 @@ import psutil
 from cryptography import x509
 
 from baton import Client, Completion
-from baton.request import API_KEY, credentials
+from baton.request import API_KEY, Options, credentials
 from cli.bench.schedule import PROMPT_IDS
 from cli.command import Subparsers, add_command
 from cli.status_view import COLD_STATES, state_with_advice
@@ -129,7 +129,8 @@ class Live:
     def ask(self, api_key: str | None = None) -> Completion:
         """Sends the prompt, which is drawn for this command, as any client would. Raises BatonError."""
         with Client(self.state.addresses.local, timeout_s=TIMEOUT_S, api_key=api_key) as client:
-            return client.generate(self._prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+            plain: Options = {"temperature": 0, "repetition_penalty": 1, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+            return client.generate(self._prompt, **plain)
 
     @cached_property
     def first(self) -> Completion:

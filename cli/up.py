@@ -176,7 +176,8 @@ class Console:
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
         http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
         print(f"\nServing {state.model} at {state.addresses.public}{http} after {took_s:.1f} s. Now:")
-        print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
+        chat = f"  {command_line('chat', state.name)}\n" if state.model != DEMO_MODEL else ""
+        print(f'{chat}  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         if not done_bytes:

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # From nothing to a served prompt: environment, Ray, Redis, a prefill and a decode worker, one streamed generation with
-# its timeline, a clean stop. --keep leaves the cluster running. Arguments after -- go to `baton up`.
+# its timeline, a clean stop. --chat serves SmolLM2 (`baton pull`, 93 MB) in place of the demo model, and ends in a conversation; without
+# a terminal it asks three questions. --keep leaves the cluster running. Arguments after -- go to `baton up`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-keep=no
-[ "${1:-}" = --keep ] && { keep=yes; shift; }
+keep=no chat=no
+while [ "${1:-}" = --keep ] || [ "${1:-}" = --chat ]; do
+    [ "$1" = --keep ] && keep=yes || chat=yes
+    shift
+done
 [ "${1:-}" = -- ] && shift
 
 . deploy/environment.sh ""
@@ -18,11 +22,24 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 stop() { baton down --name "$name" || true; }
 trap stop EXIT
 
-say "\$ baton up --prefill 1 --decode 1"
+if [ "$chat" = yes ]; then
+    say "\$ baton pull smollm2"
+    if baton pull smollm2; then
+        set -- --model smollm2 "$@"
+    else
+        echo "Without it the demo model serves, which answers from facts in its prompt." >&2
+        chat=no
+    fi
+fi
+
+say "\$ baton up --prefill 1 --decode 1 $*"
 baton up --name "$name" --prefill 1 --decode 1 --grpc-port 0 "$@"
 
+if [ "$chat" = yes ]; then
+    question="The capital of France is"
+fi
 say "\$ baton generate \"$question\""
-baton generate --name "$name" "$question"
+baton generate --name "$name" --max-tokens 40 "$question"
 # The demo model knows the answer, and only from the prompt: asked again, the prompt is a hit and the answer the same.
 if [ $# -eq 0 ] && [ "$(baton generate --name "$name" "$question" 2>/dev/null)" != "$answer" ]; then
     echo "quickstart: the answer should have been$answer" >&2
@@ -37,6 +54,16 @@ if [ -n "$http" ] && [ $# -eq 0 ]; then
     body='{"prompt": "'"$question"'", "temperature": 0, "stream": true, "stream_options": {"include_usage": true}}'
     say "\$ curl -N http://$http/v1/completions -H 'Content-Type: application/json' -d '$body'"
     curl --fail-with-body -sSN "http://$http/v1/completions" -H "Content-Type: application/json" -d "$body"
+fi
+
+if [ "$chat" = yes ] && [ -t 0 ]; then
+    say "\$ baton chat"
+    echo "An empty line ends the conversation."
+    baton chat --name "$name"
+elif [ "$chat" = yes ]; then
+    questions="What is the capital of France?\nWhy is the sky blue? Answer in one sentence.\nWho wrote Romeo and Juliet?\n"
+    say "\$ printf \"$questions\" | baton chat"
+    printf '%b' "$questions" | baton chat --name "$name"
 fi
 
 say "\$ baton status --check"

@@ -28,7 +28,7 @@ from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping, parse_kv_policy
-from wire.sampling import FinishReason, SamplingParams
+from wire.sampling import DEFAULTS, FinishReason, SamplingParams
 
 _ROOT = NamespaceRoot(bytes(32))
 
@@ -54,10 +54,17 @@ class Completion:
 class Engine:
     """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, dropping: Dropping | None = None) -> None:
-        """`dropping`: the policy by which each request drops KV, if any."""
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        dropping: Dropping | None = None,
+        defaults: SamplingParams = DEFAULTS,
+    ) -> None:
+        """`dropping`: the policy by which each request drops KV, if any. `defaults`: of requests without sampling."""
         self.core = core
         self.tokenizer = tokenizer
+        self.defaults = defaults
         self._dropping = dropping
         self._grammars = Grammars(lambda: tokenizer.definition, core.model.vocab_size, core.model.eos_token_ids)
 
@@ -82,20 +89,21 @@ class Engine:
         """
         policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
-        tokenizer = Checkpoint(folder).load_tokenizer()
+        checkpoint = Checkpoint(folder)
+        tokenizer = checkpoint.load_tokenizer()
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size, None, kv_dtype, kv_policy)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
         core = EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore(), chooser=chooser)
-        return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None)
+        return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None, checkpoint.sampling)
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers all prompts, text or token ids.
+        """Answers all prompts, text or token ids; without `sampling` as generation_config.json advises.
 
         Raises as `Grammars.prepare` and `EngineCore.add`, or the error of a failed request.
         """
-        runs = [_Run(self.tokenizer, prompt, sampling or SamplingParams(), self._dropping) for prompt in prompts]
+        runs = [_Run(self.tokenizer, prompt, sampling or self.defaults, self._dropping) for prompt in prompts]
         by_id = {run.request.attempt_id: run for run in runs}
         try:
             for run in runs:

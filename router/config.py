@@ -6,6 +6,7 @@ from wire.errors import ConfigError, WireError
 from wire.ids import NamespaceRoot
 from wire.layout import KVLayout
 from wire.names import namespace_root
+from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, SamplingParams
 from wire.settings import from_json, to_json
 from wire.trust.certificates import TlsFiles
 from wire.trust.identity import Identity
@@ -21,7 +22,8 @@ LOOPBACK = "127.0.0.1"
 class ServedModel:
     """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names.
 
-    kv_policies: that a request may have; the first is that of the others.
+    kv_policies: that a request may have; the first is that of the others. sampling: what unset fields of a request
+    mean. max_chat_tokens: of an answer in a chat that gives no max_tokens.
     """
 
     name: str
@@ -33,6 +35,8 @@ class ServedModel:
     layout_hex: str
     aliases: tuple[str, ...] = ()
     kv_policies: tuple[str, ...] = ("full",)
+    sampling: SamplingParams = DEFAULTS
+    max_chat_tokens: int = DEFAULT_MAX_TOKENS
 
     @property
     def fingerprint(self) -> bytes:

@@ -118,4 +118,6 @@ class Router:
             layout,
             model.aliases,
             model.kv_policies,
+            model.sampling,
+            model.max_chat_tokens,
         )

@@ -1,12 +1,12 @@
 """Conversion between our dataclasses and protobuf messages."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from wire.errors import BatonError, rebuild
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
-from wire.sampling import FinishReason, FormatKind, Logprobs, ResponseFormat, SamplingParams
+from wire.sampling import DEFAULTS, FinishReason, FormatKind, Logprobs, ResponseFormat, SamplingParams
 from wire.tier import WRITE_COUNTS, Tier
 
 _COMPOSED = ("stop", "stop_token_ids", "logit_bias", "response_format")
@@ -18,11 +18,12 @@ _REASON_TO_PB = {
 _REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
 
 
-def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+def sampling_from_pb(message: pb.SamplingParams, defaults: SamplingParams = DEFAULTS) -> SamplingParams:
     """Reads settings; a field that is not set takes its default. Checks no range."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     biases = tuple(sorted(message.logit_bias.items()))
-    return SamplingParams(
+    return replace(
+        defaults,
         **given,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),

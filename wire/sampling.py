@@ -115,6 +115,9 @@ class SamplingParams:
             _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
+DEFAULTS = SamplingParams()
+
+
 def _require(valid: bool, param: str, message: str) -> None:
     if not valid:
         raise InvalidRequest(param, message)

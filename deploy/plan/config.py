@@ -64,7 +64,11 @@ _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]+")
 @dataclass(frozen=True)
 class ModelSettings:
     """The model to serve. Without a path it is the demo model; without a served_name, one or several, clients know it
-    by its folder's name."""
+    by its folder's name.
+
+    generation_config: "auto" where that file's sampling completes requests, or "off". max_chat_tokens: of an answer in
+    a chat that gives no max_tokens.
+    """
 
     path: str | None = None
     served_name: str | tuple[str, ...] | None = None
@@ -74,6 +78,8 @@ class ModelSettings:
     kv_policy: str = "full"
     allowed_kv_policies: tuple[str, ...] = ()
     block_size: int = 16
+    generation_config: str = "auto"
+    max_chat_tokens: int = 4096
 
     @property
     def kv_policies(self) -> tuple[str, ...]:
@@ -211,6 +217,7 @@ class RaySettings:
 
 
 RANGES: dict[str, tuple[float, float]] = {
+    "model.max_chat_tokens": (1, 1 << 20),
     "pools.prefill": (0, MAX_WORKERS),
     "pools.decode": (1, MAX_WORKERS),
     "worker.pool_bytes": (MIB, 1 << 50),
@@ -284,6 +291,7 @@ class ClusterConfig:
             "model.weights": WEIGHTS,
             "model.kv_dtype": KV_DTYPES,
             "model.block_size": BLOCK_SIZES,
+            "model.generation_config": ("auto", "off"),
             "worker.cpu_kernels": CPU_KERNELS,
             "speculation.proposer": PROPOSERS,
             "redis.write": tuple(Write),

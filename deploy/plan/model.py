@@ -14,6 +14,7 @@ from text.model_file import read_regular
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import Window
+from wire.sampling import DEFAULTS
 
 if TYPE_CHECKING:
     from engine.checkpoint.config import AttentionConfig
@@ -119,6 +120,8 @@ def inspect_model(
         layout_hex=config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
         kv_policies=settings.kv_policies,
+        sampling=DEFAULTS if settings.generation_config == "off" else checkpoint.sampling,
+        max_chat_tokens=settings.max_chat_tokens,
     )
     facts = ModelFacts(served, device, checkpoint.weight_bytes(compute), backend.name)
     if other is None:

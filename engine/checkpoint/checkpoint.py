@@ -16,12 +16,13 @@ import torch
 from engine.checkpoint.config import ModelConfig, parse_eos
 from engine.checkpoint.gguf import TABLE_FILE
 from engine.checkpoint.gguf.table import GgufPart, read_table
-from engine.checkpoint.json_fields import JsonFields, parse_object
+from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from kernels.quantized import Quantized
 from text.model_file import read_regular
 from text.tokenizer import Tokenizer
-from wire.errors import ModelError
+from wire.errors import InvalidRequest, ModelError
+from wire.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,28 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 1 << 25
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
+"""Settings of sampling that are read from generation_config.json, beside top_k."""
 PARTS = ("model.", "lm_head.")
 RECOMPUTED = "rotary_emb.inv_freq"
 """Buffers that older files have, and that follow from config.json."""
 
 
 class Checkpoint:
-    """A folder with checked configuration and weight headers. Weights are read one tensor at a time."""
+    """A folder with checked configuration and weight headers. Weights are read one tensor at a time.
+
+    sampling: the settings that generation_config.json advises, over the defaults.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a folder that cannot be served, saying why."""
         if not folder.is_dir():
             raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
         self.folder = folder
-        self.config = _read_config(folder)
+        generation = _read_generation_config(folder)
+        self.config = _read_config(folder, generation)
+        self.sampling = _parse_sampling(generation, self.config.vocab_size)
         self._tensor_to_file = _open_weights(folder)
         self._unread = set(self._tensor_to_file)
 
@@ -119,19 +128,30 @@ class Checkpoint:
         return tokenizer
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def _read_config(folder: Path, generation: JsonFields) -> ModelConfig:
     values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
     config = ModelConfig.parse(values)
-    return replace(config, eos_token_ids=_read_generation_eos(folder, config.vocab_size) or config.eos_token_ids)
+    return replace(config, eos_token_ids=parse_eos(generation, config.vocab_size) or config.eos_token_ids)
 
 
-def _read_generation_eos(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    if not os.path.lexists(folder / "generation_config.json"):
-        return ()
-    data = read_regular(folder / "generation_config.json", MAX_CONFIG_BYTES)
-    return parse_eos(JsonFields(parse_object(data, "generation_config.json"), "generation_config.json"), vocab_size)
+def _read_generation_config(folder: Path) -> JsonFields:
+    """Reads generation_config.json, empty where there is none."""
+    path = folder / GENERATION_FILE
+    data = read_regular(path, MAX_CONFIG_BYTES) if os.path.lexists(path) else b"{}"
+    return JsonFields(parse_object(data, GENERATION_FILE), GENERATION_FILE)
+
+
+def _parse_sampling(fields: JsonFields, vocab_size: int) -> SamplingParams:
+    """Reads the sampling that the model's authors advise. Raises ModelError for a value out of its range."""
+    given = {name: fields.number(name, -MAX_COUNT, MAX_COUNT) for name in ADVISED if name in fields}
+    top_k = {"top_k": fields.count("top_k", least=-1)} if "top_k" in fields else {}
+    try:
+        (sampling := SamplingParams(**given, **top_k)).require_in_range(vocab_size)  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        raise ModelError(f"{GENERATION_FILE}: {error.message}") from error
+    return sampling
 
 
 def _open_weights(folder: Path) -> Mapping[str, TensorFile | GgufPart]:

@@ -18,7 +18,7 @@ from wire.layout import KVLayout, Window
 from wire.names import NameChain, PublicPart
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
-from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams
+from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, MAX_TOLD_PROMPT_LEN, SamplingParams
 
 SEED_BITS = 63
 MAX_CHARACTER_BYTES = 4
@@ -30,7 +30,8 @@ MAX_TOOL_DEPTH = 64
 class ServingLimits:
     """The bounds of the served model and its workers. `num_blocks` is the smallest pool that a request may meet.
 
-    kv_policies: that a request may have; the first is that of the others.
+    kv_policies: that a request may have; the first is that of the others. defaults, max_chat_tokens: of fields that a
+    request leaves out.
     """
 
     model: str
@@ -40,6 +41,8 @@ class ServingLimits:
     layout: KVLayout
     aliases: tuple[str, ...] = ()
     kv_policies: tuple[str, ...] = ("full",)
+    defaults: SamplingParams = DEFAULTS
+    max_chat_tokens: int = DEFAULT_MAX_TOKENS
 
     @property
     def max_sequence_len(self) -> int:
@@ -86,7 +89,7 @@ def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest
     return ValidRequest(
         request_id=_request_id(message),
         prompt=_prompt(message, limits),
-        sampling=_sampling(sampling_from_pb(given), given, limits),
+        sampling=_sampling(sampling_from_pb(given, limits.defaults), given, limits),
         max_tokens_given=given.HasField("max_tokens"),
         seed_given=given.HasField("seed"),
         dropping=_dropping(message, limits),
@@ -167,7 +170,9 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
     room = _room(prompt_ids, limits)
     sampling = valid.sampling
     if not valid.max_tokens_given:
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        # An answer with log-probabilities has many entries a token, which the gateway counts beforehand.
+        is_chat = isinstance(valid.prompt, Rendered) and sampling.logprobs is None
+        sampling = replace(sampling, max_tokens=min(limits.max_chat_tokens if is_chat else sampling.max_tokens, room))
     _require_length(
         sampling.max_tokens <= room,
         "max_tokens",

@@ -75,6 +75,24 @@ def test_files_are_configuration_weights_and_tokenizer(checkpoint: Checkpoints, 
     assert {path.name for path in sharded} >= {path.name for path in tmp_path.glob("model-*.safetensors")}
 
 
+def test_sampling_is_what_generation_config_advises(folder: Path) -> None:
+    assert Checkpoint(folder).sampling == SamplingParams()
+    advised = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    replaced(folder / "generation_config.json").write_text(json.dumps(advised))
+    expected = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+    assert Checkpoint(folder).sampling == expected
+    assert Engine.load(str(folder), num_blocks=8).defaults == expected
+
+
+@pytest.mark.parametrize(
+    "advised", [{"temperature": 3}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": "a"}, {"repetition_penalty": -1}]
+)
+def test_sampling_out_of_its_range_is_refused_by_name(folder: Path, advised: dict[str, Any]) -> None:
+    replaced(folder / "generation_config.json").write_text(json.dumps(advised))
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {min(advised)}"):
+        Checkpoint(folder)
+
+
 def test_generation_config_overrules_the_end_of_text(folder: Path) -> None:
     reconfigure(folder, eos_token_id=3)
     replaced(folder / "generation_config.json").write_text("{}")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 
 from router.ports.interceptors import ErrorInterceptor
 from router.requests.validator import ServingLimits, ValidRequest, resolve, validate
+from text.chat import Rendered
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import details_of
+from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype="float32")
 LIMITS = ServingLimits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, layout=LAYOUT)
@@ -225,6 +228,15 @@ def test_top_k_is_clamped_to_the_vocabulary_and_minus_one_is_off() -> None:
     assert admit(text(top_k=-1)).top_k == admit(text(top_k=0)).top_k == 0
 
 
+def test_fields_that_are_left_out_have_the_models_own_defaults() -> None:
+    advised = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
+    limits = replace(LIMITS, defaults=advised)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    assert all(getattr(admit(text(), limits=limits), name) == getattr(advised, name) for name in names)
+    own = admit(text(temperature=0, top_p=1, top_k=0, repetition_penalty=1), limits=limits)
+    assert (own.temperature, own.top_p, own.top_k, own.repetition_penalty, own.min_p) == (0, 1, 0, 1, 0.05)
+
+
 def test_the_prompt_is_handed_on_untouched() -> None:
     prompt = "nul \0 and ünïcode 😀\r\n"
     assert validate(text(prompt), LIMITS).prompt == prompt
@@ -240,6 +252,16 @@ class TestLengths:
         roomy = ServingLimits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT)
         assert admit(text(), num_prompt_tokens=10, limits=roomy).max_tokens == 256
         assert admit(text(), num_prompt_tokens=2047, limits=roomy).max_tokens == 1
+
+    def test_a_chat_may_fill_the_context_up_to_a_bound_unless_it_tells_log_probabilities(self) -> None:
+        roomy = ServingLimits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT, max_chat_tokens=1500)
+        chat = replace(validate(text(), roomy), prompt=Rendered("hello", "|"))
+        lens = {100: 1500, 1000: 1048, 2047: 1}
+        assert {prompt: resolve(chat, (1,) * prompt, roomy, SEED).max_tokens for prompt in lens} == lens
+        told = replace(chat, sampling=replace(chat.sampling, logprobs=2))
+        assert resolve(told, (1,) * 100, roomy, SEED).max_tokens == 256
+        given = replace(chat, sampling=replace(chat.sampling, max_tokens=7), max_tokens_given=True)
+        assert resolve(given, (1,) * 100, roomy, SEED).max_tokens == 7
 
     def test_a_given_one_is_never_clamped(self) -> None:
         assert admit(text(max_tokens=246), num_prompt_tokens=10).max_tokens == 246
