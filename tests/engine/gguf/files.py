@@ -90,7 +90,7 @@ def make_gguf(folder: Path, kind: str, arch: str = "llama-gqa", num_parts: int =
         stored = _stored(its_kind, _turn(weight, heads), seed)
         tensors[_their_name(name)] = (stored, its_kind)
         values = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[its_kind]).astype(np.float32))
-        dequantized[name] = _turn_back(values.reshape(weight.shape), heads)
+        dequantized[name] = turn_back(values.reshape(weight.shape), heads)
     save_file(dequantized, plain / "model.safetensors")
     count = len(tensors)
     parts = [list(tensors)[count * part // num_parts : count * (part + 1) // num_parts] for part in range(num_parts)]
@@ -202,7 +202,8 @@ def _turn(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
-def _turn_back(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def turn_back(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undoes what llama.cpp's converter does to the rows of queries and keys; a copy of others."""
     if not heads:
         return weight.contiguous()
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
