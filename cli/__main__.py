@@ -12,7 +12,7 @@ from cli.command import Parser
 from wire.errors import BatonError
 
 COMMANDS = {
-    "pull": "cli.pull",
+    "pull": "cli.size.pull",
     "up": "cli.up",
     "generate": "cli.generate",
     "chat": "cli.chat",
