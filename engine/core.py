@@ -296,7 +296,7 @@ class EngineCore:
         return gains.keeping(kept, gains.num_gained)
 
     def _fill(self, starts: dict[Sequence, int], chunks: list[PromptChunk]) -> None:
-        """Publishes the blocks that rows and chunks have filled, and drops KV of sequences at their boundary."""
+        """Indexes the blocks that rows and chunks have filled, writes them through, and drops KV at a boundary."""
         starts |= self._advance(chunks)
         self._cache.cache_filled(starts)
         for sequence in starts:

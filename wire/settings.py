@@ -80,7 +80,7 @@ def from_json(cls: type[T], text: str, where: str) -> T:
 
 
 def from_object(cls: type[T], raw: object, path: str) -> T:
-    """Reads the same from nested mappings; `path` is their place, "" at the root."""
+    """Reads settings from nested mappings; `path` is their place, "" at the root."""
     try:
         settings: T = reader_of(cls)(raw)  # type: ignore[arg-type]  # of classes
     except Misfit as misfit:
@@ -96,7 +96,7 @@ def wrong(expected: str, value: object) -> Misfit:
 def shown(value: object) -> str:
     """Writes the beginning of a value, on one line; an object or a list by its kind, an endless number in words."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python would not write it out
-        return "a number of so many digits"
+        return "a number of more than 300 digits"
     return _KINDS.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]
 
 

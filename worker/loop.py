@@ -119,8 +119,9 @@ class Inbox:
 class Turn:
     """The outcome of a turn. Events before the model's run happened when the step began, the others when it ended.
 
-    added: requests that the engine has from now on. aborted: attempts that it let go of by command or for the failure.
-    events: of commands, in the time of the step's begin. failure: all attempts that were added so far end with it.
+    added: requests taken from the inbox; a Failed event, or `failure`, ends refused ones. aborted: attempts that it let
+    go of by command or for the failure. events: of commands, in the time of the step's begin. failure: all attempts
+    that were added so far end with it.
     """
 
     began_s: float

@@ -38,7 +38,8 @@ class DraftFacts:
 class ModelFacts:
     """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there.
 
-    draft: of decode workers, which has as many pages as they have.
+    weight_bytes: of weights in the compute dtype, also where they stay packed. draft: of decode workers, which has as
+    many pages as they have.
     """
 
     served: ServedModel

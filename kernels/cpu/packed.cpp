@@ -6,7 +6,7 @@
 
 namespace {
 
-// Rows that weights in registers serve. Each count is code of its own, for each format: so none where it is not for speed.
+// Rows up to which weights are widened in registers; 0 where that is slower than a tile. Each count is compiled for each format.
 #if defined(__AVX2__)
 template <class R>
 constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;

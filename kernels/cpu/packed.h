@@ -1,9 +1,9 @@
 // Weights of 4, 5, 6 and 8 bits in groups along the depth, and their widening: weight = code * scale + offset, rounded once to float32
 // and once to the dtype that multiplies it.
 //
-// A matrix is one run of bytes: the number of its panels and the depth with zeros behind it up to whole groups, in 64 bits each, a `Panel`
-// for each, and, from multiples of 64 bytes on, what each holds of its columns (32, or the last of a part of the matrix; the rest are zeros). Parts may have formats of their own. A panel is
-// read from its start to its end. For each block of the depth it has
+// A matrix is one run of bytes: the number of panels and the depth, padded to whole groups, in int64 each; one `Panel` each; then the
+// panels' data, each at a multiple of 64 bytes. A panel holds 32 columns; missing ones are zeros. Each part of the matrix has a format of
+// its own. A panel is read from its start to its end. For each block of the depth it has
 //   scales [32] and, if there are any, offsets [32], and for each group of the block
 //     scale factors [32] of eight bits, if there are any; likewise offset factors [32]; the group's codes.
 // A group's scale is that of its block, times its factor; so is its offset. Codes of 8 bits lie as [depth][32]. Those of 4 bits lie in words

@@ -1,1 +1,1 @@
-"""Which cached pages a pool evicts first."""
+"""The order in which a ledger evicts cached pages or slots."""

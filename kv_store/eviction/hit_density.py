@@ -18,10 +18,10 @@ _STEPS_OF_AGE = 4
 _NUM_AGES = 48 * _STEPS_OF_AGE
 _MAX_USES = (1 << _NUM_CLASSES) - 1
 _GHOSTS_A_PAGE = 4
-_LESSONS_A_POOL = 1
 _DECAY = 0.99
 _PRIOR_READS = 1e-3
 _USES_BITS = 8
+_USES_MASK = (1 << _USES_BITS) - 1
 _MAX_POSITION = (1 << VALUE_BITS - _USES_BITS) - 1
 
 
@@ -35,18 +35,18 @@ class HitDensity(LeastRecentlyUsed):
         self._uses = array("B", bytes(num_pages))
         self._ghosts = Ghosts(max(1, num_pages * _GHOSTS_A_PAGE))
         self._classes = [_Class() for _ in range(_NUM_CLASSES)]
-        self._lesson_every = max(256, num_pages // _LESSONS_A_POOL)
+        self._learn_every = max(256, num_pages)
 
     def index(self, page: int, key: BlockKey) -> None:
         ghost = self._ghosts.take(key) or 0
-        self.positions[page], self._uses[page] = ghost >> _USES_BITS, ghost & _MAX_USES
+        self.positions[page], self._uses[page] = ghost >> _USES_BITS, ghost & _USES_MASK
         self._learn_read(page)
         super().touch(page)
 
     def unindex(self, page: int, key: BlockKey) -> None:
         position = min(self.positions[page], _MAX_POSITION)
         if gone := self._ghosts.remember(key, position << _USES_BITS | self._uses[page]):
-            self._classes[_class_of(gone & _MAX_USES)].forgotten[_bucket(self._num_uses - (gone >> _USES_BITS))] += 1
+            self._classes[_class_of(gone & _USES_MASK)].forgotten[_bucket(self._num_uses - (gone >> _USES_BITS))] += 1
 
     def touch(self, page: int) -> None:
         self._learn_read(page)
@@ -58,7 +58,7 @@ class HitDensity(LeastRecentlyUsed):
         self.queues[page] = _class_of(self._uses[page])
         if self._uses[page]:
             self._classes[self.queues[page]].read[_bucket(self._num_uses - self.positions[page])] += 1
-        if not self._num_uses % self._lesson_every:
+        if not self._num_uses % self._learn_every:
             for one in self._classes:
                 one.learn()
 

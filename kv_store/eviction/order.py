@@ -32,9 +32,9 @@ class Priority(IntEnum):
 class EvictionOrder(Generic[Page]):
     """Priority, parent and owner of each indexed page, and the order of eviction of idle cached ones.
 
-    Each call costs a logarithm of the number of pages, amortised. key_to_page, keys: the index of the ledger, read
-    here and changed there. max_owned: for each owner with a bound, the indexed pages that it keeps; beyond it, its
-    cached ones are evicted before any other.
+    Each call costs a logarithm of the number of pages, amortised; `first` also looks at each queue of each owner.
+    key_to_page, keys: the index of the ledger, read here and changed there. max_owned: for each owner with a bound, the
+    indexed pages that it keeps; beyond it, its cached ones are evicted before any other.
     """
 
     def __init__(

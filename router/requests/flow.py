@@ -66,7 +66,9 @@ class Flow:
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
         if valid.sampling.response_format is not None:
+            self.timeline.begin_span("grammar")
             await services.grammars.check(valid.sampling.response_format)
+            self._end_span("grammar")
         if isinstance(valid.prompt, Chat):
             self.timeline.begin_span("render")
             valid = replace(valid, prompt=await services.render(valid.prompt, request.limits))

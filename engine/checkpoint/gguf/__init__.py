@@ -21,7 +21,8 @@ bytes of a row], rows in our order; `blocks.unpack(type, bytes)` makes `Codes` o
     value[row, column] = scale[row, column // group] * code[row, column] + offset[row, column // group]
 
 Codes are int8, scales and offsets float32. In every type the product is exact in float32: only the sum rounds, so that
-a fused multiply-add gives the same bits as two operations.
+a fused multiply-add gives the same bits as two operations. `GgufPart.read_codes(name)` returns them as
+`Quantized`, which kernels multiply.
 """
 
 TABLE_FILE = "tensors.json"
