@@ -43,7 +43,7 @@ from engine.work import Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
-from wire.errors import BatonError, RequestExists
+from wire.errors import BatonError, InvalidRequest, RequestExists
 from wire.ids import AttemptId
 from wire.sampling import Logprobs
 
@@ -386,7 +386,8 @@ class EngineCore:
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
         if sequence.phase is not Phase.ENDED:
-            self._cache.purge(sequence)
+            if not isinstance(error, InvalidRequest):  # a grammar's fault says nothing of KV that others share
+                self._cache.purge(sequence)
             self._close(sequence.choice.attempt_id)
             self._events.append(Failed(sequence.choice.attempt_id, error))
 

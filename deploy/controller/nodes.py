@@ -170,7 +170,8 @@ class Nodes:
         except BaseException:
             if self._services.get(service.node.id) is service:
                 del self._services[service.node.id]
-            await service.end()
+            if opens == service.open:
+                await service.end()  # a service that could not be reopened keeps its arena, which workers may use
             raise
 
     async def _look(self) -> None:

@@ -117,7 +117,9 @@ def inspect_model(
         dtype=dtype,
         max_context_len=config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
-        fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
+        fingerprint_hex=fingerprint(
+            checkpoint.files, dtype, backend.version + checkpoint.conversion, DigestCache.of_user()
+        ).hex(),
         layout_hex=config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
         kv_policies=settings.kv_policies,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.config import ModelConfig, parse_eos
-from engine.checkpoint.gguf import TABLE_FILE
+from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
@@ -64,6 +64,11 @@ class Checkpoint:
         tokenizer = self.folder / "tokenizer.json"
         weights = sorted({file.path for file in self._tensor_to_file.values()})
         return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
+
+    @property
+    def conversion(self) -> str:
+        """The rules by which tensors were made of a GGUF file; "" for other models."""
+        return f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Sums the bytes of the weights in memory, for a compute dtype."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from engine.checkpoint.gguf.folder import SUFFIX, folder_of
+from engine.checkpoint.gguf import SUFFIX
+from engine.checkpoint.gguf.folder import folder_of
 from engine.checkpoint.pulled import MODELS
 from wire.errors import ModelError
 

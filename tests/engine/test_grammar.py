@@ -225,6 +225,16 @@ def test_an_end_that_min_tokens_forbids_fails_the_request() -> None:
     assert "min_tokens" in error.message
 
 
+def test_the_fault_of_a_grammar_leaves_the_prompts_blocks_to_others() -> None:
+    core, prompt = make_core(MODEL), tuple(range(1, 101))
+    free = replace(FREE, max_tokens=2)
+    drive(core, [request(prompt, free)])
+    bad = replace(free, max_tokens=20, min_tokens=10, response_format=ResponseFormat(FormatKind.REGEX, "a"))
+    core.add(ready(request(prompt, bad)))
+    assert [event for _ in range(9) for event in core.step().events if isinstance(event, Failed)]
+    assert drive(core, [request(prompt, free)])[0].fetched[0].num_found >= 80
+
+
 def test_a_grammar_that_dries_up_amid_the_answer_fails_the_request() -> None:
     """`b` wants an `a` that no text of two characters has room for: what follows the first is found out late."""
     error = failure_of(form(FormatKind.LARK, 'start: "a" b\nb: "b" b'))

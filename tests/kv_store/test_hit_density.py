@@ -2,6 +2,7 @@ import random
 
 from kv_store.eviction.ghosts import Ghosts
 from kv_store.eviction.hit_density import HitDensity
+from kv_store.eviction.order import Priority
 from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.ledger import Ledger
 from wire.ids import BlockKey, PageId
@@ -57,3 +58,23 @@ def test_ghosts_return_a_number_once_and_give_way_to_newer_ones() -> None:
     assert ghosts.take(key(2)) is None
     assert ghosts.remember(key(2), 8) == 7
     assert [ghosts.take(key(1)), ghosts.take(key(2)), ghosts.take(key(2))] == [None, 8, None]
+
+
+def test_queues_stay_as_long_as_the_pool_while_other_pages_are_evicted() -> None:
+    """Pages that change their class and leave unevicted, beside tails that are evicted before all of them."""
+    ledger, rng = Ledger[PageId](64, policy=HitDensity), random.Random(3)
+    for number, page in enumerate(ledger.allocate(64)):
+        ledger.index(page, key(number), Priority.COPIED if number < 32 else Priority.TAIL)
+        ledger.free(page)
+    for number in range(64, 2_000):
+        [page] = ledger.allocate(1)
+        ledger.index(page, key(number))
+        ledger.free(page)
+        for _ in range(rng.choice((0, 2, 5, 12))):
+            ledger.order.touch(page)
+        ledger.unindex(page)
+        [tail] = ledger.allocate(1)
+        ledger.index(tail, key(number + 10_000), Priority.TAIL)
+        ledger.free(tail)
+    assert ledger.order.num_entries <= 3 * 8 * 2 * 64
+    assert ledger.check() == []

@@ -26,5 +26,6 @@ a fused multiply-add gives the same bits as two operations. `GgufPart.read_codes
 """
 
 TABLE_FILE = "tensors.json"
+SUFFIX = ".gguf"
 VERSION = 1
 """Of the folder; another one makes another folder of the same file."""

@@ -31,7 +31,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(\w+)\.(weight|bias)", re.ASCII)
 _SAMPLING = {
     "temp": "temperature",
     "top_p": "top_p",
@@ -130,14 +130,19 @@ class GgufConfig:
             raise self._own.wrong("attention.sliding_window", "none: of these files windows are not read")
 
     def _rope_scaling(self, rope_freqs: Floats | None, theta: float, head_dim: int, context_len: int) -> dict[str, Any]:
-        kind = self._own.text("rope.scaling.type", "none")
+        own = self._own
+        if own.number("rope.scaling.attn_factor", 0, math.inf, 1.0) != 1:
+            raise own.wrong("rope.scaling.attn_factor", "1: other ones are not supported")
         if rope_freqs is not None:
             return _llama3_scaling(rope_freqs, theta, head_dim)
-        if kind == "none":
+        # As llama.cpp reads them: a factor without a type is linear, and older files name it otherwise.
+        kind = own.text("rope.scaling.type", "linear")
+        factor = own.number("rope.scaling.factor", 0, math.inf, own.number("rope.scale_linear", 0, math.inf, 1.0))
+        if kind == "none" or (kind == "linear" and factor == 1):
             return {"rope_type": "default"}
-        scaling = {"rope_type": kind, "factor": self._own.number("rope.scaling.factor", 0, math.inf)}
+        scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            trained_len = self._own.count("rope.scaling.original_context_length", context_len)
+            trained_len = own.count("rope.scaling.original_context_length", context_len)
             scaling["original_max_position_embeddings"] = trained_len
         return scaling
 

@@ -68,7 +68,10 @@ def _table(headers: Sequence[Header], config: GgufConfig) -> dict[str, Any]:
             if name != ROPE_FREQS:
                 place = {"file": index, "offset": tensor.offset, "bytes": tensor.num_bytes}
                 kind = {"type": tensor.kind.name, "shape": list(tensor.shape)}
-                rows[config.our_name(name)] = {**kind, **place, "heads": config.turned_heads(name, tensor)}
+                ours = config.our_name(name)
+                if ours in rows:
+                    raise ModelError(f"{header.path.name}: two tensors are {ours}, one of them {name[:64]}")
+                rows[ours] = {**kind, **place, "heads": config.turned_heads(name, tensor)}
     return {"version": VERSION, "files": files, "tensors": rows}
 
 

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoint.fingerprint import DigestCache
-from engine.checkpoint.gguf import VERSION
+from engine.checkpoint.gguf import SUFFIX, VERSION
 from kernels.cpu.library import user_cache
 from text.model_file import open_regular
 from wire.errors import ModelError
 
-SUFFIX = ".gguf"
 CONVERSION = "engine.checkpoint.gguf.conversion"
 MAX_PARTS = 512
 TIMEOUT_S = 600.0

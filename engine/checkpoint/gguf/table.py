@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.checkpoint.gguf import TABLE_FILE, VERSION
+from engine.checkpoint.gguf import SUFFIX, TABLE_FILE, VERSION
 from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, StoredTensor, unpack
 from engine.checkpoint.gguf.codes import quantized
 from engine.checkpoint.json_fields import JsonFields, parse_object
@@ -69,20 +69,37 @@ def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
     return torch.from_numpy(stored).view(dtype)
 
 
+def _entry(row: JsonFields, file_bytes: int) -> StoredTensor:
+    """Reads a tensor's place. Raises ModelError for one that does not lie in its file, or has no such rows."""
+    kind, shape = TYPES.get(row.text("type", "")), row.raw("shape")
+    if kind is None:
+        raise row.wrong("type", "a type of tensors")
+    if not (isinstance(shape, list) and shape and all(type(one) is int and one > 0 for one in shape)):
+        raise row.wrong("shape", "numbers above 0")
+    heads = row.count("heads", least=0)
+    entry = StoredTensor(kind, tuple(shape), row.count("offset", least=0), heads)
+    if shape[-1] % kind.numbers or (heads and shape[0] % (2 * heads)) or entry.offset + entry.num_bytes > file_bytes:
+        raise row.wrong("shape", "whole blocks of whole heads within the file")
+    return entry
+
+
 def read_table(folder: Path) -> dict[str, GgufPart]:
     """Reads which part has which tensor. Raises ModelError for a damaged table, and parts that are gone or changed."""
     table = JsonFields(parse_object(read_regular(folder / TABLE_FILE, MAX_TABLE_BYTES), TABLE_FILE), TABLE_FILE)
     table.count("version", most=VERSION, least=VERSION)
     try:
-        sizes = {Path(file["path"]): file["bytes"] for file in table.raw("files")}
-        entries: list[dict[str, StoredTensor]] = [{} for _ in sizes]
-        for name, row in table.section("tensors").items():
-            entries[row["file"]][name] = StoredTensor(
-                TYPES[row["type"]], tuple(row["shape"]), row["offset"], row["heads"]
-            )
-    except (KeyError, TypeError, IndexError) as error:
+        sizes = {Path(file["path"]): int(file["bytes"]) for file in table.raw("files")}
+    except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{TABLE_FILE}: malformed", folder=str(folder)) from error
+    entries: list[dict[str, StoredTensor]] = [{} for _ in sizes]
+    tensors = table.section("tensors")
+    for name, _ in tensors.items():
+        row = tensors.section(name)
+        place = row.count("file", most=len(sizes) - 1, least=0)
+        entries[place][name] = _entry(row, [*sizes.values()][place])
     for path, num_bytes in sizes.items():
+        if path.suffix != SUFFIX:
+            raise ModelError(f"{TABLE_FILE}: {path.name[:64]} is no GGUF file", folder=str(folder))
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
                 raise ModelError(f"{path.name} has changed since its folder was made: start again", folder=str(folder))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf import TABLE_FILE
 from engine.checkpoint.gguf.blocks import TYPES
 from engine.checkpoint.gguf.conversion import convert
 from engine.checkpoint.gguf.header import Header
@@ -156,6 +157,7 @@ def test_tensors_in_any_order_of_the_table_are_read(tmp_path: Path) -> None:
             {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
             "rope type longrope cannot be served",
         ),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor is 2.0, expected 1"),
         ({"split.count": 2}, "model.gguf: says that it is part 0 of 2, counted from 0; expected 0 of 1"),
     ],
 )
@@ -166,6 +168,53 @@ def test_metadata_that_cannot_be_served_are_refused_by_key(
     (tmp_path / "made").mkdir()
     with pytest.raises(ModelError, match=reason):
         converted(tmp_path / "made", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_scales_linearly(key: str, tmp_path: Path) -> None:
+    metadata = {f"llama.{key}": 8.0}
+    write_gguf(tmp_path / "model.gguf", CONFIG, {"token_embd.weight": (EMBEDDING, "F32")}, metadata=metadata)
+    convert(tmp_path, [tmp_path / "model.gguf"])
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    assert rope == {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 8.0}
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    tensors = {"token_embd.weight": (EMBEDDING, "F32"), "model.embed_tokens.weight": (EMBEDDING, "F32")}
+    write_gguf(tmp_path / "model.gguf", CONFIG, tensors)
+    with pytest.raises(ModelError, match=r"two tensors are model\.embed_tokens\.weight"):
+        convert(tmp_path, [tmp_path / "model.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"type": "Q9"}, "type is Q9"),
+        ({"shape": ["a"]}, "expected numbers above 0"),
+        ({"shape": [1 << 40, 256]}, "expected whole blocks of whole heads within the file"),
+        ({"offset": -5}, "offset is -5"),
+        ({"file": -1}, "file is -1"),
+        ({"heads": 3}, "expected whole blocks of whole heads within the file"),
+    ],
+)
+def test_a_table_that_lies_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", CONFIG, {"token_embd.weight": (EMBEDDING, "F32")})
+    convert(tmp_path, [tmp_path / "model.gguf"])
+    table = json.loads((tmp_path / TABLE_FILE).read_text())
+    table["tensors"]["model.embed_tokens.weight"] |= change
+    (tmp_path / TABLE_FILE).write_text(json.dumps(table))
+    with pytest.raises(ModelError, match=reason):
+        Checkpoint(tmp_path)
+
+
+def test_a_table_names_gguf_files_alone(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", CONFIG, {"token_embd.weight": (EMBEDDING, "F32")})
+    convert(tmp_path, [tmp_path / "model.gguf"])
+    (tmp_path / "model.gguf").rename(tmp_path / "passwd")
+    table = (tmp_path / TABLE_FILE).read_text().replace("model.gguf", "passwd")
+    (tmp_path / TABLE_FILE).write_text(table)
+    with pytest.raises(ModelError, match="passwd is no GGUF file"):
+        Checkpoint(tmp_path)
 
 
 def test_an_architecture_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
