@@ -11,7 +11,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.draft import naming_the_draft, open_draft
-from engine.checkpoint.fingerprint import DigestCache, fingerprint
+from engine.checkpoint.fingerprint import DigestCache
 from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import DraftModel, Model
@@ -173,7 +173,7 @@ def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) 
     Runs after loading, so that any earlier change shows. The digest cache spares reading unchanged files again.
     """
     checkpoint = Checkpoint(Path(config.model.folder))
-    if fingerprint(checkpoint.files, dtype, backend_version, DigestCache.of_user()) != config.model.fingerprint:
+    if checkpoint.fingerprint(dtype, backend_version, DigestCache.of_user()) != config.model.fingerprint:
         problem = f"the model folder is not that of the cluster, or has changed since: node {config.store.node_id}"
         raise ModelError(problem, folder=config.model.folder)
 

@@ -87,7 +87,7 @@ def inspect_model(
 
     from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.draft import naming_the_draft, open_draft
-    from engine.checkpoint.fingerprint import DigestCache, fingerprint
+    from engine.checkpoint.fingerprint import DigestCache
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
     from engine.model.weights import check_weights
@@ -117,9 +117,7 @@ def inspect_model(
         dtype=dtype,
         max_context_len=config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
-        fingerprint_hex=fingerprint(
-            checkpoint.files, dtype, backend.version + checkpoint.conversion, DigestCache.of_user()
-        ).hex(),
+        fingerprint_hex=checkpoint.fingerprint(dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
         kv_policies=settings.kv_policies,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.config import ModelConfig, parse_eos
+from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
@@ -65,10 +66,10 @@ class Checkpoint:
         weights = sorted({file.path for file in self._tensor_to_file.values()})
         return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
-    @property
-    def conversion(self) -> str:
-        """The rules by which tensors were made of a GGUF file; "" for other models."""
-        return f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
+    def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
+        """Returns the model's fingerprint, which covers the rules by which tensors are made of a GGUF file."""
+        rules = f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
+        return fingerprint(self.files, dtype, backend_version + rules, cache)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Sums the bytes of the weights in memory, for a compute dtype."""

@@ -1,5 +1,7 @@
 """The memory of one node, in this process."""
 
+from typing import TYPE_CHECKING
+
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
@@ -8,7 +10,9 @@ from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.transfers import InlineTransfers, Transfers
 from wire.layout import KVLayout
-from worker.assembly import Tiers
+
+if TYPE_CHECKING:
+    from worker.assembly import Tiers
 
 
 class Node:
@@ -28,13 +32,15 @@ class Node:
         self._layout = layout
 
     @property
-    def tiers(self) -> Tiers:
+    def tiers(self) -> "Tiers":
+        from worker.assembly import Tiers  # here, for a machine with a GPU may have no redis package
+
         return Tiers(self.arena, self.directory, [self.cold] if self.cold else [])
 
     def transfers(self, pool: DevicePool) -> Transfers:
         """Makes the transfers of an engine, which end before the call that begins them."""
-        tiers = self.tiers
-        return InlineTransfers(NodeStore(self._layout, tiers.arena, tiers.directory, tiers.cold, pool))
+        cold = [self.cold] if self.cold else []
+        return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, cold, pool))
 
     def write_all_cold(self) -> None:
         """Writes every block that nobody uses to the cold tier."""

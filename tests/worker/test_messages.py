@@ -104,6 +104,10 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "num_scored": (spoilt(begin_of(), num_scored=1),),
     "kv_policy": tuple(spoilt(begin_of(), kv_policy=text) for text in ("h2o", "full", "sinks=4+64", "snapkv=0%", "\0")),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
+    "response_format": tuple(
+        set_to(response_format=inference_pb2.ResponseFormat(**given))
+        for given in ({}, {"regex": ""}, {"json_schema": "x" * 65_537})
+    ),
     "block_addresses": (spoilt(begin_of(), block_addresses=["h:1"] * 17),),
     "logit_bias": tuple(set_to(logit_bias=value) for value in ({VOCAB_SIZE: 1.0}, {1: math.nan}, {1: -101.0})),
     "stop_token_ids": tuple(set_to(stop_token_ids=value) for value in ([1] * 17, [VOCAB_SIZE])),

@@ -279,7 +279,7 @@ async def test_holds_outlive_their_line(prefill: Worker) -> None:
 
 async def test_one_bad_request_does_not_touch_the_others(decode: Worker) -> None:
     good = decode.caller.begin(begin_of(request_id="good"))
-    with pytest.raises(BatonError, match="not a number"):
+    with pytest.raises(BatonError, match="not finite"):
         await decode.caller.decode(begin_of(POISON, request_id="bad"))
     assert tokens_of(await good.end()) == ORACLE.oracle(PROMPT, 40)
     await decode.at_rest()
