@@ -453,4 +453,4 @@ def _require(holds: object, name: str, what: str, value: object) -> None:
 
 def _echo(value: object) -> str:
     is_endless = isinstance(value, int) and value.bit_length() > MAX_ECHO_BITS  # Python would not write it out
-    return "a number of so many digits" if is_endless else repr(value)[:MAX_ECHO_CHARS]
+    return "a number of more than 300 digits" if is_endless else repr(value)[:MAX_ECHO_CHARS]
