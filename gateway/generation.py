@@ -185,7 +185,8 @@ def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[Choi
         for name, item in items.items():
             known = draft.lists.setdefault(name, [])
             known += [b", ", item] if known else [item]
-    return len(drafts) * (ITEM_BYTES + len(json.dumps(text))) + sum(ITEM_BYTES + len(item) for item in items.values())
+    # JSON takes six bytes for a character at most.
+    return len(drafts) * (ITEM_BYTES + 6 * len(text)) + sum(ITEM_BYTES + len(item) for item in items.values())
 
 
 async def _slices(

@@ -45,13 +45,21 @@ class NodeService:
 
     async def open(self) -> None:
         """Starts the service. Raises ConfigError where nothing fits, and as `KeptActor.serve` does."""
-        self._actor.prepare()
-        self.baseline = NodeBaseline(self.node, self.plan.machine or await self._means.host.inspect(self.node.service))
-        await self._actor.serve()
+        try:
+            self._actor.prepare()
+            machine = self.plan.machine or await self._means.host.inspect(self.node.service)
+            self.baseline = NodeBaseline(self.node, machine)
+            await self._actor.serve()
+        except BaseException:
+            await self.end()
+            raise
         self._keep()
 
     async def reopen(self) -> None:
-        """Goes on with the service that an earlier controller has left, or with another in its place."""
+        """Goes on with the service that an earlier controller has left, or with another in its place.
+
+        One that fails leaves the arena, which workers may use.
+        """
         self._actor.prepare()
         await self._actor.take_over()
         self._keep()
@@ -170,8 +178,6 @@ class Nodes:
         except BaseException:
             if self._services.get(service.node.id) is service:
                 del self._services[service.node.id]
-            if opens == service.open:
-                await service.end()  # a service that could not be reopened keeps its arena, which workers may use
             raise
 
     async def _look(self) -> None:

@@ -19,7 +19,7 @@ from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.rpc import MAX_MESSAGE_BYTES
-from wire.settings import from_object
+from wire.settings import from_object, shown
 from wire.tier import Write
 from wire.trust.certificates import TlsFiles
 from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings, SpeculationSettings
@@ -51,8 +51,6 @@ MAX_DEPTH = 2
 MAX_TEXT_CHARS = 4096
 """The most that a path may have."""
 MAX_NAME_CHARS = 256
-MAX_ECHO_CHARS = 64
-MAX_ECHO_BITS = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+")
@@ -379,7 +377,7 @@ def range_problem(name: str, value: object) -> str:
     """Returns the reason for which a number may not be a setting, in words; "" for one in range, and for no number."""
     least, most = RANGES[name]
     is_in = not isinstance(value, int | float) or least <= value <= most
-    return "" if is_in else f"must be between {least} and {most}, not {_echo(value)}"
+    return "" if is_in else f"must be between {least} and {most}, not {shown(value)}"
 
 
 def check_name(name: str) -> str:
@@ -447,10 +445,5 @@ def _count_bytes(value: Any, name: str) -> Any:
 
 def _require(holds: object, name: str, what: str, value: object) -> None:
     if not holds:
-        given = f", not {_echo(value)}" if value != "" else ""
+        given = f", not {shown(value)}" if value != "" else ""
         raise ConfigError(f"{name} must be {what}{given}")
-
-
-def _echo(value: object) -> str:
-    is_endless = isinstance(value, int) and value.bit_length() > MAX_ECHO_BITS  # Python would not write it out
-    return "a number of more than 300 digits" if is_endless else repr(value)[:MAX_ECHO_CHARS]

@@ -54,11 +54,6 @@ class EvictionOrder(Generic[Page]):
     def __len__(self) -> int:
         return sum([rank.num_pages for rank in self._ranks])
 
-    @property
-    def num_entries(self) -> int:
-        """Entries of all queues, stale ones too: at most two a page in each."""
-        return sum([len(queue) for rank in self._ranks for queue in rank.queues.values()])
-
     def __contains__(self, page: Page) -> bool:
         return bool(self._ranks[self._priorities[page]].has[page])
 
@@ -194,7 +189,7 @@ class _Rank(Generic[Page]):
         self.orphans = Counter[bytes]()
         self._policy = policy
         self._owners = owners
-        self.queues: dict[int, list[int]] = {}
+        self._queues: dict[int, list[int]] = {}
         self._queued_in = array("Q", bytes(8 * len(pages)))
 
     def add(self, page: Page) -> None:
@@ -226,7 +221,7 @@ class _Rank(Generic[Page]):
         return self._first(range(owner * self._policy.num_queues, (owner + 1) * self._policy.num_queues))
 
     def first(self) -> Page | None:
-        if (page := self._first(self.queues)) is not None:
+        if (page := self._first(self._queues)) is not None:
             return page
         return self.pages[self.has.find(1)] if self.num_pages else None  # keys in a circle: all have children
 
@@ -235,7 +230,7 @@ class _Rank(Generic[Page]):
         return self.pages[self._policy.choose(heads)] if heads else None
 
     def _head(self, number: int) -> Page | None:
-        queue = self.queues.get(number, [])
+        queue = self._queues.get(number, [])
         while queue:
             position, index = divmod(queue[0], len(self.has))
             page = self.pages[index]
@@ -261,7 +256,9 @@ class _Rank(Generic[Page]):
             yield "pages have other children than are counted"
         if not all(self.num_children[page] or self._queued_in[page] for page in pages):
             yield "a page that may be evicted is in no queue"
-        queued = [(entry % len(self.has), number + 1) for number, queue in self.queues.items() for entry in queue]
+        if any(len(queue) > 2 * len(self.has) for queue in self._queues.values()):
+            yield "a queue has more than two entries a page"
+        queued = [(entry % len(self.has), number + 1) for number, queue in self._queues.items() for entry in queue]
         noted = [(page, queued_in) for page, queued_in in enumerate(self._queued_in) if queued_in]
         if sorted({one for one in queued if self._queued_in[one[0]] == one[1]}) != noted:
             yield "the queues differ from what is noted of them"
@@ -270,7 +267,7 @@ class _Rank(Generic[Page]):
         number = self._queue_of(page)
         if self._queued_in[page] != number + 1:
             self._queued_in[page] = number + 1
-            queue = self.queues.setdefault(number, [])
+            queue = self._queues.setdefault(number, [])
             heappush(queue, self._entry(page))
             if len(queue) > 2 * len(self.has):  # of pages that came back before their old entries were first
                 queue[:] = {self._entry(one) for one in self.pages if self._queued_in[one] == number + 1}

@@ -9,8 +9,6 @@ from kernels.quantized import Quantized
 
 _ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}
 """The code of 0, of types with signed numbers."""
-_K_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""The bytes of a block of two levels at which the scale of its scales and that of its minima stand."""
 
 
 def quantized(kind: BlockType, stored: Bytes) -> Quantized:
@@ -19,11 +17,11 @@ def quantized(kind: BlockType, stored: Bytes) -> Quantized:
     bits = int(kind.name[1])
     codes = torch.from_numpy(found.codes)
     codes = codes if bits == 8 else (codes + zero).view(torch.uint8)
-    if kind.name not in _K_HALVES:
+    if found.group == kind.numbers:  # one level of scales
         scales, offsets = (None if one is None else _half(one) for one in (found.scale, found.offset))
         assert scales is not None
         return Quantized(codes, bits, found.group, found.group, scales, offsets, zero=zero)
-    halves = [_read_half(kind, stored, at) for at in _K_HALVES[kind.name]]
+    halves = [_read_half(kind, stored, at) for at in kind.halves]
     factors = _factors(found.scale, halves[0])
     if found.offset is None:
         return Quantized(codes, bits, found.group, kind.numbers, _half(halves[0]), None, factors, zero=zero)

@@ -92,11 +92,11 @@ def read_table(folder: Path) -> dict[str, GgufPart]:
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{TABLE_FILE}: malformed", folder=str(folder)) from error
     entries: list[dict[str, StoredTensor]] = [{} for _ in sizes]
-    tensors = table.section("tensors")
+    file_bytes, tensors = [*sizes.values()], table.section("tensors")
     for name, _ in tensors.items():
         row = tensors.section(name)
         place = row.count("file", most=len(sizes) - 1, least=0)
-        entries[place][name] = _entry(row, [*sizes.values()][place])
+        entries[place][name] = _entry(row, file_bytes[place])
     for path, num_bytes in sizes.items():
         if path.suffix != SUFFIX:
             raise ModelError(f"{TABLE_FILE}: {path.name[:64]} is no GGUF file", folder=str(folder))
