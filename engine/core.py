@@ -36,8 +36,7 @@ from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.runner import Runner
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
-from engine.sequence import Sequence
-from engine.sequence_table import SequenceTable
+from engine.sequence import Sequence, SequenceTable
 from engine.speculation.speculator import Speculator
 from engine.work import Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool

@@ -1,7 +1,9 @@
-"""A choice of a request while an engine has it: its tokens, how far they have run, and the KV that stays of them."""
+"""The choices of an engine's requests: their tokens, how far they ran, the KV that stays, their order."""
 
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 
 from engine.events import ChoiceId
 from engine.kv.block_table import BlockTable
@@ -10,6 +12,7 @@ from engine.model.batch import Model
 from engine.model.sampler import Draw
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Candidate, Gate, Phase
+from wire.ids import AttemptId
 from wire.sampling import FinishReason
 
 
@@ -135,3 +138,63 @@ class Sequence:
         from_prompt = self.request.prompt_ids[start : start + num_tokens]
         first_output = max(0, start - self.num_prompt)
         return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
+
+
+class SequenceTable:
+    """Sequences by request, and by handle while they wait or run; handles grow with arrival.
+
+    So a preempted sequence keeps its place.
+    The first of a request's sequences is its leader: it computes or fetches the prompt, and its siblings find it.
+    """
+
+    def __init__(self) -> None:
+        self._by_request: dict[AttemptId, list[Sequence]] = {}
+        self._by_handle: dict[int, Sequence] = {}
+        self._handles = count()
+
+    def __getitem__(self, handle: int) -> Sequence:
+        return self._by_handle[handle]
+
+    @property
+    def attempts(self) -> Collection[AttemptId]:
+        return self._by_request.keys()
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that wait or run: neither ended nor handing off."""
+        return len(self._by_handle)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [sequence for sequence in self._by_handle.values() if sequence.phase is Phase.WAITING]
+
+    @property
+    def admissible(self) -> list[Candidate]:
+        """Waiting leaders, and waiting followers that would find their prompt, with the blocks that they share."""
+        pairs = ((one, self._leader(one)) for one in self.waiting)
+        return [one.applicant(first) for one, first in pairs if one is first or first.num_computed >= one.num_prompt]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences with pages: fetching ones, too."""
+        return [sequence for sequence in self._by_handle.values() if sequence.phase is not Phase.WAITING]
+
+    def add(self, request: EngineRequest, model: Model) -> None:
+        sequences = [Sequence(next(self._handles), request, choice, model) for choice in request.choices]
+        self._by_request[request.attempt_id] = sequences
+        self._by_handle |= {sequence.handle: sequence for sequence in sequences}
+
+    def siblings(self, attempt_id: AttemptId) -> Iterator[Sequence]:
+        """Yields a request's sequences that have not ended; none for an unknown request."""
+        return (one for one in self._by_request.get(attempt_id, ()) if one.phase is not Phase.ENDED)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Forgets the handle of a sequence that neither waits nor runs any more. A second call does nothing."""
+        self._by_handle.pop(sequence.handle, None)
+
+    def remove(self, attempt_id: AttemptId) -> list[Sequence]:
+        """Takes a request out and returns its sequences, for the caller to retire."""
+        return self._by_request.pop(attempt_id, [])
+
+    def _leader(self, sequence: Sequence) -> Sequence:
+        return next(self.siblings(sequence.request.attempt_id))

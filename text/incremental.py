@@ -1,11 +1,142 @@
-"""Output text of one choice, growing token by token."""
+"""Output text of one choice, growing token by token: characters that are whole, and no stop string.
+
+Detokenization and the search are linear in the tokens and in the text.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from text.codec import Detokenizer
-from text.stop_strings import StopMatcher
-from text.window import DecodingWindow
+from text.codec import Detokenizer, TokenKind
+
+REPLACEMENT = "\ufffd"
+_MAX_WINDOW = 16
+_MAX_CHARACTER_BYTES = 4
+
+
+class DecodingWindow:
+    """The last tokens, decoded together, because a token's text depends on its neighbours.
+
+    ```
+    tokens   ... | context: text is out | pending: part of a character, or of a run of raw bytes |
+                 ^ start of the window
+    ```
+    The context is there for decoders that treat the first token differently (a leading space is dropped).
+    """
+
+    def __init__(self, tokenizer: Detokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._num_context = 0
+        self._num_emitted = 0  # characters of the window's text
+
+    def append(self, token_id: int) -> str:
+        """Appends a token; returns the text that has become certain."""
+        kind = self._tokenizer.kind(token_id)
+        if kind is TokenKind.SILENT:
+            return ""
+        self._ids.append(token_id)
+        if kind is TokenKind.BYTE:
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        # The last character may be the beginning of one whose other bytes are still to come.
+        num_certain = len(text) - text.endswith(REPLACEMENT)
+        piece = text[self._num_emitted : num_certain]
+        self._num_emitted = max(self._num_emitted, num_certain)
+        if piece and self._num_emitted == len(text):
+            self._drop_context()
+        elif len(self._ids) > _MAX_WINDOW:
+            self._drop_endless(text)
+        return piece
+
+    def flush(self) -> str:
+        """Releases the text not yet emitted, at the end of the stream."""
+        text = self._tokenizer.decode(self._ids)[self._num_emitted :]
+        self._num_emitted += len(text)
+        return text
+
+    def _drop_context(self) -> None:
+        """Makes the pending tokens, now that all text is out, the context of the next ones."""
+        del self._ids[: self._num_context]
+        self._num_context = len(self._ids)
+        self._num_emitted = len(self._tokenizer.decode(self._ids))
+
+    def _drop_endless(self, text: str) -> None:
+        """Shortens a window of bytes that make no character, where both sides of a cut decode as they do together."""
+        for cut in range(len(self._ids) - 1, len(self._ids) - 1 - _MAX_CHARACTER_BYTES, -1):
+            left, right = (self._tokenizer.decode(part) for part in (self._ids[:cut], self._ids[cut:]))
+            if left + right == text:
+                del self._ids[:cut]
+                self._num_context = 0
+                self._num_emitted -= len(left)
+                return
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """Text that is certainly output, and the stop string that ends it, if one does."""
+
+    text: str
+    stop: str | None
+
+
+class StopMatcher:
+    """Holds back text that may be the start of a stop string, and releases the rest.
+
+    Linear in the text (Knuth, Morris, Pratt, 1977). The match that is complete first wins; of several complete with the
+    same character, the longest.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._patterns = [_Pattern(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._held = ""
+
+    def feed(self, text: str) -> Scanned:
+        """Feeds text. After a reported stop string the matcher is done: no `feed` or `flush` may follow."""
+        known = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            stop = self._step(char)
+            if stop is not None:
+                return Scanned(known[: end - len(stop)], stop)
+        certain = len(known) - max((pattern.num_matched for pattern in self._patterns), default=0)
+        self._held = known[certain:]
+        return Scanned(known[:certain], None)
+
+    def flush(self) -> str:
+        """Releases the text held back: it is output after all, as nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> str | None:
+        complete = [pattern.text for pattern in self._patterns if pattern.step(char)]
+        return complete[0] if complete else None
+
+
+class _Pattern:
+    """How much of one string the text seen so far ends with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = _borders(text)
+
+    def step(self, char: str) -> bool:
+        """Returns whether the string is complete with this character."""
+        while self.num_matched and self.text[self.num_matched] != char:
+            self.num_matched = self._borders[self.num_matched - 1]
+        self.num_matched += self.text[self.num_matched] == char
+        return self.num_matched == len(self.text)
+
+
+def _borders(text: str) -> list[int]:
+    """Computes for each prefix of `text` the length of the longest proper prefix that also ends it."""
+    borders = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = borders[length - 1]
+        length += text[i] == text[length]
+        borders[i] = length
+    return borders
 
 
 @dataclass(frozen=True)

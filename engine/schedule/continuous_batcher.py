@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.schedule.batcher import Candidate, Pages, Plan
-from engine.schedule.fit import StepFit, fit_running
+from engine.schedule.batcher import Candidate, Pages, Plan, StepFit, fit_running
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from kv_store.breaker import Breaker
-from kv_store.node.codec import LENGTH, Refused, ServiceCodec, body_len
-from kv_store.node.directory_port import CALLS, CALLS_OF_ANY_EPOCH, GREETING, DirectoryPort, EpochChanged
+from kv_store.node.directory_port import (
+    CALLS,
+    CALLS_OF_ANY_EPOCH,
+    GREETING,
+    LENGTH,
+    DirectoryPort,
+    EpochChanged,
+    Refused,
+    ServiceCodec,
+    body_len,
+)
 from kv_store.receiving import receive_exactly
 from wire.directory import DirectoryInfo
 from wire.errors import StoreError, WireError

@@ -10,12 +10,11 @@ from functools import partial
 
 from router.config import StreamBounds
 from router.observe.metrics import OK, RequestRecord, TokenTiming, outcome_of
-from router.requests.admission import Admission
+from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
 from router.requests.flow import Flow
 from router.requests.outbox import Outbox, ReplyWriter
 from router.requests.public_prefixes import NO_PREFIXES
-from router.requests.quotas import Quotas
 from router.requests.tokenizing import PieceCache
 from router.requests.validator import (
     ServingLimits,

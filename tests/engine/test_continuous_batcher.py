@@ -2,9 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.batcher import DecodeBatcher
-from engine.schedule.batcher import Candidate, Gate, Pages, Phase
+from engine.schedule.batcher import Candidate, Gate, Pages, Phase, fit_running
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.schedule.fit import fit_running
 from prefill_worker.batcher import PrefillBatcher
 
 BLOCK = 16

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from kv_store.node.arena import Arena
-from kv_store.node.codec import LENGTH, Refused
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import CALLS, GREETING, EpochChanged
+from kv_store.node.directory_port import CALLS, GREETING, LENGTH, EpochChanged, Refused
 from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError

@@ -5,7 +5,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from router.requests.quotas import Quotas
+from router.requests.admission import Quotas
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, request
 from tests.router.test_keys import shows

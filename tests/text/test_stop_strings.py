@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text.stop_strings import Scanned, StopMatcher
+from text.incremental import Scanned, StopMatcher
 
 
 def search(text: str, stops: tuple[str, ...]) -> Scanned:
