@@ -31,12 +31,10 @@ MAX_ENTRIES = 15
 SEAMS = (
     "decode_worker.batcher",
     "engine.schedule.continuous_batcher",
-    "kv_store.tiers.memory_tier",
     "prefill_worker.batcher",
     "router.workers.grpc_transport",
-    "text.byte_tokenizer",
 )
-"""Small files that keep a room of their own: a twin, a policy, a transport."""
+"""Small files that keep a room of their own: a policy, a transport."""
 
 
 def product_files() -> list[Path]:

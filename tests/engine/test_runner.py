@@ -4,7 +4,6 @@ import torch
 
 from engine.decode_rows import DecodeRows
 from engine.kv.cache import KVCache
-from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import Runner
 from engine.sequence import Sequence
@@ -13,6 +12,7 @@ from engine.work import NO_ROWS, Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT
+from tests.twins.hash_model import HashModel
 from wire.ids import AttemptId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

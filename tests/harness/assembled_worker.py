@@ -6,7 +6,7 @@ from dataclasses import replace
 from decode_worker.actor import decode_behaviour
 from engine.model.batch import DraftModel, Model
 from prefill_worker.actor import prefill_behaviour
-from text.byte_tokenizer import ByteTokenizer
+from tests.twins.byte_tokenizer import ByteTokenizer
 from wire.pools import Role
 from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
 from worker.config import (

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
 from deploy.controller.event_log import EventLog
@@ -15,6 +14,7 @@ from deploy.plan.config import ClusterConfig
 from gateway.config import GatewayConfig
 from router.config import RouterConfig
 from tests.deploy.plan.test_cluster_plan import planned
+from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError
 from wire.pools import Addresses
 from wire.settings import from_json, to_json
