@@ -30,7 +30,7 @@ sys.path.insert(0, os.environ.get("BATON_ENGINE", str(ROOT)))
 import torch
 
 from engine.core import EngineCore
-from engine.model.batch import Batch, Model
+from engine.model.batch import Batch, CausalModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
@@ -52,7 +52,7 @@ REST_S = 0.05
 
 
 class FreeModel:
-    """A Model without weights, which adds up its own time. Every token is as likely as in the step before."""
+    """A CausalModel without weights, which adds up its own time. Every token is as likely as in the step before."""
 
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
     device = torch.device("cpu")
@@ -78,7 +78,7 @@ class FreeModel:
 
 
 class PrefilledModel:
-    """A Model in whose pages all prompts have some KV already: only decoding rows cost time."""
+    """A CausalModel in whose pages all prompts have some KV already: only decoding rows cost time."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -117,7 +117,7 @@ class TimedBackend:
         return timed
 
 
-def decoding_core(model: Model, num_sequences: int, prompt_len: int, num_tokens: int) -> EngineCore:
+def decoding_core(model: CausalModel, num_sequences: int, prompt_len: int, num_tokens: int) -> EngineCore:
     """Makes an engine with so many sequences that have their first token, and `num_tokens` to come."""
     num_blocks = num_sequences * (-(-(prompt_len + num_tokens) // BLOCK_SIZE) + 1)
     batcher = ContinuousBatcher(max_step_tokens=4096 + num_sequences, max_running=num_sequences)

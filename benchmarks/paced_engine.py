@@ -3,14 +3,14 @@
 import time
 from collections.abc import Collection
 
-from engine.events import ChoiceId, EngineStats, Fetched, Finished, Scheduled, Started, StepOutput, TierTokens
+from engine.events import ChoiceId, EngineStats, Fetched, Finished, PromptTokens, Scheduled, Started, StepOutput
 from engine.request import EngineRequest
 from wire.ids import AttemptId
 from wire.sampling import FinishReason
-from wire.tier import BlockCounts
+from wire.tier import LedgerCounts
 
 _TOKEN = ord("a")
-_STATS = EngineStats(BlockCounts(0, 0, 0, 0, 0, 0), *[0] * 9)
+_STATS = EngineStats(LedgerCounts(0, 0, 0, 0, 0, 0), *[0] * 9)
 
 
 class PacedEngine:
@@ -53,7 +53,7 @@ class PacedEngine:
     def _turn(self, request: EngineRequest, output: StepOutput) -> None:
         attempt_id = request.attempt_id
         if attempt_id not in self._positions:
-            output.before += (Scheduled(attempt_id, 0), Fetched(attempt_id, 0, TierTokens()), Started(attempt_id, 0))
+            output.before += (Scheduled(attempt_id, 0), Fetched(attempt_id, 0, PromptTokens()), Started(attempt_id, 0))
         position = self._positions.get(attempt_id, 0)
         self._positions[attempt_id] = position + 1
         output.choices.append(ChoiceId(attempt_id, 0))

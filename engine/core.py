@@ -32,7 +32,7 @@ from engine.events import (
 from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
-from engine.model.batch import Model
+from engine.model.batch import CausalModel
 from engine.request import EngineRequest, HandOff
 from engine.runner import Runner
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
@@ -58,7 +58,7 @@ class EngineCore:
 
     def __init__(
         self,
-        model: Model,
+        model: CausalModel,
         pool: DevicePool,
         batcher: Batcher,
         transfers: Transfers,

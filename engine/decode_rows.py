@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.batch import Model
+from engine.model.batch import CausalModel
 from engine.sequence import Sequence
 from wire.ids import PageId
 from wire.layout import Window
@@ -50,7 +50,7 @@ class DecodeRows:
     is_watched: npt.NDArray[np.bool_]
     tables: Ints
 
-    def __init__(self, model: Model, num_pages: int) -> None:
+    def __init__(self, model: CausalModel, num_pages: int) -> None:
         self.sequences: list[Sequence] = []
         self._handle_to_row: dict[int, int] = {}
         self._block_size = model.layout.block_size

@@ -44,7 +44,7 @@ class ChoiceOutput:
 
 
 @dataclass(frozen=True)
-class Completion:
+class EngineCompletion:
     """A prompt's answers, in order of their index."""
 
     prompt_ids: tuple[int, ...]
@@ -98,7 +98,7 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
-    ) -> list[Completion]:
+    ) -> list[EngineCompletion]:
         """Answers all prompts, text or token ids; without `sampling` as generation_config.json advises.
 
         Raises as `Grammars.prepare` and `EngineCore.add`, or the error of a failed request.
@@ -120,7 +120,7 @@ class Engine:
         finally:
             for attempt_id in by_id:
                 self.core.abort(attempt_id)
-        return [Completion(run.request.prompt_ids, tuple(run.outputs)) for run in runs]
+        return [EngineCompletion(run.request.prompt_ids, tuple(run.outputs)) for run in runs]
 
 
 class _Run:

@@ -10,11 +10,11 @@ from engine.schedule.batcher import Gate
 from wire.errors import BatonError
 from wire.ids import AttemptId
 from wire.sampling import FinishReason, Logprobs
-from wire.tier import BlockCounts
+from wire.tier import LedgerCounts
 
 
 @dataclass(frozen=True)
-class TierTokens:
+class PromptTokens:
     """Prompt tokens by the tier that had their KV, without empty tiers; `computed` counts the rest."""
 
     found: Mapping[str, int] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Fetched(ChoiceEvent):
     Reported again, with the tokens found then, each time the choice comes back from preemption.
     """
 
-    tokens: TierTokens
+    tokens: PromptTokens
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class StepOutput:
 class EngineStats:
     """Counts since the start, and the present numbers of pages and sequences."""
 
-    blocks: BlockCounts
+    blocks: LedgerCounts
     num_running: int
     num_waiting: int
     computed_prompt_tokens: int

@@ -17,7 +17,7 @@ from engine.grammar.masks import Masker
 from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import Weighed
-from engine.model.batch import Batch, Model, Watched
+from engine.model.batch import Batch, CausalModel, Watched
 from engine.model.sampler import NO_MASKS, Draw, Masks, likeliest, sample, score
 from engine.sequence import Sequence
 from engine.speculation.speculator import Drafts
@@ -44,7 +44,7 @@ class Runner:
     """A model, the KV that it reads and writes, its decoding rows, and the sampler behind it."""
 
     def __init__(
-        self, model: Model, kv: KVPages, cache: KVCache, rows: DecodeRows, chooser: Chooser = HEAVIEST
+        self, model: CausalModel, kv: KVPages, cache: KVCache, rows: DecodeRows, chooser: Chooser = HEAVIEST
     ) -> None:
         self._model = model
         self._kv = kv

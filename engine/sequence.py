@@ -8,7 +8,7 @@ from itertools import count
 from engine.events import ChoiceId
 from engine.kv.block_table import BlockTable
 from engine.kv.retention import Prefix, retention_of
-from engine.model.batch import Model
+from engine.model.batch import CausalModel
 from engine.model.sampler import Draw
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Candidate, Gate, Phase
@@ -28,7 +28,7 @@ class Ending:
     max_output: int
 
     @classmethod
-    def of(cls, request: EngineRequest, model: Model) -> "Ending":
+    def of(cls, request: EngineRequest, model: CausalModel) -> "Ending":
         sampling, max_output = request.sampling, model.max_context_len - request.num_prompt
         ids = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids))
         early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
@@ -41,7 +41,7 @@ class Sequence:
     num_scored: as in EngineRequest, and grows. kv: the retention of its KV.
     """
 
-    def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
+    def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: CausalModel) -> None:
         self.handle = handle
         self.request = request
         self.choice = ChoiceId(request.attempt_id, choice.index)
@@ -179,7 +179,7 @@ class SequenceTable:
         """Sequences with pages: fetching ones, too."""
         return [sequence for sequence in self._by_handle.values() if sequence.phase is not Phase.WAITING]
 
-    def add(self, request: EngineRequest, model: Model) -> None:
+    def add(self, request: EngineRequest, model: CausalModel) -> None:
         sequences = [Sequence(next(self._handles), request, choice, model) for choice in request.choices]
         self._by_request[request.attempt_id] = sequences
         self._by_handle |= {sequence.handle: sequence for sequence in sequences}

@@ -71,11 +71,11 @@ class CompletionsDialect(Dialect):
         return json.dumps({**self.choice(choice, "", number), "logprobs": None})
 
 
-def _likeliest(told: TokenLogprobs, text: str) -> dict[str, float] | None:
-    if isnan(told.chosen):
+def _likeliest(ranked: TokenLogprobs, text: str) -> dict[str, float] | None:
+    if isnan(ranked.chosen):
         return None
-    top = {_spell(name): value for name, (_, value) in zip(told.top_tokens, told.top, strict=True)}
-    return top | {text: told.chosen}
+    top = {_spell(name): value for name, (_, value) in zip(ranked.top_tokens, ranked.top, strict=True)}
+    return top | {text: ranked.chosen}
 
 
 def _spell(token: bytes) -> str:

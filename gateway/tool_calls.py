@@ -165,8 +165,8 @@ class CallParser:
         name, arguments = read.get("name"), read.get(self._format.arguments)
         if not (isinstance(name, str) and name in self._names and isinstance(arguments, dict)):
             return None
-        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return ToolCall(name, told.encode().decode())  # half a surrogate pair is a ValueError
+        encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ToolCall(name, encoded.encode().decode())  # half a surrogate pair is a ValueError
 
 
 class _JsonScan:

@@ -14,7 +14,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = (b"connection", b"close")
 
 
-class Answer:
+class Response:
     """A request under way. `is_last`: the connection closes after it.
 
     write: sends bytes, and waits while the client is behind. read_on: is called when a part of the body was taken.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 
-from httpd.answer import CONTINUE, Answer, head_of
+from httpd.answer import CONTINUE, Response, head_of
 from httpd.errors import HttpError, envelope, headers
 from httpd.port import Port
 from httpd.request_reader import Incoming, RequestReader
@@ -36,7 +36,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, port: Port) -> None:
         self._port = port
         self._reader = RequestReader(port.knows_host)
-        self._answer: Answer | None = None
+        self._answer: Response | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._is_delayed = self._has_eof = self._has_ended = False
         self._writable = asyncio.Event()
@@ -149,12 +149,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def _begin(self, incoming: Incoming) -> None:
         self._clear_deadline()
-        self._answer = Answer(incoming, self._reader, self._write, self._set_reading)
+        self._answer = Response(incoming, self._reader, self._write, self._set_reading)
         self._port.spawn(self._serve(self._answer))
         if self._has_eof:
             self._probe()
 
-    async def _serve(self, answer: Answer) -> None:
+    async def _serve(self, answer: Response) -> None:
         try:
             await self._port.app(answer.incoming.scope, answer.receive, answer.send)
         except HttpError as error:

@@ -233,7 +233,7 @@ class Backend(Protocol):
         ...
 
 
-class Batch(Protocol):
+class StepTensors(Protocol):
     """The tensors of a step, as in engine.model.batch."""
 
     @property
@@ -262,7 +262,7 @@ class Recorder(Backend, Protocol):
         """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
         ...
 
-    def advance(self, logits: Tensor, block_size: int, batch: Batch) -> None:
+    def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
         """Makes a batch, in place, that of the likeliest token after each sequence; logits are of all its rows."""
         ...
 

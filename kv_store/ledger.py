@@ -19,7 +19,7 @@ from kv_store.eviction.order import EvictionOrder, Page, Priority
 from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 from wire.errors import StoreError
 from wire.ids import BlockKey
-from wire.tier import BlockCounts
+from wire.tier import LedgerCounts
 
 
 class OutOfBlocks(StoreError):
@@ -168,8 +168,8 @@ class Ledger(Generic[Page]):
             return PageState.CACHED
         return PageState.DRAINING if self._transfers[page] else PageState.FREE
 
-    def counts(self) -> BlockCounts:
-        return BlockCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
 
     def check(self) -> list[str]:
         """Recounts the books page by page and lists their faults; an empty list is a clean bill."""

@@ -23,7 +23,7 @@ from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import Members, PoolSizes, Refused, SizesAsked
+from wire.pools import MemberList, PoolSizes, RefusedWorkers, SizesAsked
 from wire.settings import from_json, to_json
 from wire.trust.key_ring import KeyList
 
@@ -64,10 +64,10 @@ class RouterActor:
         return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Takes Members, and drops all other workers. Returns Refused."""
-        router, members = self._started, from_json(Members, members_json, "members")
+        """Takes MemberList, and drops all other workers. Returns RefusedWorkers."""
+        router, members = self._started, from_json(MemberList, members_json, "members")
         router.members.sizes = members.sizes
-        return to_json(Refused(await router.membership.set(members.workers)))
+        return to_json(RefusedWorkers(await router.membership.set(members.workers)))
 
     async def set_keys(self, keys_json: str) -> None:
         """Lets callers in by these keys, a KeyList, from now on."""

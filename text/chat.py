@@ -29,7 +29,7 @@ CALL_MARKS = {
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatTurn:
     """A turn of a conversation. `role` is one of ROLES.
 
     tool_calls: of an assistant, as templates take them: arguments are an object. tool_call_id: of a tool.
@@ -52,7 +52,7 @@ class Message:
 class Chat:
     """A conversation still to be rendered. `tools`: functions that the assistant may call."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatTurn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def __len__(self) -> int:

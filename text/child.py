@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 MAX_CPU_S = 1.0
-Answer = Callable[[dict[str, Any]], dict[str, str]]
+Handler = Callable[[dict[str, Any]], dict[str, str]]
 
 
-def serve(prepare: Callable[[dict[str, Any]], Answer]) -> None:
+def serve(prepare: Callable[[dict[str, Any]], Handler]) -> None:
     """Answers tasks until the other side hangs up. prepare: makes of the first message what answers."""
     with suppress(EOFError):
         _serve(Connection(os.dup(0)), prepare)
 
 
-def _serve(line: Connection, prepare: Callable[[dict[str, Any]], Answer]) -> None:
+def _serve(line: Connection, prepare: Callable[[dict[str, Any]], Handler]) -> None:
     given = json.loads(line.recv_bytes())
     answer = prepare(given)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -7,7 +7,7 @@ task    {"kind", "source"} of a response format, answered by {} or {"failure"}
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from text.child import Answer, serve
+from text.child import Handler, serve
 from text.grammar import fault_of, new_matcher
 from wire.errors import InvalidRequest
 from wire.sampling import FormatKind, ResponseFormat
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-def _prepare(_: dict[str, Any]) -> Answer:
+def _prepare(_: dict[str, Any]) -> Handler:
     from llguidance import LLTokenizer
 
     return partial(_answer, LLTokenizer("byte"))

@@ -10,12 +10,12 @@ import sys
 from functools import partial
 from typing import Any
 
-from text.child import Answer, serve
+from text.child import Handler, serve
 
 MAX_FAILURE_CHARS = 100
 
 
-def _prepare(first: dict[str, Any]) -> Answer:
+def _prepare(first: dict[str, Any]) -> Handler:
     return partial(_answer, partial(_import_renderer(), chat_template=first["template"]))
 
 

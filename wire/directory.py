@@ -9,7 +9,7 @@ from typing import Annotated
 from wire.errors import WireError
 from wire.ids import AttemptId, SlotId
 from wire.names import BlockName
-from wire.tier import BlockCounts, FarStatus
+from wire.tier import FarStatus, LedgerCounts
 
 MAX_TTL_S = 3600.0
 
@@ -79,7 +79,7 @@ class Lease:
 class DirectoryStatus:
     """Hits and misses count keys that readers asked for. cold: the tiers as the node's service finds them, writing."""
 
-    counts: BlockCounts
+    counts: LedgerCounts
     num_leases: int
     num_holds: int
     epoch: str

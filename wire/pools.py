@@ -69,7 +69,7 @@ class HeadAnswer:
 
 
 @dataclass(frozen=True)
-class Members:
+class MemberList:
     """The sizes of the pools, and the workers that the router may use."""
 
     sizes: PoolSizes
@@ -77,7 +77,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedWorkers:
     """The router's reasons not to use members, by worker id."""
 
     reasons: dict[WorkerId, str]

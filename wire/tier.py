@@ -87,7 +87,7 @@ def advice(tier: str, state: str) -> str:
 
 
 @dataclass(frozen=True)
-class BlockCounts:
+class LedgerCounts:
     """The number of pages in each of the five states of `kv_store.ledger`; they sum to `total`."""
 
     free: int
@@ -98,4 +98,4 @@ class BlockCounts:
     total: int
 
 
-BLOCK_STATES = tuple(one.name for one in fields(BlockCounts) if one.name != "total")
+BLOCK_STATES = tuple(one.name for one in fields(LedgerCounts) if one.name != "total")

@@ -14,7 +14,7 @@ from engine.checkpoint.draft import naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache
 from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
-from engine.model.batch import DraftModel, Model
+from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
@@ -128,7 +128,7 @@ def _load_draft(config: WorkerConfig, backend: Backend) -> DraftModel | None:
 
 
 def assemble_on(
-    model: Model,
+    model: CausalModel,
     tiers: Tiers,
     config: WorkerConfig,
     behaviour: Behaviour,
@@ -178,7 +178,7 @@ def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) 
         raise ModelError(problem, folder=config.model.folder)
 
 
-def _describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
+def _describe(config: WorkerConfig, model: CausalModel, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
     """Describes this process, and draws its epoch."""
     return worker_pb2.WorkerInfo(
         worker_id=config.worker_id,

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import repeat
 from typing import Any
 
-from engine.events import Event, Fetched, Finished, HeldUp, Preempted, Scheduled, Scored, Started, TierTokens
+from engine.events import Event, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Scored, Started
 from engine.request import EngineRequest
 from engine.schedule.batcher import Batcher, Gate
 from wire.convert import logprobs_to_pb, reason_to_pb, tiers_to_pb
@@ -91,7 +91,7 @@ class PromptProgress:
         self._leader = leader
         self._block_size = block_size
         self._after = after
-        self.tokens: TierTokens | None = None
+        self.tokens: PromptTokens | None = None
         """The prompt's tokens by where their KV came from, as the leader first found them."""
 
     @property
@@ -118,7 +118,7 @@ class PromptProgress:
             case Preempted():
                 self._stopwatch.count(preemptions=1)
 
-    def _count_tiers(self, tokens: TierTokens) -> None:
+    def _count_tiers(self, tokens: PromptTokens) -> None:
         for tier, num_tokens in tokens.found.items():
             num_blocks = -(-num_tokens // self._block_size)
             self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})

@@ -113,7 +113,7 @@ class WorkerLine:
                 unsent.append(part)
         self._changed.set()
 
-    def send_answer(self, answer: worker_pb2.Answer) -> None:
+    def send_answer(self, answer: worker_pb2.WorkerReply) -> None:
         if not self._is_closed:
             self._news.answers.append(answer)
             self._changed.set()
@@ -174,7 +174,7 @@ class WorkerLine:
         except BatonError as error:
             self.send(ended_with(AttemptId(begin.id), error))
 
-    def _take_piece(self, piece: worker_pb2.Piece) -> None:
+    def _take_piece(self, piece: worker_pb2.BeginPart) -> None:
         attempt = AttemptId(piece.id)
         if self._partial is None or self._partial.attempt != attempt:
             self._partial = PartialBegin(attempt)

@@ -1,7 +1,7 @@
 """The thread that owns the engine: take commands, step, hand the outcome over.
 
 WorkerService ─ Add, Abort, EndChoice, CheckBooks ─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
-WorkerService ◀──────────── a Turn ───────────────────────── WorkerLoop ◀─ StepOutput
+WorkerService ◀──────────── a StepOutcome ────────────────── WorkerLoop ◀─ StepOutput
 """
 
 import asyncio
@@ -116,8 +116,8 @@ class Inbox:
 
 
 @dataclass
-class Turn:
-    """The outcome of a turn. Events before the model's run happened when the step began, the others when it ended.
+class StepOutcome:
+    """The outcome of a step. Events before the model's run happened when the step began, the others when it ended.
 
     added: requests taken from the inbox; a Failed event, or `failure`, ends refused ones. aborted: attempts that it let
     go of by command or for the failure. events: of commands, in the time of the step's begin. failure: all attempts
@@ -143,24 +143,24 @@ class WorkerLoop:
     A request that the engine fails ends alone. A step that fails ends all attempts with Unavailable, so that the router
     tries elsewhere, and the loop goes on if the engine's books are in order.
 
-    deliver: takes the outcome of a turn, on the engine's thread; must not block.
+    deliver: takes the outcome of a step, on the engine's thread; must not block.
     on_broken: runs on the engine's thread, after the last delivery, if the loop broke.
     is_broken: the engine's books are wrong, or it fails again and again; this process is of no use any more.
-    num_turns: turns so far, at least one every MAX_IDLE_S, unless a step takes longer or hangs.
+    num_steps: steps so far, idle ones too, at least one every MAX_IDLE_S, unless a step takes longer or hangs.
     """
 
     def __init__(
         self,
         engine: EngineCore,
         inbox: Inbox,
-        deliver: Callable[[Turn], None],
+        deliver: Callable[[StepOutcome], None],
         on_broken: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_running = True
         self.is_broken = False
         self.stats = engine.stats()
-        self.num_turns = 0
+        self.num_steps = 0
         self._engine = engine
         self._inbox = inbox
         self._deliver = deliver
@@ -195,31 +195,31 @@ class WorkerLoop:
         """Gives a command, which is obeyed before the next step. Returns False if the loop has ended."""
         return self._inbox.put(command)
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Obeys commands, steps the engine once, and delivers the outcome. Blocks up to MAX_IDLE_S without work."""
         self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
-        turn = Turn(self._clock())
+        outcome = StepOutcome(self._clock())
         try:
             while self._commands:
-                self._obey(self._commands.popleft(), turn)
-            turn.began_s = self._clock()
-            output = turn.output = self._engine.step()
-            turn.ended_s = self._clock()
+                self._obey(self._commands.popleft(), outcome)
+            outcome.began_s = self._clock()
+            output = outcome.output = self._engine.step()
+            outcome.ended_s = self._clock()
             self._has_more_to_do = output.is_news or self._engine.can_step
             if output.token_ids:
                 self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
-            self._recover(error, turn)
+            self._recover(error, outcome)
         self.stats = self._engine.stats()
-        if turn.is_news:
-            self._deliver(turn)
-        self.num_turns += 1
+        if outcome.is_news:
+            self._deliver(outcome)
+        self.num_steps += 1
 
     def run_one(self) -> bool:
-        """Makes a turn while the loop runs; then answers all that waits for it, and returns False."""
+        """Runs once while the loop runs; then answers all that waits for it, and returns False."""
         try:
             if self.is_running:
-                self.turn()
+                self.run_once()
                 return True
         except Exception:  # a bug of ours outside of a step: nothing may go on waiting for this thread
             log.critical("the engine's thread has failed", exc_info=True)
@@ -234,39 +234,39 @@ class WorkerLoop:
         while self.run_one():
             pass
 
-    def _obey(self, command: Command, turn: Turn) -> None:
+    def _obey(self, command: Command, outcome: StepOutcome) -> None:
         match command:
             case Add(request):
-                turn.added.append(request)
+                outcome.added.append(request)
                 try:
                     self._engine.add(request)
                 except BatonError as error:
-                    turn.events.append(Failed(request.attempt_id, error))
+                    outcome.events.append(Failed(request.attempt_id, error))
             case Abort(attempt):
                 self._engine.abort(attempt)
-                turn.aborted.append(attempt)
+                outcome.aborted.append(attempt)
             case EndChoice(attempt, index):
                 if self._engine.end(attempt, index):
-                    turn.events.append(Finished(attempt, index, FinishReason.STOP))
+                    outcome.events.append(Finished(attempt, index, FinishReason.STOP))
             case CheckBooks():
                 command.obey(self._engine)
 
-    def _recover(self, failure: Exception, turn: Turn) -> None:
+    def _recover(self, failure: Exception, outcome: StepOutcome) -> None:
         incident = secrets.token_hex(8)
         log.error("incident %s: a step failed", incident, exc_info=failure)
         self._num_failed_steps += 1
         self._has_more_to_do = bool(self._commands)
-        turn.failure = Unavailable(f"a step of the worker failed, incident {incident}")
-        problems = self._abort_all(turn) + self._check()
+        outcome.failure = Unavailable(f"a step of the worker failed, incident {incident}")
+        problems = self._abort_all(outcome) + self._check()
         if problems or self._num_failed_steps == MAX_FAILED_STEPS:
             log.critical("incident %s: the engine is given up: %s", incident, "; ".join(problems) or "it fails on")
             self._break()
 
-    def _abort_all(self, turn: Turn) -> list[str]:
+    def _abort_all(self, outcome: StepOutcome) -> list[str]:
         """Takes every attempt out of the engine, whatever state this is in; returns the problems."""
         problems = []
         for attempt in list(self._engine.attempts):
-            turn.aborted.append(attempt)
+            outcome.aborted.append(attempt)
             try:
                 self._engine.abort(attempt)
             except Exception:  # the others have to be taken out, too
@@ -287,39 +287,39 @@ class WorkerLoop:
     def _wind_up(self) -> None:
         """Closes the inbox, and ends every attempt and every question."""
         stopped = Unavailable("the worker has stopped")
-        turn = Turn(self._clock(), failure=stopped)
+        outcome = StepOutcome(self._clock(), failure=stopped)
         self._inbox.close()
         self._commands += self._inbox.take(0.0)
-        self._abort_all(turn)
+        self._abort_all(outcome)
         for command in self._commands:
             if isinstance(command, Add):
-                turn.added.append(command.request)
+                outcome.added.append(command.request)
             elif isinstance(command, CheckBooks):
                 command.refuse(stopped)
-        self._deliver(turn)
+        self._deliver(outcome)
 
 
 class EngineWatch:
-    """A watch that compares the engine's number of finished turns with the number at its last look.
+    """A watch that compares the engine's number of finished steps with the number at its last look.
 
     It counts silence in looks and not by a clock: a stop of the whole process holds up the count as well, and does not
     pass for an engine that hangs.
     """
 
-    def __init__(self, num_turns: Callable[[], int], max_silence_s: float) -> None:
+    def __init__(self, num_steps: Callable[[], int], max_silence_s: float) -> None:
         self.silent_s = 0.0
-        self._num_turns = num_turns
+        self._num_steps = num_steps
         self._max_silence_s = max_silence_s
-        self._num_turns_seen = num_turns()
+        self._num_steps_seen = num_steps()
 
     async def wait_for_silence(self) -> None:
-        """Waits until the engine has not finished a turn for `max_silence_s`."""
+        """Waits until the engine has not finished a step for `max_silence_s`."""
         while self.silent_s < self._max_silence_s:
             await asyncio.sleep(LOOK_EVERY_S)
             self.look()
 
     def look(self) -> None:
         """Compares once. Belongs in a loop of LOOK_EVERY_S."""
-        num_turns = self._num_turns()
-        self.silent_s = self.silent_s + LOOK_EVERY_S if num_turns == self._num_turns_seen else 0.0
-        self._num_turns_seen = num_turns
+        num_steps = self._num_steps()
+        self.silent_s = self.silent_s + LOOK_EVERY_S if num_steps == self._num_steps_seen else 0.0
+        self._num_steps_seen = num_steps

@@ -16,7 +16,7 @@ from wire.ids import AttemptId, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.names import PublicPart
 from wire.pb import worker_pb2
-from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, BlockCounts, FarStatus, Tier
+from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, LedgerCounts, Tier
 
 ROOT_BYTES = 32
 MAX_BLOCK_ADDRESSES = 16
@@ -121,7 +121,7 @@ def _require(valid: object, param: str, message: str) -> None:
         raise InvalidRequest(param, message)
 
 
-def _counts_to_pb(counts: BlockCounts) -> worker_pb2.BlockCounts:
+def _counts_to_pb(counts: LedgerCounts) -> worker_pb2.BlockCounts:
     return worker_pb2.BlockCounts(**asdict(counts))
 
 

@@ -20,7 +20,7 @@ from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
 from worker.job import Behaviour, Job, News
 from worker.line import WorkerLine
-from worker.loop import Abort, Add, CheckBooks, EndChoice, EngineWatch, Inbox, Turn, WorkerLoop
+from worker.loop import Abort, Add, CheckBooks, EndChoice, EngineWatch, Inbox, StepOutcome, WorkerLoop
 from worker.messages import request_from_pb, status_to_pb
 from worker.store import AsyncStore
 
@@ -46,7 +46,7 @@ class BegunAttempt:
 
 
 class WorkerService:
-    """The attempts of all lines: their orders go to the engine's thread, and what its turns bring to their jobs.
+    """The attempts of all lines: their orders go to the engine's thread, and the outcomes of its steps to their jobs.
 
     Belongs to the event loop on which it starts. An abort takes an attempt out of the engine before its next step, and
     so does the end of its time or of its line.
@@ -65,7 +65,7 @@ class WorkerService:
         new_loop: Callable[..., WorkerLoop] = WorkerLoop,
         grammars: Grammars = NO_GRAMMARS,
     ) -> None:
-        """Takes the parts. max_silence_s: a longer turn of the engine's thread passes for a hang.
+        """Takes the parts. max_silence_s: a longer step of the engine's thread passes for a hang.
 
         on_broken: runs on any thread when the worker is of no use any more; again if a thread that hung goes on.
         """
@@ -83,7 +83,7 @@ class WorkerService:
         self._on_broken = on_broken
         self._clock = clock
         self._loop = new_loop(engine, inbox, self._deliver, on_broken, clock)
-        self.watch = EngineWatch(lambda: self._loop.num_turns, max_silence_s)
+        self.watch = EngineWatch(lambda: self._loop.num_steps, max_silence_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -244,7 +244,7 @@ class WorkerService:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
-        answer = worker_pb2.Answer(number=ask.number)
+        answer = worker_pb2.WorkerReply(number=ask.number)
         try:
             match ask.WhichOneof("question"):
                 case "info":
@@ -279,23 +279,23 @@ class WorkerService:
         except Unavailable:
             return ["the engine's thread has ended"]
 
-    def _deliver(self, turn: Turn) -> None:
-        """Hands a turn's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
+    def _deliver(self, outcome: StepOutcome) -> None:
+        """Hands a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
         if self._event_loop is not None and not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._apply, turn)
+            self._event_loop.call_soon_threadsafe(self._apply, outcome)
 
-    def _apply(self, turn: Turn) -> None:
-        """Takes the outcome of a turn: news go to the jobs of their attempts, and updates of these to their lines."""
-        for request in turn.added:
+    def _apply(self, outcome: StepOutcome) -> None:
+        """Takes the outcome of a step: news go to the jobs of their attempts, and updates of these to their lines."""
+        for request in outcome.added:
             added = self._attempts.get(request.attempt_id)
             if added is not None and added.job.request is request:
                 added.is_added = True
-        released = [attempt_id for attempt_id, news, now_s in _news_of(turn) if self._tell(attempt_id, news, now_s)]
-        if turn.failure is not None:
+        released = [attempt_id for attempt_id, news, now_s in _news_of(outcome) if self._tell(attempt_id, news, now_s)]
+        if outcome.failure is not None:
             for attempt in [one for one in self._attempts.values() if one.is_added]:
-                self._end(attempt, turn.failure)
+                self._end(attempt, outcome.failure)
         if self._behaviour.role is Role.PREFILL:
-            released += turn.aborted
+            released += outcome.aborted
         if released:
             self._store.release_soon(released)
 
@@ -317,16 +317,16 @@ class WorkerService:
         return attempt.job.releases_hold(update)
 
 
-def _news_of(turn: Turn) -> Iterator[tuple[AttemptId, News, float]]:
-    """Yields what a turn brought, in order, with the attempt that it is of and the time at which it happened."""
-    output = turn.output
-    for event in (*turn.events, *output.before):
-        yield event.attempt_id, event, turn.began_s
+def _news_of(outcome: StepOutcome) -> Iterator[tuple[AttemptId, News, float]]:
+    """Yields the news of a step, in order, with the attempt that it is of and the time at which it happened."""
+    output = outcome.output
+    for event in (*outcome.events, *output.before):
+        yield event.attempt_id, event, outcome.began_s
     for place, (choice, position) in enumerate(zip(output.choices, output.positions, strict=True)):
         gained, token_ids = worker_pb2.Update(id=choice.attempt_id), output.token_ids[place : place + 1]
         tokens = gained.choices.add(index=choice.index, first_position=position, token_ids=token_ids)
         if place in output.logprobs:
             tokens.logprobs.extend(logprobs_to_pb(token_ids, (output.logprobs[place],)))
-        yield choice.attempt_id, gained, turn.ended_s
+        yield choice.attempt_id, gained, outcome.ended_s
     for event in output.after:
-        yield event.attempt_id, event, turn.ended_s
+        yield event.attempt_id, event, outcome.ended_s

@@ -33,7 +33,7 @@ result change morning reason girl moment air teacher force foot boy age policy m
 """Words that most vocabularies have as one token each, with the space before it."""
 
 
-class Answer:
+class RequestTiming:
     """The answer to a request as it comes in. Times in seconds from the start of the round.
 
     prompt_len: as the service counts it, None until its usage arrives. error, reason: status and words of a
@@ -87,7 +87,7 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
         return [task.result() for task in tasks]
 
     @abstractmethod
-    async def ask(self, arrival: Arrival, answer: Answer) -> None:
+    async def ask(self, arrival: Arrival, answer: RequestTiming) -> None:
         """Sends a request and notes its answer, until its end or the client's timeout."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
         await asyncio.sleep(arrival.at_s - (time.perf_counter() - start))
         async with places:
             sent_s = time.perf_counter() - start
-            answer = Answer(start)
+            answer = RequestTiming(start)
             await self.ask(arrival, answer)
         record = Record(
             scheduled_s=arrival.at_s,
@@ -151,7 +151,7 @@ class LoadClient(OpenLoopClient):
     async def max_context_len(self) -> int:
         return (await self._client.list_models())[0].max_context_len
 
-    async def ask(self, arrival: Arrival, answer: Answer) -> None:
+    async def ask(self, arrival: Arrival, answer: RequestTiming) -> None:
         sampling = {"temperature": 0.0, "max_tokens": arrival.output_len, "ignore_eos": True}
         try:
             async with self._client.stream(self._prompt_of(arrival), **sampling) as stream:  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ class CompletionsClient(OpenLoopClient):
     async def max_context_len(self) -> int:
         return int((await self._describe_model()).get("max_model_len") or NO_CONTEXT_LEN)
 
-    async def ask(self, arrival: Arrival, answer: Answer) -> None:
+    async def ask(self, arrival: Arrival, answer: RequestTiming) -> None:
         body = {
             "model": self._model,
             **self._prompt(arrival),
@@ -305,7 +305,7 @@ class _Lines:
 class _Events:
     """The events of a streamed completion, noted in an answer. `reason`: the words of an answer that is an error."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: RequestTiming) -> None:
         self.are_whole = False
         self.reason = ""
         self._answer = answer

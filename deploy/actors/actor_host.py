@@ -8,7 +8,7 @@ from deploy.plan.machine import Machine
 from deploy.plan.resources import RayNode, Resources
 from wire.settings import from_json
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class ActorHost(Protocol):
@@ -56,7 +56,7 @@ class ActorHost(Protocol):
 
 
 async def ask(
-    host: ActorHost, name: str, method: str, *arguments: str | int, answers: type[Answer], timeout_s: float
-) -> Answer:
+    host: ActorHost, name: str, method: str, *arguments: str | int, answers: type[Result], timeout_s: float
+) -> Result:
     """Calls a method of an actor, and reads its answer. Raises as `ActorHost.start` does."""
     return from_json(answers, await host.call(name, method, *arguments, timeout_s=timeout_s), f"{name} {method}")

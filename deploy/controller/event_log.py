@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from router.workers.controller_port import ClusterEvent
+from router.workers.controller_port import ControllerEvent
 
 MAX_EVENTS = 50
 
@@ -22,7 +22,7 @@ class EventLog:
         log.info("%s", text)
         self._events.append((self._clock(), text))
 
-    def report(self) -> tuple[ClusterEvent, ...]:
+    def report(self) -> tuple[ControllerEvent, ...]:
         """Returns the events, newest last."""
         now = self._clock()
-        return tuple(ClusterEvent(round(now - at, 3), text) for at, text in self._events)
+        return tuple(ControllerEvent(round(now - at, 3), text) for at, text in self._events)

@@ -15,7 +15,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.resources import RayNode, require_node, service_of
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import Drained, Members, Refused, Role, Worker, WorkerState
+from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState
 from wire.settings import to_json
 
 DRAIN_MARGIN_S = 10.0
@@ -47,7 +47,7 @@ class RouterMembers:
         async with self._announcing:
             self.are_announced = True  # a change during the call makes it False again
             serving = tuple(worker for worker in self._pools if worker.address)
-            members = to_json(Members(self._pools.sizes, serving))
+            members = to_json(MemberList(self._pools.sizes, serving))
             try:
                 refused = (
                     await ask(
@@ -55,7 +55,7 @@ class RouterMembers:
                         "router",
                         "set_members",
                         members,
-                        answers=Refused,
+                        answers=RefusedWorkers,
                         timeout_s=SET_MEMBERS_TIMEOUT_S,
                     )
                 ).reasons

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.events import Fetched, TierTokens
+from engine.events import Fetched, PromptTokens
 from engine.kv.block_table import BlockTable
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
@@ -272,7 +272,7 @@ class KVCache:
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
         return Fetched(sequence.choice.attempt_id, sequence.choice.index, self._prompt_tokens(sequence, tiers[:end]))
 
-    def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
+    def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> PromptTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
 
         Dropped tokens count with the first kept block.
@@ -281,7 +281,7 @@ class KVCache:
         found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
         for index, tier in enumerate(tiers[: -(-num_stored // self._layout.block_size)]):
             found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
-        return TierTokens(found, sequence.num_prompt - covered)
+        return PromptTokens(found, sequence.num_prompt - covered)
 
     def _write_delayed(self, sequence: Sequence) -> None:
         """Writes the delayed blocks of a sequence's prompt through."""

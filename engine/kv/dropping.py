@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import max_pool1d
 
-from engine.model.batch import Model, Watched
+from engine.model.batch import CausalModel, Watched
 from kernels.backend import KVPages
 from wire.kv_policy import Dropping, Rule
 
@@ -71,7 +71,7 @@ class Watch:
         num_stored = 0 if self.attention is None else self.attention.shape[-1]
         return self.start + self._block_size - num_stored % self._block_size
 
-    def rows(self, model: Model, position: int, start: int, stop: int) -> list[Watched]:
+    def rows(self, model: CausalModel, position: int, start: int, stop: int) -> list[Watched]:
         """Maps the rows start to stop - 1 of a batch to the queries' buffer; `position` is that of the first."""
         start += max(0, self.start - position)
         if start >= stop:
@@ -81,7 +81,7 @@ class Watch:
         place = max(0, position - self.start)
         return [Watched(slice(start, stop), self._queries[:, place : place + stop - start])]
 
-    def weigh(self, model: Model, kv: KVPages, table: torch.Tensor, num_stored: int) -> torch.Tensor:
+    def weigh(self, model: CausalModel, kv: KVPages, table: torch.Tensor, num_stored: int) -> torch.Tensor:
         """Adds the attention of the rows up to the boundary to the attention, which it returns."""
         assert self._queries is not None, "no row was run"
         boundary = self.boundary

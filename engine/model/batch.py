@@ -85,7 +85,7 @@ class Batch:
         return Batch(token_ids, positions, slots, self.block_tables, lens, starts, num, starts[:-1].long())
 
 
-class Model(Protocol):
+class CausalModel(Protocol):
     """A model as an engine runs it. Twins: `Decoder` and `HashModel`."""
 
     @property
@@ -120,7 +120,7 @@ class Model(Protocol):
         ...
 
 
-class DraftModel(Model, Protocol):
+class DraftModel(CausalModel, Protocol):
     """A model as a draft runs it."""
 
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ class DraftModel(Model, Protocol):
         ...
 
 
-def decode_greedily(model: Model, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+def decode_greedily(model: CausalModel, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
     """Implements `DraftModel.decode_greedily`, with a forward pass for each run."""
     drawn: list[torch.Tensor] = []
     for _ in range(num_runs):

@@ -61,7 +61,7 @@ _NO_BUFFERS = Buffers()
 
 
 class Decoder:
-    """A `Model` with weights. Its twin is `tests.twins.hash_model.HashModel`."""
+    """A `CausalModel` with weights. Its twin is `tests.twins.hash_model.HashModel`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
-        """Implements `Model.forward`, for one thread. Returns an inference tensor, valid until the next call."""
+        """Implements `CausalModel.forward`, for one thread. Returns an inference tensor, valid until the next call."""
         program = self._program_for(batch, kv) if batch.samples_all and not batch.watched else None
         if program is not None:
             return program.run(batch)

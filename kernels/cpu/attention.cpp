@@ -234,11 +234,11 @@ void take_sinks(const Attention& call, const int32_t* table, int64_t last_positi
                 Piece<T>& piece, Sums* totals) {
     const int64_t end = std::min(call.num_sinks, first_visible(call, last_position));
     if (!end) return;
-    Walk walk(call, table, 0, 0, end, call.open_from(last_position));
+    TokenCursor cursor(call, table, 0, 0, end, call.open_from(last_position));
     Tokens tokens;
-    Ahead nothing;
+    Prefetcher nothing;
     for (int64_t begin = 0; begin < end; begin += PIECE) {
-        walk.next(tokens);
+        cursor.next(tokens);
         for (int64_t head = 0; head < num_heads; ++head) {
             piece.pack(call, tokens, end - begin, first_head + head, nothing);
             rows[head].attend_sinks(piece, begin);
@@ -262,14 +262,14 @@ struct Share {
     int64_t position(const Attention& call) const { return call.context_lens[sequence] - 1; }
     bool is_first(const Attention& call) const { return begin / SEGMENT == first_visible(call, position(call)) / SEGMENT; }
 
-    Walk walk(const Attention& call) const {
-        return Walk(call, call.table(sequence), begin, first_visible(call, position(call)), end, call.open_from(position(call)));
+    TokenCursor cursor(const Attention& call) const {
+        return TokenCursor(call, call.table(sequence), begin, first_visible(call, position(call)), end, call.open_from(position(call)));
     }
 
     // Brings the first piece nearer.
-    void approach(const Attention& call, Tokens& tokens, Ahead& ahead) const {
-        walk(call).next(tokens);
-        ahead.begin(call, tokens, first_head, num_heads);
+    void prefetch_first(const Attention& call, Tokens& tokens, Prefetcher& prefetcher) const {
+        cursor(call).next(tokens);
+        prefetcher.begin(call, tokens, first_head, num_heads);
     }
 };
 
@@ -318,7 +318,7 @@ template <class T>
 void attend_share(const Attention& call, const Share& share, const Share* next_share, std::vector<Sums>& parts) {
     auto& rows = own<std::vector<Rows<T>>>();
     auto& piece = own<Piece<T>>();
-    auto& ahead = own<Ahead>();
+    auto& prefetcher = own<Prefetcher>();
     auto& totals = own<std::vector<Sums>>();
     if (int64_t(rows.size()) < share.num_heads) rows.resize(share.num_heads);
     if (int64_t(totals.size()) < share.num_heads) totals.resize(share.num_heads);  // it serves all dtypes, rows are of one
@@ -330,17 +330,17 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
     if (share.is_first(call))
         take_sinks(call, call.table(share.sequence), share.position(call), share.first_head, share.num_heads, rows.data(), piece, totals.data());
     Tokens tokens, next;
-    Walk walk = share.walk(call);
-    walk.next(tokens);
+    TokenCursor cursor = share.cursor(call);
+    cursor.next(tokens);
     for (int64_t begin = share.begin; begin < share.end; begin += PIECE) {
         if (begin + PIECE < share.end) {
-            walk.next(next);
-            ahead.begin(call, next, share.first_head, share.num_heads);
+            cursor.next(next);
+            prefetcher.begin(call, next, share.first_head, share.num_heads);
         } else if (next_share) {
-            next_share->approach(call, next, ahead);
+            next_share->prefetch_first(call, next, prefetcher);
         }
         for (int64_t head = 0; head < share.num_heads; ++head) {
-            piece.pack(call, tokens, share.end - begin, share.first_head + head, ahead);
+            piece.pack(call, tokens, share.end - begin, share.first_head + head, prefetcher);
             rows[head].attend(piece, begin);
         }
         tokens = next;
@@ -400,7 +400,7 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
     const auto run = [&](const auto& run, const Unit& unit) -> void {
         Rows<T>& rows = own<Rows<T>>();
         Piece<T>& piece = own<Piece<T>>();
-        Ahead& ahead = own<Ahead>();
+        Prefetcher& prefetcher = own<Prefetcher>();
         Sums& total = own<Sums>();
         const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
@@ -410,13 +410,13 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
         take_sinks(call, call.table(unit.sequence), end - 1, unit.kv_head, 1, &rows, piece, &total);
         const int64_t begin = first_visible(call, position);
         const int64_t first = begin / PIECE * PIECE;
-        Walk walk(call, call.table(unit.sequence), first, begin, end, call.open_from(end - 1));
+        TokenCursor cursor(call, call.table(unit.sequence), first, begin, end, call.open_from(end - 1));
         Tokens tokens, next;
-        walk.next(tokens);
+        cursor.next(tokens);
         for (int64_t at = first; at < end; at += PIECE) {
-            walk.next(next);
-            ahead.begin(call, next, unit.kv_head, 1);
-            piece.pack(call, tokens, end - at, unit.kv_head, ahead);
+            cursor.next(next);
+            prefetcher.begin(call, next, unit.kv_head, 1);
+            piece.pack(call, tokens, end - at, unit.kv_head, prefetcher);
             rows.attend(piece, at);
             tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;

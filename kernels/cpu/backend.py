@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Angles, AttentionVariant, Batch, Heads, Int4, KVPages, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Heads, Int4, KVPages, StepTensors, Tables, Weight
 from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
 from kernels.quantized import Quantized, round_to_int4, round_to_int8
@@ -114,8 +114,8 @@ class CpuBackend:
         """Sets the threads of this instruction set's kernels in this process. No result depends on it."""
         self._library.baton_set_num_threads(num_threads)
 
-    def record(self) -> "Recorder":
-        return Recorder(self)
+    def record(self) -> "CpuRecorder":
+        return CpuRecorder(self)
 
     def pack(self, weight: Tensor) -> Weight:
         weight = weight.contiguous()
@@ -225,7 +225,7 @@ class RoundingBackend(CpuBackend):
         return self.pack_codes([self._round(weight)], weight.dtype)
 
 
-class Recorder(CpuBackend):
+class CpuRecorder(CpuBackend):
     """A CpuBackend that notes its calls and does none of them. The caller keeps every tensor, `out` too."""
 
     def __init__(self, backend: CpuBackend) -> None:
@@ -236,22 +236,22 @@ class Recorder(CpuBackend):
     def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
         self._call("pick", table, ids, *out.shape, out)
 
-    def advance(self, logits: Tensor, block_size: int, batch: Batch) -> None:
+    def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
         self._call(
             "advance", logits, logits.shape[1], batch.block_tables, batch.block_tables.stride(0), block_size,
             len(batch.context_lens), batch.token_ids, batch.positions, batch.slot_mapping, batch.context_lens,
             batch.cu_query_lens,
         )  # fmt: skip
 
-    def finish(self) -> "Program":
+    def finish(self) -> "CpuProgram":
         """Makes a program of the calls so far."""
-        return Program(self._library, self._calls)
+        return CpuProgram(self._library, self._calls)
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._calls.append((kernel, arguments))
 
 
-class Program:
+class CpuProgram:
     """Recorded calls. Their tensors must live as long as the program does.
 
     Each call carries the place of the next product's weight, for waiting threads to prefetch. Layout: program.cpp.

@@ -21,11 +21,11 @@ template <class T, class Function>
 void for_format(const Format& format, const Function& function) {
     const auto with = [&]<class R>() {
         switch (format.codes) {
-            case Codes::U4: return function.template operator()<R, Codes::U4>();
-            case Codes::U5: return function.template operator()<R, Codes::U5>();
-            case Codes::U6: return function.template operator()<R, Codes::U6>();
-            case Codes::S8: return function.template operator()<R, Codes::S8>();
-            case Codes::E4M3: return function.template operator()<R, Codes::E4M3>();
+            case CodeType::U4: return function.template operator()<R, CodeType::U4>();
+            case CodeType::U5: return function.template operator()<R, CodeType::U5>();
+            case CodeType::U6: return function.template operator()<R, CodeType::U6>();
+            case CodeType::S8: return function.template operator()<R, CodeType::S8>();
+            case CodeType::E4M3: return function.template operator()<R, CodeType::E4M3>();
         }
     };
     if constexpr (std::is_same_v<T, float>)
@@ -37,7 +37,7 @@ void for_format(const Format& format, const Function& function) {
 }
 
 // sums[row][column] of a panel for a few rows, straight from its codes.
-template <class F, class R, Codes CODES, int ROWS>
+template <class F, class R, CodeType CODES, int ROWS>
 __attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const F* rows, int64_t row_stride, int64_t depth, float* sums) {
     using P = Product<F>;
     Floats of[ROWS][2];
@@ -61,7 +61,7 @@ __attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const 
 }
 
 // The next CHUNK of a panel's depth, or what is left of it, as `multiply` takes it; returns its steps.
-template <class F, class R, Codes CODES>
+template <class F, class R, CodeType CODES>
 __attribute__((noinline)) int64_t widen_chunk(Groups& groups, int64_t depth, F* tile) {
     constexpr int D = Product<F>::DEPTH;
     GroupScales scales;
@@ -100,7 +100,7 @@ struct PackedLinear {
     void run() const {
         parallel(matrix.num_panels(), [&](int64_t index) {
             const Panel& panel = matrix.panels()[index];
-            for_format<T>(panel.format, [&]<class R, Codes CODES>() {
+            for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
                 if (num_rows <= FEW<R>)
                     few<R, CODES>(panel);
                 else
@@ -109,14 +109,14 @@ struct PackedLinear {
         });
     }
 
-    template <class R, Codes CODES>
+    template <class R, CodeType CODES>
     void few(const Panel& panel) const {
         float sums[MAX_ROWS * PANEL];
         for_rows<FEW<R>>(int(num_rows), [&]<int ROWS>() { add_few<F, R, CODES, ROWS>(matrix, panel, rows.tile(0), rows.row_stride(), depth, sums); });
         for (int64_t row = 0; row < num_rows; ++row) put(panel, sums + row * PANEL, row);
     }
 
-    template <class R, Codes CODES>
+    template <class R, CodeType CODES>
     void many(const Panel& panel, int64_t begin, int64_t end) const {
         alignas(64) thread_local F tile[CHUNK * PANEL];
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
@@ -159,7 +159,7 @@ void unpack_column(Packed matrix, int64_t id, int64_t depth, T* out) {
                                           [](int64_t column, const Panel& panel) { return column < panel.first_column; });
     const Panel& panel = after[-1];
     const int column = int(id - panel.first_column), group = panel.format.group;
-    for_format<T>(panel.format, [&]<class R, Codes CODES>() {
+    for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
         Groups groups(matrix, panel);
         GroupScales scales;
         for (int64_t k = 0; k < depth; k += group) {

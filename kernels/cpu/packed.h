@@ -16,12 +16,12 @@
 #include "dtypes.h"
 #include "products.h"
 
-enum class Codes : uint8_t { U4, U5, U6, S8, E4M3 };
+enum class CodeType : uint8_t { U4, U5, U6, S8, E4M3 };
 enum : uint8_t { OFFSETS = 1, SCALE_FACTORS = 2, OFFSET_FACTORS = 4, CENTERED = 8 };
 
 // The numbers of a part's weights. `Format` in packed.py has the same fields in the same order.
 struct Format {
-    Codes codes;
+    CodeType codes;
     uint8_t scale_dtype;  // of scales and offsets, as of FOR_DTYPE
     uint8_t flags;        // CENTERED: codes less half of their range are multiplied
     uint8_t source_dtype;  // to which a weight is rounded first: the file's own; float32 for none
@@ -30,7 +30,7 @@ struct Format {
     bool has(uint8_t flag) const { return flags & flag; }
     int64_t scale_bytes() const { return (scale_dtype ? 2 : 4) * PANEL * (has(OFFSETS) ? 2 : 1); }
     int64_t factor_bytes() const { return PANEL * ((has(SCALE_FACTORS) ? 1 : 0) + (has(OFFSET_FACTORS) ? 1 : 0)); }
-    int64_t bits() const { return codes == Codes::U4 ? 4 : codes == Codes::U5 ? 5 : codes == Codes::U6 ? 6 : 8; }
+    int64_t bits() const { return codes == CodeType::U4 ? 4 : codes == CodeType::U5 ? 5 : codes == CodeType::U6 ? 6 : 8; }
     int64_t code_bytes() const { return PANEL * group * bits() / 8; }
     int64_t num_groups(int64_t depth) const { return (depth + group - 1) / group; }
     int64_t num_blocks(int64_t depth) const { return (depth + block - 1) / block; }
@@ -128,11 +128,11 @@ inline typename Product<F>::Weights joined(const Floats (&first)[2], const Float
 }
 
 // Calls use(step, weights) for each step of a group of codes. R: to what weights are rounded; F: in what they are multiplied.
-template <class F, class R, Codes CODES, class Use>
+template <class F, class R, CodeType CODES, class Use>
 inline __attribute__((always_inline)) void widen(const char* codes, int group, const GroupScales& scales, const Use& use) {
     constexpr int D = Product<F>::DEPTH, WORD_BYTES = PANEL * sizeof(uint32_t);
-    constexpr bool IS_BYTES = CODES == Codes::S8 || CODES == Codes::E4M3;
-    constexpr int NUM_HIGH = CODES == Codes::U5 ? 1 : CODES == Codes::U6 ? 2 : 0, PER_HIGH = NUM_HIGH ? 32 / NUM_HIGH : 1;
+    constexpr bool IS_BYTES = CODES == CodeType::S8 || CODES == CodeType::E4M3;
+    constexpr int NUM_HIGH = CODES == CodeType::U5 ? 1 : CODES == CodeType::U6 ? 2 : 0, PER_HIGH = NUM_HIGH ? 32 / NUM_HIGH : 1;
     const char* low = codes + (NUM_HIGH ? group / PER_HIGH * WORD_BYTES : 0);
     const auto rounded_once = [&](Floats code, int half) {
 #if !defined(__AVX2__)
@@ -152,7 +152,7 @@ inline __attribute__((always_inline)) void widen(const char* codes, int group, c
         const auto weight = [&](int j, int half) __attribute__((always_inline)) {
             if constexpr (IS_BYTES) {
                 const char* at = codes + (k + j) * PANEL + half * LANES;
-                return rounded_once(CODES == Codes::S8 ? load((const int8_t*)at) : load((const fp8*)at), half);
+                return rounded_once(CODES == CodeType::S8 ? load((const int8_t*)at) : load((const fp8*)at), half);
             } else {
                 Ints code = shifted(words[half], -4 * j) & 15;
                 if constexpr (NUM_HIGH > 0) code = code | (shifted(high[half], 4 - NUM_HIGH * j) & ((16 << NUM_HIGH) - 16));

@@ -80,10 +80,10 @@ struct Tokens {
 };
 
 // Goes through the tokens of a sequence piece by piece.
-class Walk {
+class TokenCursor {
    public:
     // Begins at a position; first_visible to end - 1 are seen, from open_from on in an open block.
-    Walk(const Attention& call, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end, int64_t open_from)
+    TokenCursor(const Attention& call, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end, int64_t open_from)
         : call_(call), block_(block_table + position / call.pages.block_size), offset_(position % call.pages.block_size),
           num_hidden_(first_visible - position), num_left_(end - position), num_closed_(open_from - position) {}
 
@@ -112,7 +112,7 @@ class Walk {
 
 // Keys and values that come after those at work. They are brought nearer a few lines at a time and in the order in which
 // they lie: a burst of lines would hold up the work.
-class Ahead {
+class Prefetcher {
    public:
     // Begins with a piece: its tokens, with num_heads KV heads from first_head on. Scales lie behind the tokens of a block.
     void begin(const Attention& call, const Tokens& tokens, int64_t first_head, int64_t num_heads) {
@@ -179,16 +179,16 @@ class Piece {
    public:
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
     // zeros, for even the weight 0 would not keep an infinity out of a sum.
-    void pack(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
+    void pack(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Prefetcher& prefetcher) {
         reshape(call);
         if (kept_ == INT8)
-            pack_as<int8_t>(tokens, num_tokens, kv_head * call.pages.head_stride, ahead);
+            pack_as<int8_t>(tokens, num_tokens, kv_head * call.pages.head_stride, prefetcher);
         else if (kept_ == FP8)
-            pack_as<fp8>(tokens, num_tokens, kv_head * call.pages.head_stride, ahead);
+            pack_as<fp8>(tokens, num_tokens, kv_head * call.pages.head_stride, prefetcher);
         else if (kept_ == INT4)
-            pack_int4(call, tokens, num_tokens, kv_head, ahead);
+            pack_int4(call, tokens, num_tokens, kv_head, prefetcher);
         else
-            pack_as<T>(tokens, num_tokens, kv_head * call.pages.head_stride, ahead);
+            pack_as<T>(tokens, num_tokens, kv_head * call.pages.head_stride, prefetcher);
     }
 
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
@@ -215,28 +215,28 @@ class Piece {
 
     // As above, from pages of K.
     template <class K>
-    void pack_as(const Tokens& tokens, int64_t num_tokens, int64_t head_offset, Ahead& ahead) {
+    void pack_as(const Tokens& tokens, int64_t num_tokens, int64_t head_offset, Prefetcher& prefetcher) {
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            add<K>(tokens.keys + num_keys_, head_offset, ahead);
+            add<K>(tokens.keys + num_keys_, head_offset, prefetcher);
             if constexpr (!std::is_same_v<K, T>) add_scales(tokens, head_offset);
         }
     }
 
     // From pages of INT4: keys with their scales, values without, whose scales multiply their weights.
-    void pack_int4(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
+    void pack_int4(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Prefetcher& prefetcher) {
         const int64_t offset = kv_head * call.pages.head_stride, token_bytes = call.token_bytes();
         const F* rows[LANES];
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
             const char *const *keys = tokens.keys + num_keys_, *const *channels = tokens.channels + num_keys_;
             const bool are_of_one_block = keys[0] && keys[LANES - 1] && channels[0] && channels[0] == channels[LANES - 1];
             if (TURNS_CODES && are_of_one_block && head_size_ % (2 * PANEL) == 0) {
-                add_codes((const uint8_t*)keys[0] + offset, (const bf16*)(channels[0] + offset), token_bytes, ahead);
+                add_codes((const uint8_t*)keys[0] + offset, (const bf16*)(channels[0] + offset), token_bytes, prefetcher);
             } else {
                 for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(call, keys[i], channels[i], kv_head, 0, i);
                 turn_keys(rows);
-                ahead.bring(LANES * token_bytes);
+                prefetcher.bring(LANES * token_bytes);
                 for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(call, keys[i], channels[i], kv_head, 1, i);
-                put_values(rows, token_bytes, ahead);
+                put_values(rows, token_bytes, prefetcher);
             }
             for (int64_t i = 0; i < LANES; ++i)
                 value_scales_[num_keys_ + i] = !keys[i] ? 0 : !channels[i] ? 1 : to_float(*(const bf16*)(tokens.scales[num_keys_ + i] + offset));
@@ -255,7 +255,7 @@ class Piece {
 
     // Packs sixteen more tokens. Not inlined: with the readings of all codes in one function, that of int8 takes 1.3 times as long.
     template <class K>
-    __attribute__((noinline)) void add(const char* const* tokens, int64_t head_offset, Ahead& ahead) {
+    __attribute__((noinline)) void add(const char* const* tokens, int64_t head_offset, Prefetcher& prefetcher) {
         const F* rows[LANES];
         if (TURNS_CODES && std::is_same_v<K, int8_t> && head_size_ % (2 * PANEL) == 0) {
             turn_int8(tokens, head_offset);
@@ -263,9 +263,9 @@ class Piece {
             for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset, i);
             turn_keys(rows);
         }
-        ahead.bring(LANES * head_size_ * sizeof(K));
+        prefetcher.bring(LANES * head_size_ * sizeof(K));
         for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset + plane_stride_, i);
-        put_values(rows, head_size_ * sizeof(K), ahead);
+        put_values(rows, head_size_ * sizeof(K), prefetcher);
     }
 
     void turn_keys(const F* const* rows) {
@@ -295,16 +295,16 @@ class Piece {
 #endif
     }
 
-    void put_values(const F* const* rows, int64_t token_bytes, Ahead& ahead) {
+    void put_values(const F* const* rows, int64_t token_bytes, Prefetcher& prefetcher) {
         for (int64_t i = 0; i < LANES; i += DEPTH) {
             pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
-            ahead.bring(DEPTH * token_bytes);
+            prefetcher.bring(DEPTH * token_bytes);
         }
     }
 
     // Packs sixteen more tokens of one block of INT4 with a quarter of the exchanges: keys are turned as codes, and each is looked
     // up among the sixteen numbers that its channel has; so are values, among -8 to 7.
-    void add_codes(const uint8_t* codes, const bf16* scales, int64_t token_bytes, Ahead& ahead) {
+    void add_codes(const uint8_t* codes, const bf16* scales, int64_t token_bytes, Prefetcher& prefetcher) {
 #if defined(__AVX512BF16__)
         const int64_t half = head_size_ / 2;
         convert(scales, channels_.data(), head_size_);
@@ -324,7 +324,7 @@ class Piece {
                 _mm512_storeu_si512(columns + channel / 2 * PANEL, _mm512_permutexvar_epi16(at, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
             }
         }
-        ahead.bring(LANES * token_bytes);
+        prefetcher.bring(LANES * token_bytes);
         codes += plane_stride_;
         const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(all, all), low = _mm512_set1_epi16(15);
         for (int64_t i = 0; i < LANES; i += DEPTH, codes += DEPTH * half) {
@@ -338,7 +338,7 @@ class Piece {
                     _mm512_storeu_si512(out + half / PANEL * value_panel_stride() + j * PANEL, _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs[j], 4), table));
                 }
             }
-            ahead.bring(DEPTH * token_bytes);
+            prefetcher.bring(DEPTH * token_bytes);
         }
 #endif
     }

@@ -17,7 +17,7 @@ from kv_store.node.directory_port import (
     LENGTH,
     DirectoryPort,
     EpochChanged,
-    Refused,
+    RefusedCall,
     ServiceCodec,
     body_len,
 )
@@ -58,7 +58,7 @@ class DirectoryClient(DirectoryPort):
             answer = self._channel.exchange(CALLS, method, arguments, deadline) if is_meant else None
         if answer is None:
             raise EpochChanged("the directory has restarted")
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedCall):
             raise StoreError(answer.message)
         return answer
 
@@ -102,13 +102,13 @@ class _Channel:
             self._num_connections += 1
             hello = (PROTOCOL_VERSION, self._client_id, self._num_connections)
             answer = self.exchange(GREETING, "hello", hello, deadline)
-            if isinstance(answer, Refused):
+            if isinstance(answer, RefusedCall):
                 raise WireError(answer.message)
             self._info: DirectoryInfo = answer
         return self._info
 
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
-        """Sends a call; returns its answer or a `Refused`. OSError or WireError if none comes before the deadline."""
+        """Sends a call; returns its answer or a `RefusedCall`. OSError or WireError if none comes in time."""
         if self._socket is None:
             raise ConnectionError("not connected")
         try:

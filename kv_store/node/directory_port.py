@@ -36,7 +36,7 @@ class ServiceCall:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedCall:
     """The service refused a call and changed nothing."""
 
     message: str
@@ -57,7 +57,7 @@ class ServiceCodec:
         }
 
     def encode_call(self, method: str, arguments: Sequence[Any]) -> bytes:
-        """Encodes a call behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
+        """Encodes a call behind its length. WireError if longer than MAX_MESSAGE_BYTES."""
         return _framed([method, *arguments])
 
     def decode_call(self, body: bytes) -> ServiceCall:
@@ -66,11 +66,11 @@ class ServiceCodec:
         return call
 
     def encode_answer(self, answer: object) -> bytes:
-        """Encodes an answer, or a `Refused`, behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
-        return _framed([False, answer.message] if isinstance(answer, Refused) else [True, answer])
+        """Encodes an answer, or a `RefusedCall`, behind its length. WireError if longer than MAX_MESSAGE_BYTES."""
+        return _framed([False, answer.message] if isinstance(answer, RefusedCall) else [True, answer])
 
     def decode_answer(self, method: str, body: bytes) -> Any:
-        """Decodes the answer to a method, or a `Refused`. WireError for bytes that are neither."""
+        """Decodes the answer to a method, or a `RefusedCall`. WireError for bytes that are neither."""
         return _checked(body, lambda plain: self._read_answer(method, plain))
 
     def _read_call(self, plain: Any) -> ServiceCall:
@@ -79,7 +79,7 @@ class ServiceCodec:
 
     def _read_answer(self, method: str, plain: Any) -> Any:
         is_answered, value = plain
-        return self._answers[method](value) if _read_bool(is_answered) else Refused(_read_str(value))
+        return self._answers[method](value) if _read_bool(is_answered) else RefusedCall(_read_str(value))
 
 
 def body_len(length: bytes) -> int:

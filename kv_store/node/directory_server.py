@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import CALLS, GREETING, LENGTH, Refused, ServiceCall, body_len
+from kv_store.node.directory_port import CALLS, GREETING, LENGTH, RefusedCall, ServiceCall, body_len
 from wire.directory import ClientName
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
@@ -143,7 +143,7 @@ class DirectoryServer:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
             version, client_id, number = GREETING.decode_call(await _receive(reader)).arguments
         if version != PROTOCOL_VERSION:
-            await _send(writer, Refused(f"this directory speaks version {PROTOCOL_VERSION}"))
+            await _send(writer, RefusedCall(f"this directory speaks version {PROTOCOL_VERSION}"))
             return
         client = (peer, client_id)
         self._newest[client] = max(number, self._newest.get(client, 0))
@@ -161,7 +161,7 @@ class DirectoryServer:
         try:
             return getattr(self._directory, call.method)(*arguments)
         except StoreError as error:
-            return Refused(error.message)
+            return RefusedCall(error.message)
 
     def _forget(self, peer: PeerProcess) -> None:
         for name in peer.names:

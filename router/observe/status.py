@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.requests.dispatch import Dispatcher
-from router.workers.controller_port import ClusterEvent
+from router.workers.controller_port import ControllerEvent
 from router.workers.members import Member, Members
 from wire.convert import accounts_of, arenas_of, status_of
 from wire.errors import BatonError
@@ -30,7 +30,7 @@ LONG_SILENCE_S = 10.0
 class StatusReader:
     """Asks all workers at once, and notes with each member how long its engine has been silent.
 
-    A worker that does not answer is told of as a problem, and its engine is not known to have turned meanwhile.
+    A worker that does not answer is reported as a problem, and its engine is not known to have turned meanwhile.
     """
 
     def __init__(self, members: Members, dispatcher: Dispatcher, check: Callable[[], list[str]]) -> None:
@@ -85,16 +85,16 @@ def _summed(tier: Tier, workers: Sequence[worker_pb2.WorkerStatus]) -> worker_pb
     Pages and holds are a node's, and so are counts of its service: they are taken once from each node, and added up,
     as each worker's own counts are. The tier's state is the worst that any worker finds.
     """
-    told = [status for worker in workers for status in worker.tiers if status.tier == tier]
+    of_workers = [status for worker in workers for status in worker.tiers if status.tier == tier]
     of_nodes = list(accounts_of(tier, workers).values())
     if not of_nodes:
         return worker_pb2.TierStatus(tier=tier)
     summed = worker_pb2.TierStatus()
     summed.CopyFrom(next((status for status in of_nodes if status.counts), of_nodes[0]))
-    states = {status.state for status in told}
+    states = {status.state for status in of_workers}
     summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
     for name in list(summed.counts):
-        accounts = told if name in READ_COUNTS else of_nodes
+        accounts = of_workers if name in READ_COUNTS else of_nodes
         summed.counts[name] = sum(status.counts.get(name, 0) for status in accounts)
     if summed.HasField("blocks"):
         for name in (*BLOCK_STATES, "total"):
@@ -122,10 +122,10 @@ class StatusWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     @property
-    def events(self) -> list[ClusterEvent]:
+    def events(self) -> list[ControllerEvent]:
         """The last changes, newest last."""
         now_s = self._clock()
-        return [ClusterEvent(now_s - at_s, text) for at_s, text in self._events]
+        return [ControllerEvent(now_s - at_s, text) for at_s, text in self._events]
 
     async def _run(self) -> None:
         while True:

@@ -30,7 +30,7 @@ class TimedCall:
     spans: Sequence[pb.Span] = ()
 
 
-class Timeline:
+class TimelineRecorder:
     """Times given to it are seconds of one monotonic clock."""
 
     def __init__(self, arrived_s: float) -> None:

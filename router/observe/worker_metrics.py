@@ -105,15 +105,15 @@ def _of_blocks(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
 
 def _of_tiers(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
     """Of cold tiers; one that is switched off has no metrics."""
-    told = [((*_ids(worker), worker.node_id, tier.tier), tier) for worker in workers for tier in worker.tiers]
-    told = [(ids, tier) for ids, tier in told if _is_on(tier)]
-    if not told:
+    tiers = [((*_ids(worker), worker.node_id, tier.tier), tier) for worker in workers for tier in worker.tiers]
+    tiers = [(ids, tier) for ids, tier in tiers if _is_on(tier)]
+    if not tiers:
         return
     yield _gauge(
         "tier_up",
         "Whether a worker's tier answers; 0: its breaker is open",
         PLACED,
-        [(ids, float(tier.state != "broken")) for ids, tier in told],
+        [(ids, float(tier.state != "broken")) for ids, tier in tiers],
     )
     accounts = [
         ((*NODE, node_id, str(tier)), one) for tier in COLD_TIERS for node_id, one in accounts_of(tier, workers).items()
@@ -127,7 +127,7 @@ def _of_tiers(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
         rows = [(ids, account.counts[name]) for ids, account in services]
         yield _counter(f"tier_{name}", text, rows, PLACED)
     for name in READ_COUNTS:
-        rows = [(ids, tier.counts[name]) for ids, tier in told]
+        rows = [(ids, tier.counts[name]) for ids, tier in tiers]
         yield _counter(f"tier_{name}", f"Blocks asked of a tier: {name}", rows, PLACED)
 
 

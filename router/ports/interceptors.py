@@ -125,6 +125,6 @@ def _status_of(error: Exception) -> Any:
 
     The call keeps the status's own exception: raised within `except`, it would keep this error and these frames.
     """
-    told = error if isinstance(error, BatonError) else errors.report(error)
+    reported = error if isinstance(error, BatonError) else errors.report(error)
     error.__traceback__ = None
-    return rpc_status.to_status(to_status(told))
+    return rpc_status.to_status(to_status(reported))

@@ -138,8 +138,8 @@ class MetricsServer:
             error = failure if isinstance(failure, BatonError) else errors.report(failure)
             status, kind, page = HTTPStatus(error.status.http), "application/json", envelope(error)
             more = headers(error)
-        told = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]
-        await send({"type": "http.response.start", "status": status, "headers": told})
+        head = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]
+        await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": page, "more_body": False})
 
     async def _page(self, scope: HttpScope) -> tuple[str, bytes]:

@@ -119,8 +119,8 @@ class Quotas:
                     wait_s,
                 )
         if max_open is not None and use.num_open >= max_open:
-            told = reached(max_open, "requests of the key are open", "the key's max_open_requests")
-            raise Overloaded(told, self._retry_after_s)
+            refusal = reached(max_open, "requests of the key are open", "the key's max_open_requests")
+            raise Overloaded(refusal, self._retry_after_s)
 
     def enter(self, key: Key, now_s: float) -> None:
         """Begins a request of the key."""

@@ -28,9 +28,9 @@ class ChoiceStream:
         self._includes_stop = includes_stop
 
     @property
-    def so_far(self) -> worker_pb2.ChoiceSoFar:
+    def so_far(self) -> worker_pb2.UnfinishedChoice:
         """The choice as a worker needs it to go on."""
-        return worker_pb2.ChoiceSoFar(index=self.index, output=pb.TokenIds(ids=self.token_ids))
+        return worker_pb2.UnfinishedChoice(index=self.index, output=pb.TokenIds(ids=self.token_ids))
 
     def accept(self, tokens: worker_pb2.ChoiceTokens) -> pb.Chunk | None:
         """Takes the tokens that are new; returns the chunk for the client, if there is one. Raises WireError for a gap.
@@ -156,7 +156,7 @@ class ChoiceStreams:
         return stopped
 
     @property
-    def unfinished(self) -> list[worker_pb2.ChoiceSoFar]:
+    def unfinished(self) -> list[worker_pb2.UnfinishedChoice]:
         """The choices that go on, each with what the client has of it."""
         return [choice.so_far for choice in self._choices if choice.finish is None]
 

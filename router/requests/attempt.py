@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from router.observe.metrics import RequestMetrics, RequestSummary
-from router.observe.timeline import Timeline
+from router.observe.timeline import TimelineRecorder
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.outbox import ReplyWriter
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
-from router.requests.replay import Attempts, Quarantine, Suspects
+from router.requests.replay import AttemptHistory, Quarantine, Suspects
 from router.requests.tokenizing import PieceCache, TokenizerThreads
-from router.requests.validator import Prepared, ServingLimits, ValidPrompt, ValidRequest
+from router.requests.validator import PreparedPrompt, ServingLimits, ValidPrompt, ValidRequest
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member
@@ -91,11 +91,11 @@ class PreparedRequest:
 
     admitted: AdmittedRequest
     services: Services
-    prepared: Prepared
+    prepared: PreparedPrompt
     answer: ChoiceStreams
     prompt_answer: PromptAnswer
     reply: ReplyWriter
-    timeline: Timeline
+    timeline: TimelineRecorder
     summary: RequestSummary
 
     @property
@@ -128,7 +128,7 @@ class Attempt:
     has_read_cache: a worker found KV of the prompt in some tier.
     """
 
-    def __init__(self, request: PreparedRequest, attempts: Attempts, is_alone: bool) -> None:
+    def __init__(self, request: PreparedRequest, attempts: AttemptHistory, is_alone: bool) -> None:
         self.id = attempt_id(request.admitted.id, next(request.services.attempt_numbers))
         self.request = request
         self.attempts = attempts

@@ -14,12 +14,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from router.observe.metrics import RequestSummary
-from router.observe.timeline import Timeline
+from router.observe.timeline import TimelineRecorder
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
 from router.requests.outbox import ReplyWriter
-from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, next_step
-from router.requests.validator import Prepared, prepare
+from router.requests.replay import MAX_ATTEMPTS, AttemptHistory, NextStep, next_step
+from router.requests.validator import PreparedPrompt, prepare
 from text.chat import Chat
 from wire.errors import AttemptsExhausted, BatonError, NonFiniteLogits
 from wire.pb import inference_pb2 as pb
@@ -32,7 +32,7 @@ class Flow:
     """A request from its message to the last of its answer. Belongs to the running event loop."""
 
     def __init__(self, request: AdmittedRequest, services: Services, reply: ReplyWriter) -> None:
-        self.timeline = Timeline(request.arrived_s)
+        self.timeline = TimelineRecorder(request.arrived_s)
         self.summary = RequestSummary()
         self.reply = reply
         self._request = request
@@ -43,7 +43,7 @@ class Flow:
         """Returns the last message, without its timeline, once the others are in the outbox. Raises BatonError."""
         self.timeline.end_span("check", self._clock())
         prepared = await self._prepare()
-        attempts, step = Attempts(), NextStep.RETRY
+        attempts, step = AttemptHistory(), NextStep.RETRY
         while not prepared.answer.has_ended:
             self.summary.num_attempts = attempts.number
             attempt = Attempt(prepared, attempts, step is NextStep.RETRY_ALONE)
@@ -74,7 +74,7 @@ class Flow:
             valid = replace(valid, prompt=await services.render(valid.prompt, request.limits))
             self._end_span("render")
 
-        def work() -> tuple[float, Prepared]:
+        def work() -> tuple[float, PreparedPrompt]:
             self.timeline.begin_span("tokenize")
             began_s = clock()
             return began_s, prepare(
@@ -91,7 +91,7 @@ class Flow:
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
         return self._begin_answer(prepared)
 
-    def _begin_answer(self, prepared: Prepared) -> PreparedRequest:
+    def _begin_answer(self, prepared: PreparedPrompt) -> PreparedRequest:
         """Sends the parts of the prompt that need no scores."""
         codec = self._services.codec
         answer = ChoiceStreams(prepared.sampling, codec, prepared.shown)
@@ -102,7 +102,7 @@ class Flow:
             self._request, self._services, prepared, answer, prompt_answer, self.reply, self.timeline, self.summary
         )
 
-    def _after(self, attempt: Attempt, error: BatonError) -> tuple[Attempts, NextStep]:
+    def _after(self, attempt: Attempt, error: BatonError) -> tuple[AttemptHistory, NextStep]:
         """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""
         attempts, request = attempt.attempts, attempt.request
         if request.answer.has_ended:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from router.config import RouterConfig
-from text.chat import Chat, Message, Rendered, Renderer
+from text.chat import Chat, ChatTurn, Rendered, Renderer
 from text.codec import TextCodec
 from wire.errors import ConfigError, InvalidRequest, Unsupported
 from wire.ids import NamespaceRoot
@@ -56,6 +56,6 @@ async def _system_tokens(text: str, codec: TextCodec, renderer: Renderer) -> tup
 
 
 async def _chat_tokens(text: str, question: str, codec: TextCodec, renderer: Renderer) -> list[int]:
-    chat = Chat((Message("system", text), Message("user", question)))
+    chat = Chat((ChatTurn("system", text), ChatTurn("user", question)))
     rendered: Rendered = await chat.render(renderer, codec.special_tokens, MAX_ADDED_CHARS)
     return [token for piece in rendered.pieces(codec) for token in codec.encode_rendered(piece)]

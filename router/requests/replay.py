@@ -30,7 +30,7 @@ class NextStep(Enum):
 
 
 @dataclass(frozen=True)
-class Attempts:
+class AttemptHistory:
     """How often a request was tried, the attempt under way included, and how many of the last ones were in vain.
 
     reads_cache: until an attempt that had read cached KV has ended without a number.
@@ -48,20 +48,20 @@ class Attempts:
         """Tells whether the attempt under way is, when the client has `num_tokens` tokens."""
         return num_tokens - self.num_tokens_before < MIN_PROGRESS
 
-    def after(self, error: BatonError, num_tokens: int) -> "Attempts":
+    def after(self, error: BatonError, num_tokens: int) -> "AttemptHistory":
         """Returns the next attempt, where this one ended with `error` when the client had `num_tokens` tokens.
 
         A worker that gives a request back because it leaves has not died of it.
         """
         num_in_vain = self.num_in_vain + (not isinstance(error, WorkerLeaving)) if self.is_in_vain(num_tokens) else 0
-        return Attempts(self.number + 1, num_in_vain, num_tokens, self.reads_cache)
+        return AttemptHistory(self.number + 1, num_in_vain, num_tokens, self.reads_cache)
 
-    def without_cache(self) -> "Attempts":
+    def without_cache(self) -> "AttemptHistory":
         """The next attempt, where this one had no number for a token, and cached KV may be why."""
         return replace(self, number=self.number + 1, reads_cache=False)
 
 
-def next_step(error: BatonError, following: Attempts) -> NextStep:
+def next_step(error: BatonError, following: AttemptHistory) -> NextStep:
     """Decides what follows an attempt that ended with this error; `following` is the attempt that would be next."""
     if not isinstance(error, _LOSSES):
         return NextStep.FAIL

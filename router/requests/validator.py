@@ -8,7 +8,7 @@ from typing import Any
 
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.tokenizing import PieceCache
-from text.chat import ROLES, Chat, Message, Rendered
+from text.chat import ROLES, Chat, ChatTurn, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -66,7 +66,7 @@ class ValidRequest:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPrompt:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
     held_keys: the ones that a decode worker fetches. public: the part whose names are no tenant's.
@@ -123,7 +123,7 @@ def prepare(
     root: NamespaceRoot,
     known: PieceCache,
     prefixes: PublicPrefixes = NO_PREFIXES,
-) -> Prepared:
+) -> PreparedPrompt:
     """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
 
     May be called on any thread; takes as long as the text is.
@@ -143,7 +143,7 @@ def prepare(
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
     marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
     shown = marks if sampling.skip_special_tokens else codec.special_tokens
-    return Prepared(prompt_ids, sampling, keys, held_keys, echo, shown, public)
+    return PreparedPrompt(prompt_ids, sampling, keys, held_keys, echo, shown, public)
 
 
 def _held_keys(prompt: NameChain, layout: KVLayout, dropping: Dropping | None) -> tuple[BlockKey, ...]:
@@ -271,13 +271,13 @@ def valid_chat(conversation: pb.Conversation) -> Chat:
     return Chat(tuple(map(_message, conversation.messages)), tools)
 
 
-def _message(message: pb.Message) -> Message:
+def _message(message: pb.Message) -> ChatTurn:
     calls = tuple(_function(one, "messages") for one in message.tool_calls)
     _require(not calls or message.role == "assistant", "messages", "only an assistant has tool_calls")
     arguments = all(isinstance(one["function"].get("arguments"), dict) for one in calls)
     _require(arguments, "messages", "the arguments of a call must be an object")
     answered = message.tool_call_id if message.HasField("tool_call_id") else None
-    return Message(message.role, message.content, calls, answered)
+    return ChatTurn(message.role, message.content, calls, answered)
 
 
 def _function(text: str, param: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ ORDER_TIMEOUT_S, KEYS_TIMEOUT_S, REPORT_TIMEOUT_S = 590.0, 25.0, 5.0
 
 
 @dataclass(frozen=True)
-class ClusterEvent:
+class ControllerEvent:
     """Something an operator wants to know of, `age_s` seconds ago."""
 
     age_s: float
@@ -22,7 +22,7 @@ class ClusterEvent:
 class ControllerReport:
     """The last events, newest last, and what is wrong now."""
 
-    events: tuple[ClusterEvent, ...] = ()
+    events: tuple[ControllerEvent, ...] = ()
     problems: tuple[str, ...] = ()
 
 

@@ -49,7 +49,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._short = worker_pb2.ConnectRequest()
         self._begins: OrderedDict[AttemptId, worker_pb2.Begin] = OrderedDict()
-        self._pieces: deque[worker_pb2.Piece] = deque()
+        self._pieces: deque[worker_pb2.BeginPart] = deque()
         self._changed = asyncio.Event()
 
     def begin(self, begin: worker_pb2.Begin) -> None:
@@ -65,7 +65,7 @@ class Outgoing:
         self._changed.set()
 
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
-        ended = (worker_pb2.ChoiceId(attempt=attempt, index=index) for index in indices)
+        ended = (worker_pb2.EndedChoice(attempt=attempt, index=index) for index in indices)
         self._short.ended_choices.extend(ended)
         self._changed.set()
 
@@ -125,7 +125,7 @@ class Line:
         self._on_end = on_end
         self._outgoing = Outgoing()
         self._attempts: dict[AttemptId, _Attempt] = {}
-        self._questions: dict[int, asyncio.Future[worker_pb2.Answer]] = {}
+        self._questions: dict[int, asyncio.Future[worker_pb2.WorkerReply]] = {}
         self._ended_holds: list[AttemptId] = []
         self._num_asked = 0
         self._ended_for: BatonError | None = None
@@ -193,10 +193,10 @@ class Line:
         """Questions that have no answer yet."""
         return len(self._questions)
 
-    async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Answer:
+    async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.WorkerReply:
         self._require_open()
         self._num_asked = question.number = self._num_asked + 1
-        answer: asyncio.Future[worker_pb2.Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[worker_pb2.WorkerReply] = asyncio.get_running_loop().create_future()
         self._questions[question.number] = answer
         self._outgoing.ask(question)
         try:
@@ -233,7 +233,7 @@ class Line:
         if attempt is not None:
             attempt.take(update)
 
-    def _answer(self, answer: worker_pb2.Answer) -> None:
+    def _answer(self, answer: worker_pb2.WorkerReply) -> None:
         waiting = self._questions.get(answer.number)
         if waiting is None or waiting.done():
             return
@@ -290,8 +290,8 @@ def _reason_of(error: Exception) -> BatonError:
     return error if isinstance(error, BatonError) else Unavailable(errors.report(error).message)
 
 
-def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.Piece]:
+def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.BeginPart]:
     data = begin.SerializeToString()
     for start in range(0, len(data), MAX_PIECE_BYTES):
         end = start + MAX_PIECE_BYTES
-        yield worker_pb2.Piece(id=begin.id, data=data[start:end], last=end >= len(data))
+        yield worker_pb2.BeginPart(id=begin.id, data=data[start:end], last=end >= len(data))

@@ -91,7 +91,7 @@ def begin(
         prompt=inference_pb2.TokenIds(ids=prompt),
         sampling_params=sampling_to_pb(sampling),
         choices=[
-            worker_pb2.ChoiceSoFar(index=index, output=inference_pb2.TokenIds(ids=output))
+            worker_pb2.UnfinishedChoice(index=index, output=inference_pb2.TokenIds(ids=output))
             for index, output in enumerate(outputs)
         ],
         time_left_s=20.0,
@@ -111,14 +111,14 @@ WRONG = {
     "no prompt": begin(prompt=()),
     "no choices": begin(outputs=()),
     "seventeen choices": begin(outputs=((),) * 17),
-    "a choice that comes twice": spoilt(choices=[worker_pb2.ChoiceSoFar(index=0)]),
-    "a choice of too high a number": spoilt(choices=[worker_pb2.ChoiceSoFar(index=2**31)]),
+    "a choice that comes twice": spoilt(choices=[worker_pb2.UnfinishedChoice(index=0)]),
+    "a choice of too high a number": spoilt(choices=[worker_pb2.UnfinishedChoice(index=2**31)]),
     "a token of the prompt beyond the vocabulary": begin(prompt=(1, 301)),
     "a token of the output beyond the vocabulary": begin(outputs=((301,),)),
     "more than the context": begin(sampling=replace(GREEDY, max_tokens=1 << 40)),
     "a root of other length": spoilt(namespace_root=b"abc"),
     "number 0": begin(attempt=0),
-    "choice 77 of one": spoilt(choices=[worker_pb2.ChoiceSoFar(index=77)]),
+    "choice 77 of one": spoilt(choices=[worker_pb2.UnfinishedChoice(index=77)]),
     "n of 2^31 - 1": begin(sampling=replace(GREEDY, n=2**31 - 1)),
     "a temperature that is no number": begin(sampling=replace(GREEDY, temperature=math.nan)),
     "a deadline that is no number": spoilt(time_left_s=math.nan),
@@ -175,7 +175,7 @@ async def test_a_line_outlives_the_attempts_that_it_refuses(ports: Ports) -> Non
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"], ids=["no message", "an id that is not UTF-8"])
 async def test_a_begin_in_pieces_that_make_no_message_is_refused(ports: Ports, data: bytes) -> None:
-    piece = worker_pb2.Piece(id="r/1", data=data, last=True)
+    piece = worker_pb2.BeginPart(id="r/1", data=data, last=True)
     end = await end_of(ports, "d0", worker_pb2.ConnectRequest(piece=piece))
     assert type(error_from_pb(end.error)) is InvalidRequest
     await ports.require_unharmed()

@@ -1,7 +1,7 @@
 from hypothesis import given
 
 from decode_worker.job import DecodeJob
-from engine.events import Drafted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Drafted, Failed, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Started
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Gate
 from tests.worker.engine_events import (
@@ -26,8 +26,8 @@ from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
 from worker.messages import ended_with
 
-FETCHED = TierTokens({"host": 40})
-LACKING = TierTokens({"host": 32}, computed=8)
+FETCHED = PromptTokens({"host": 40})
+LACKING = PromptTokens({"host": 32}, computed=8)
 
 
 def request(num_choices: int = 1) -> EngineRequest:

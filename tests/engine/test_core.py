@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Started
 from engine.model.batch import Batch
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Candidate, Gate, Pages, Plan
@@ -106,7 +106,7 @@ def test_choices_share_one_run_of_the_prompt_and_differ(model: HashModel, num_pr
     sampling = SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=40, ignore_eos=True)
     run = serve(core, prompt, sampling)
     assert core.stats().computed_prompt_tokens == num_prompt
-    assert [run.fetched[index] for index in range(1, 4)] == [TierTokens({"device": num_prompt})] * 3
+    assert [run.fetched[index] for index in range(1, 4)] == [PromptTokens({"device": num_prompt})] * 3
     assert len({tuple(output) for output in run.outputs.values()}) == 4
     for index, output in run.outputs.items():
         asked = EngineRequest(AttemptId("r"), ROOT, run.request.prompt_ids, sampling, (ChoiceSoFar(index),))

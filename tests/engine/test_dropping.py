@@ -14,7 +14,7 @@ from benchmarks.choosers import Drawn, Latest
 from engine.core import EngineCore
 from engine.events import Failed
 from engine.kv.dropping import HEAVIEST, Chooser
-from engine.model.batch import Model
+from engine.model.batch import CausalModel
 from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -156,7 +156,7 @@ POLICIES = [SNAPKV, H2O, Dropping(Rule.SNAPKV, 128), Dropping(Rule.H2O, 128)]
 
 
 @pytest.fixture(scope="module", params=["hash", *MODELS], ids=str)
-def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Model:
+def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> CausalModel:
     if request.param == "hash":
         return HashModel(LAYOUT, VOCAB_SIZE)
     kernels, dtype, kept = request.param
@@ -166,7 +166,9 @@ def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> 
 
 
 @pytest.mark.parametrize("dropping", POLICIES, ids=str)
-def test_neither_company_nor_chunks_nor_preemption_nor_guesses_change_a_token(model: Model, dropping: Dropping) -> None:
+def test_neither_company_nor_chunks_nor_preemption_nor_guesses_change_a_token(
+    model: CausalModel, dropping: Dropping
+) -> None:
     prompts = [prompt(length, seed) for seed, length in enumerate((310, 150, 200, 70, 40, 240, 129, 208))]
     alone = [tokens(make_core(model), one, dropping) for one in prompts]
     assert alone != [tokens(make_core(model), one, None) for one in prompts]
@@ -182,7 +184,7 @@ def test_neither_company_nor_chunks_nor_preemption_nor_guesses_change_a_token(mo
 
 @pytest.mark.parametrize("dropping", POLICIES, ids=str)
 @pytest.mark.parametrize("num_emitted", [1, 7, 30])
-def test_goes_on_from_emitted_tokens(model: Model, dropping: Dropping, num_emitted: int) -> None:
+def test_goes_on_from_emitted_tokens(model: CausalModel, dropping: Dropping, num_emitted: int) -> None:
     """As after a failover: on an engine that knows nothing, and on the one that has served it."""
     expected = tokens(core := make_core(model), prompt(310), dropping)
     for one in (make_core(model), core):
@@ -191,7 +193,7 @@ def test_goes_on_from_emitted_tokens(model: Model, dropping: Dropping, num_emitt
 
 
 @pytest.mark.parametrize("dropping", POLICIES, ids=str)
-def test_choices_share_what_is_kept(model: Model, dropping: Dropping) -> None:
+def test_choices_share_what_is_kept(model: CausalModel, dropping: Dropping) -> None:
     sampling = replace(GREEDY, temperature=1.0, seed=5, n=3)
     core = make_core(model)
     run = drive(core, [asked(prompt(203), dropping, sampling)])[0]
@@ -219,7 +221,7 @@ def test_pages_follow_the_budget(decoder: Decoder, dropping: Dropping, length: i
 
 @pytest.mark.parametrize("dropping", [SNAPKV, H2O], ids=str)
 def test_the_same_text_in_full_never_reads_what_was_computed_beside_dropped_tokens(
-    model: Model, dropping: Dropping
+    model: CausalModel, dropping: Dropping
 ) -> None:
     """A turn with drops, then its text as a prompt, on the device and from the store: token by token as if alone."""
     for is_on_device in (True, False):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.events import TierTokens
+from engine.events import PromptTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
 from tests.harness.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
@@ -100,11 +100,11 @@ def test_found_in_files_by_a_cluster_that_starts_anew(
         cold.close()
 
 
-def hits(tier: str, run: Run) -> TierTokens:
+def hits(tier: str, run: Run) -> PromptTokens:
     """All full blocks that end before the prompt's last token, from one tier, and the rest computed."""
     num_prompt = len(run.request.prompt_ids)
     num_cached = (num_prompt - 1) // 16 * 16
-    return TierTokens({tier: num_cached} if num_cached else {}, num_prompt - num_cached)
+    return PromptTokens({tier: num_cached} if num_cached else {}, num_prompt - num_cached)
 
 
 def test_preempted_again_and_again(model: Decoder, expected: list[Continuation]) -> None:

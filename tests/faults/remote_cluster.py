@@ -2,7 +2,7 @@
 
 from contextlib import AsyncExitStack
 
-from engine.model.batch import Model
+from engine.model.batch import CausalModel
 from router.workers.grpc_transport import GrpcTransport
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.harness.assembled_worker import TOKEN
@@ -16,7 +16,7 @@ from worker.server import WorkerServer
 class RemoteCluster(FaultyCluster):
     """`line` is that between the router and all workers, who do not die; `addresses` are their own, without it."""
 
-    def __init__(self, model: Model, sizes: Sizes) -> None:
+    def __init__(self, model: CausalModel, sizes: Sizes) -> None:
         super().__init__(model, sizes)
         self.line = Line()
         self.addresses: dict[str, str] = {}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decode_worker.actor import decode_behaviour
-from engine.model.batch import DraftModel, Model
+from engine.model.batch import CausalModel, DraftModel
 from prefill_worker.actor import prefill_behaviour
 from tests.twins.byte_tokenizer import ByteTokenizer
 from wire.pools import Role
@@ -28,7 +28,7 @@ _BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
 
 
 def local_worker(
-    model: Model,
+    model: CausalModel,
     tiers: Tiers,
     worker_id: str,
     role: Role,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.core import EngineCore
-from engine.events import ChoiceId, Event, Failed, Fetched, Finished, HandedOff, StepOutput, TierTokens
-from engine.model.batch import Model
+from engine.events import ChoiceId, Event, Failed, Fetched, Finished, HandedOff, PromptTokens, StepOutput
+from engine.model.batch import CausalModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -27,7 +27,7 @@ class Run:
 
     request: EngineRequest
     outputs: dict[int, list[int]]
-    fetched: dict[int, TierTokens] = field(default_factory=dict)
+    fetched: dict[int, PromptTokens] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     is_over: bool = False
 
@@ -49,7 +49,7 @@ def release(node: Node, runs: Sequence[Run]) -> None:
 
 
 def make_core(
-    model: Model,
+    model: CausalModel,
     node: Node | None = None,
     num_blocks: int = 256,
     batcher: Batcher | None = None,

@@ -244,7 +244,7 @@ class FakeLine:
         self.say(update)
 
     async def _answer(self, ask: worker_pb2.Ask) -> None:
-        answer = worker_pb2.Answer(number=ask.number)
+        answer = worker_pb2.WorkerReply(number=ask.number)
         try:
             if ask.HasField("info"):
                 answer.info.CopyFrom(await self._worker.info())

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from engine.model.batch import Model
+from engine.model.batch import CausalModel
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
 from tests.harness.answer import ChoiceAnswer, Reader
@@ -30,7 +30,7 @@ class FaultyCluster(LocalCluster):
     broken_ones_linger: the processes of workers that are of no use any more do not end.
     """
 
-    def __init__(self, model: Model, sizes: Sizes) -> None:
+    def __init__(self, model: CausalModel, sizes: Sizes) -> None:
         self.clock = FakeClock()
         super().__init__(FaultyModel(model), sizes, FragmentTokenizer(), self.clock)
         self._plain_model = model

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.model.batch import Batch, Model
+from engine.model.batch import Batch, CausalModel
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
@@ -15,7 +15,7 @@ SPOILT = 0x7FF8DEAD
 
 
 class FaultyModel:
-    """A Model that is another one but for its faults, and for one more token, the last, which it never says.
+    """A CausalModel that is another one but for its faults, and for one more token, the last, which it never says.
 
     on_step: called before each step with its number, from 1.
     poison: steps with this token fail, and `on_poison` is called before.
@@ -26,7 +26,7 @@ class FaultyModel:
     `pause` makes the next steps wait, `go_on` lets them go.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.poison: int | None = None
         self.on_poison: Callable[[], None] = lambda: None
         self.spoilt: int | None = None

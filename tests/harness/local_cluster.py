@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from engine.model.batch import DraftModel, Model
+from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
@@ -43,7 +43,7 @@ class Sizes:
 class Parts:
     """A worker's model, its ways to the tiers, and its node."""
 
-    model: Model
+    model: CausalModel
     tiers: Tiers
     node_id: str = ""
 
@@ -53,7 +53,7 @@ class LocalCluster(Cluster[Assembly]):
 
     def __init__(
         self,
-        model: Model,
+        model: CausalModel,
         sizes: Sizes,
         codec: TextCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +81,7 @@ class LocalCluster(Cluster[Assembly]):
     @classmethod
     @asynccontextmanager
     async def running(
-        cls, model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
+        cls, model: CausalModel, num_prefill: int, num_decode: int, sizes: Sizes | None = None
     ) -> AsyncIterator[Self]:
         """Runs a cluster with so many workers."""
         cluster = cls(model, sizes or Sizes())
@@ -120,7 +120,7 @@ class LocalCluster(Cluster[Assembly]):
         """The worker of that name is of no use any more. May be called on any thread."""
 
 
-def served(model: Model, kv_policies: tuple[str, ...] = ("full",)) -> ServedModel:
+def served(model: CausalModel, kv_policies: tuple[str, ...] = ("full",)) -> ServedModel:
     """Describes a model as routers know it."""
     return ServedModel(
         name="twin",

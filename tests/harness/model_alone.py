@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.model.batch import Batch, Model
+from engine.model.batch import Batch, CausalModel
 from kernels.backend import KVPages
 from kv_store.device_pool import view_pages
 
@@ -31,7 +31,7 @@ class Row:
 class PagedRun:
     """Prompts that are run together. Pages are dealt out in random order and hold NaN until they are written."""
 
-    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def __init__(self, model: CausalModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         self.model = model
         block_size = model.layout.block_size
         sizes = [-(-(len(prompt) + num_tokens) // block_size) for prompt in prompts]
@@ -95,7 +95,7 @@ class PagedRun:
 
 
 def generate(
-    model: Model, prompts: Sequence[Sequence[int]], num_tokens: int, chunk_len: int = 10_000
+    model: CausalModel, prompts: Sequence[Sequence[int]], num_tokens: int, chunk_len: int = 10_000
 ) -> list[list[int]]:
     """The greedy output of each prompt, all in one batch."""
     run = PagedRun(model, prompts, num_tokens)

@@ -210,7 +210,7 @@ def begin_of(
         prompt=inference_pb2.TokenIds(ids=prompt),
         sampling_params=sampling_to_pb(sampling or greedy(40)),
         choices=[
-            worker_pb2.ChoiceSoFar(index=index, output=inference_pb2.TokenIds(ids=output))
+            worker_pb2.UnfinishedChoice(index=index, output=inference_pb2.TokenIds(ids=output))
             for index, output in enumerate(outputs)
         ],
         time_left_s=time_left_s,

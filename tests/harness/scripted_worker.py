@@ -114,6 +114,6 @@ def chunk(gained: str, index: int = 0, **values: Any) -> pb.Chunk:
     return pb.Chunk(index=index, token_ids=list(gained.encode()), **{"text": gained, **values})
 
 
-def so_far(text: str, index: int = 0) -> worker_pb2.ChoiceSoFar:
+def so_far(text: str, index: int = 0) -> worker_pb2.UnfinishedChoice:
     """The choice that a worker goes on with after this text."""
-    return worker_pb2.ChoiceSoFar(index=index, output=pb.TokenIds(ids=list(text.encode())))
+    return worker_pb2.UnfinishedChoice(index=index, output=pb.TokenIds(ids=list(text.encode())))

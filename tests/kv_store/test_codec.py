@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_store.node import directory_port
-from kv_store.node.directory_port import LENGTH, Refused, ServiceCodec, body_len
+from kv_store.node.directory_port import LENGTH, RefusedCall, ServiceCodec, body_len
 from wire.directory import Hold, TtlS
 from wire.errors import WireError
 from wire.ids import AttemptId
@@ -91,7 +91,7 @@ def test_a_call_is_the_same_after_the_wire(asked: tuple[str, tuple[object, ...]]
     assert (read.method, tuple(read.arguments)) == asked
 
 
-@given(outers | st.builds(Refused, st.text()))
+@given(outers | st.builds(RefusedCall, st.text()))
 def test_an_answer_is_the_same_after_the_wire(answer: object) -> None:
     data = CODEC.encode_answer(answer)
     assert body_len(data[: LENGTH.size]) == len(data) - LENGTH.size

@@ -18,7 +18,7 @@ import pytest
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import CALLS, GREETING, LENGTH, EpochChanged, Refused
+from kv_store.node.directory_port import CALLS, GREETING, LENGTH, EpochChanged, RefusedCall
 from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
@@ -238,7 +238,7 @@ def test_nonsense_ends_its_own_connection_only(node: Node, sent: bytes) -> None:
 def test_another_version_is_told_so(node: Node) -> None:
     with closing(Line(node.path)) as line:
         line.send(hello(PROTOCOL_VERSION + 1))
-        assert isinstance(line.answer(), Refused)
+        assert isinstance(line.answer(), RefusedCall)
         assert line.read_to_end() == b""
 
 

@@ -7,9 +7,9 @@ from engine.events import (
     HandedOff,
     HeldUp,
     Preempted,
+    PromptTokens,
     Scheduled,
     Started,
-    TierTokens,
 )
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.batcher import Gate
@@ -36,7 +36,7 @@ from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
 from worker.messages import ended_with
 
-TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
+TIERS = PromptTokens({"device": 16, "host": 20}, computed=4)
 
 
 def request(num_choices: int = 1) -> HandOff:
@@ -81,7 +81,7 @@ def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
     steps: list[list[Told]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
         [tokens(0, 0, 7), Finished(ID, 0, FinishReason.STOP, 7)],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Started(ID, 1)],
+        [Scheduled(ID, 1), Fetched(ID, 1, PromptTokens({"device": 40})), Started(ID, 1)],
         [tokens(1, 0, 8), Finished(ID, 1, FinishReason.LENGTH)],
     ]
     (answer,) = run(job(2), steps)
@@ -119,8 +119,8 @@ def test_names_the_gate_at_which_it_waited() -> None:
 def test_usage_is_what_the_leader_first_found() -> None:
     steps: list[list[Told]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
-        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), tokens(0, 0, 7)],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), tokens(1, 0, 8)],
+        [Scheduled(ID, 0), Fetched(ID, 0, PromptTokens({"device": 40})), tokens(0, 0, 7)],
+        [Scheduled(ID, 1), Fetched(ID, 1, PromptTokens({"device": 40})), tokens(1, 0, 8)],
         [HandedOff(ID, 3)],
     ]
     (answer,) = run(job(2), steps)

@@ -16,7 +16,7 @@ from router.requests.answer import ChoiceStreams
 from router.requests.dispatch import OpenRequest
 from router.requests.flow import MAX_TINY_LEN
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
-from router.requests.validator import Prepared
+from router.requests.validator import PreparedPrompt
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running
 from tests.harness.scripted_worker import ScriptedWorker, chunk, so_far, tokens
@@ -598,7 +598,7 @@ async def not_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     has_begun, may_end, prepare = threading.Event(), threading.Event(), validator.prepare
 
-    def wait(*arguments: Any) -> Prepared:
+    def wait(*arguments: Any) -> PreparedPrompt:
         has_begun.set()
         assert may_end.wait(10)
         return prepare(*arguments)

@@ -38,7 +38,7 @@ def begin(attempt: AttemptId, num_prompt: int = 12, time_left_s: float = 20.0) -
         id=attempt,
         prompt=pb.TokenIds(ids=prompt),
         sampling_params=pb.SamplingParams(seed=1, n=1, max_tokens=6),
-        choices=[worker_pb2.ChoiceSoFar(index=0, output=pb.TokenIds(ids=expected(6)[:1]))],
+        choices=[worker_pb2.UnfinishedChoice(index=0, output=pb.TokenIds(ids=expected(6)[:1]))],
         time_left_s=time_left_s,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from router.requests.replay import (
     MAX_ATTEMPTS,
     MIN_PROGRESS,
-    Attempts,
+    AttemptHistory,
     NextStep,
     Quarantine,
     Suspects,
@@ -61,20 +61,20 @@ LEFT = WorkerLeaving("it drains")
     ids=lambda value: getattr(value, "name", None) or (value if isinstance(value, int) else type(value).__name__),
 )
 def test_what_follows_an_attempt(error: BatonError, num_in_vain: int, step: NextStep) -> None:
-    assert next_step(error, Attempts(2, num_in_vain)) is step
+    assert next_step(error, AttemptHistory(2, num_in_vain)) is step
 
 
 @pytest.mark.parametrize(
     ("before", "error", "num_tokens", "after"),
     [
-        (Attempts(), LOST, 0, Attempts(2, 1, 0)),
-        (Attempts(2, 1, 0), LOST, 0, Attempts(3, 2, 0)),
-        (Attempts(2, 1, 0), LOST, MIN_PROGRESS - 1, Attempts(3, 2, MIN_PROGRESS - 1)),
-        (Attempts(2, 1, 0), LOST, MIN_PROGRESS, Attempts(3, 0, MIN_PROGRESS)),
-        (Attempts(2, 1, 5), LOST, 4 + MIN_PROGRESS, Attempts(3, 2, 4 + MIN_PROGRESS)),
-        (Attempts(2, 1, 5), LOST, 5 + MIN_PROGRESS, Attempts(3, 0, 5 + MIN_PROGRESS)),
-        (Attempts(2, 1, 0), LEFT, 0, Attempts(3, 1, 0)),
-        (Attempts(2, 1, 0), LEFT, MIN_PROGRESS, Attempts(3, 0, MIN_PROGRESS)),
+        (AttemptHistory(), LOST, 0, AttemptHistory(2, 1, 0)),
+        (AttemptHistory(2, 1, 0), LOST, 0, AttemptHistory(3, 2, 0)),
+        (AttemptHistory(2, 1, 0), LOST, MIN_PROGRESS - 1, AttemptHistory(3, 2, MIN_PROGRESS - 1)),
+        (AttemptHistory(2, 1, 0), LOST, MIN_PROGRESS, AttemptHistory(3, 0, MIN_PROGRESS)),
+        (AttemptHistory(2, 1, 5), LOST, 4 + MIN_PROGRESS, AttemptHistory(3, 2, 4 + MIN_PROGRESS)),
+        (AttemptHistory(2, 1, 5), LOST, 5 + MIN_PROGRESS, AttemptHistory(3, 0, 5 + MIN_PROGRESS)),
+        (AttemptHistory(2, 1, 0), LEFT, 0, AttemptHistory(3, 1, 0)),
+        (AttemptHistory(2, 1, 0), LEFT, MIN_PROGRESS, AttemptHistory(3, 0, MIN_PROGRESS)),
     ],
     ids=[
         "the first in vain",
@@ -88,7 +88,7 @@ def test_what_follows_an_attempt(error: BatonError, num_in_vain: int, step: Next
     ],
 )
 def test_attempts_in_vain_are_counted_in_a_row(
-    before: Attempts, error: BatonError, num_tokens: int, after: Attempts
+    before: AttemptHistory, error: BatonError, num_tokens: int, after: AttemptHistory
 ) -> None:
     assert before.after(error, num_tokens) == after
 
@@ -201,7 +201,7 @@ class TestQuarantine:
 
 
 def test_an_attempt_without_cache_is_followed_by_others_without() -> None:
-    first = Attempts(number=2, num_in_vain=1, num_tokens_before=40)
+    first = AttemptHistory(number=2, num_in_vain=1, num_tokens_before=40)
     again = first.without_cache()
-    assert (first.reads_cache, again) == (True, Attempts(3, 1, 40, reads_cache=False))
+    assert (first.reads_cache, again) == (True, AttemptHistory(3, 1, 40, reads_cache=False))
     assert not again.after(Unavailable("it died"), 41).reads_cache

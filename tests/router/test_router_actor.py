@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
-from router.workers.controller_port import ClusterEvent, ControllerReport
+from router.workers.controller_port import ControllerEvent, ControllerReport
 from tests.harness.fake_cluster import CONFIG
 from tests.harness.fake_worker import FakeWorker
 from tests.router.worker_server import served
@@ -123,7 +123,7 @@ async def test_its_events_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     port, _ = controller(
         monkeypatch, saying('{"events": [{"age_s": 1.5, "text": "worker d0 lost"}], "problems": ["p"]}')
     )
-    assert await port.report() == ControllerReport((ClusterEvent(1.5, "worker d0 lost"),), ("p",))
+    assert await port.report() == ControllerReport((ControllerEvent(1.5, "worker d0 lost"),), ("p",))
 
 
 def saying(answer: str) -> Answer:

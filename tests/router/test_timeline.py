@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.observe.timeline import Timeline
+from router.observe.timeline import TimelineRecorder
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 
@@ -21,7 +21,7 @@ def rows(timeline: pb.Timeline) -> list[tuple[str, str, float, float]]:
 
 
 def test_a_request_through_both_pools() -> None:
-    timeline = Timeline(100.0)
+    timeline = TimelineRecorder(100.0)
     timeline.end_span("check", 100.001)
     timeline.end_span("tokenize", 100.003)
     call = timeline.sent("prefill", P0, 100.004)
@@ -46,13 +46,13 @@ def test_a_request_through_both_pools() -> None:
 
 
 def test_counts_come_along() -> None:
-    timeline = Timeline(0.0)
+    timeline = TimelineRecorder(0.0)
     timeline.ended(timeline.sent("decode", D0, 0.0), 0.001, [span("decode.fetch", 0.0, 1.0, blocks_host=3)])
     assert dict(timeline.finish(0.001).spans[0].counts) == {"blocks_host": 3}
 
 
 def test_a_call_whose_worker_was_lost_stands_as_one() -> None:
-    timeline = Timeline(0.0)
+    timeline = TimelineRecorder(0.0)
     timeline.ended(timeline.sent("decode", D0, 0.001), 0.005)
     assert rows(timeline.finish(0.006)) == [
         ("router", "router", 0, 1),
@@ -62,13 +62,13 @@ def test_a_call_whose_worker_was_lost_stands_as_one() -> None:
 
 
 def test_a_call_that_is_open_ends_with_the_request() -> None:
-    timeline = Timeline(0.0)
+    timeline = TimelineRecorder(0.0)
     timeline.sent("decode", D0, 0.0)
     assert rows(timeline.finish(0.004)) == [("decode.call", "d0", 0, 4)]
 
 
 def test_a_worker_cannot_have_taken_longer_than_its_call() -> None:
-    timeline = Timeline(0.0)
+    timeline = TimelineRecorder(0.0)
     timeline.ended(timeline.sent("decode", D0, 0.0), 0.002, [span("decode.run", 1.0, 50.0), span("late", 70.0, 1.0)])
     finished = timeline.finish(0.003)
     assert max(end for *_, end in rows(finished)) == 3
@@ -76,7 +76,7 @@ def test_a_worker_cannot_have_taken_longer_than_its_call() -> None:
 
 
 def test_a_gap_over_the_end_of_a_call_is_cut_there() -> None:
-    timeline = Timeline(0.0)
+    timeline = TimelineRecorder(0.0)
     timeline.ended(timeline.sent("prefill", P0, 0.0), 0.003, [span("prefill.compute", 0.0, 1.0)])
     assert rows(timeline.finish(0.005))[1:] == [("network", "router", 1, 3), ("router", "router", 3, 5)]
 
@@ -89,7 +89,7 @@ MS = st.floats(0, 50)
 def test_every_millisecond_is_covered(
     calls: list[tuple[float, float, list[tuple[float, float]]]], after: float
 ) -> None:
-    timeline, now_ms = Timeline(0.0), 0.0
+    timeline, now_ms = TimelineRecorder(0.0), 0.0
     for before_ms, length_ms, spans in calls:
         call = timeline.sent("decode", D0, (now_ms + before_ms) / 1000)
         now_ms += before_ms + length_ms

@@ -15,7 +15,7 @@ from tests.harness.cluster import WAIT_S, until
 from tests.text.backends import byte_level
 from tests.twins.byte_tokenizer import ByteTokenizer
 from tests.twins.plain_renderer import PlainRenderer
-from text.chat import Chat, Message, Rendered
+from text.chat import Chat, ChatTurn, Rendered
 from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot
@@ -153,7 +153,7 @@ class Turns(PlainRenderer):
 
 async def rendered(codec: Tokenizer | Counting, contents: list[str]) -> Rendered:
     roles = ("user", "assistant")
-    messages = tuple(Message(roles[turn % 2], content) for turn, content in enumerate(contents))
+    messages = tuple(ChatTurn(roles[turn % 2], content) for turn, content in enumerate(contents))
     return await Chat(messages).render(Turns(), codec.special_tokens, 1000)
 
 

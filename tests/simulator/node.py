@@ -13,7 +13,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Channel
-from kv_store.node.directory_port import LENGTH, Refused, ServiceCodec
+from kv_store.node.directory_port import LENGTH, RefusedCall, ServiceCodec
 from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
@@ -220,7 +220,7 @@ class DirectorySocket(_Channel):
         try:
             answer = self._node.call(caller, self._peer, method, own)
         except StoreError as error:
-            answer = Refused(error.message)
+            answer = RefusedCall(error.message)
         if method in _ENDED:
             caller.step(_ENDED[method])
         if caller.num_lost_answers:

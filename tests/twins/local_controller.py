@@ -1,6 +1,6 @@
 """The controller's twin: orders that can be read."""
 
-from router.workers.controller_port import ClusterEvent, ControllerReport
+from router.workers.controller_port import ControllerEvent, ControllerReport
 from wire.errors import Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes
@@ -16,14 +16,14 @@ class LocalController:
         self.is_shut_down = False
         self.num_reloads = 0
         self.problems: tuple[str, ...] = ()
-        self._events: list[ClusterEvent] = []
+        self._events: list[ControllerEvent] = []
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
         self._require_running()
         self.pools = PoolSizes(
             self.pools.prefill if prefill is None else prefill, self.pools.decode if decode is None else decode
         )
-        self._events.append(ClusterEvent(0.0, f"scaled to {self.pools.prefill} prefill, {self.pools.decode} decode"))
+        self._events.append(ControllerEvent(0.0, f"scaled to {self.pools.prefill} prefill, {self.pools.decode} decode"))
         return self.pools
 
     async def drain(self, worker_id: WorkerId) -> None:
@@ -44,7 +44,7 @@ class LocalController:
     async def worker_lost(self, worker_id: WorkerId) -> None:
         self._require_running()
         self.lost.append(worker_id)
-        self._events.append(ClusterEvent(0.0, f"worker {worker_id} lost"))
+        self._events.append(ControllerEvent(0.0, f"worker {worker_id} lost"))
 
     def _require_running(self) -> None:
         if self.is_shut_down:

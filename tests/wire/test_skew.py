@@ -16,7 +16,7 @@ BEGIN = worker_pb2.Begin(
     namespace_root=b"root",
     prompt=PROMPT,
     sampling_params=SAMPLING,
-    choices=[worker_pb2.ChoiceSoFar(index=1, output=pb.TokenIds(ids=[9]))],
+    choices=[worker_pb2.UnfinishedChoice(index=1, output=pb.TokenIds(ids=[9]))],
     time_left_s=1.5,
 )
 INFO = worker_pb2.WorkerInfo(
@@ -85,7 +85,7 @@ WRITTEN: list[tuple[str, Message]] = [
                 worker_pb2.Ask(number=2, status=worker_pb2.GetStatus(check=True)),
             ],
             begins=[worker_pb2.Begin(id=ATTEMPT)],
-            piece=worker_pb2.Piece(id=ATTEMPT, data=b"part", last=True),
+            piece=worker_pb2.BeginPart(id=ATTEMPT, data=b"part", last=True),
         ),
     ),
     (
@@ -107,9 +107,9 @@ WRITTEN: list[tuple[str, Message]] = [
         worker_pb2.ConnectResponse(
             updates=[worker_pb2.Update(id=ATTEMPT)],
             answers=[
-                worker_pb2.Answer(number=1, info=worker_pb2.WorkerInfo(worker_id="d-0")),
-                worker_pb2.Answer(number=2, status=worker_pb2.WorkerStatus(worker_id="d-0")),
-                worker_pb2.Answer(number=3, error=ERROR),
+                worker_pb2.WorkerReply(number=1, info=worker_pb2.WorkerInfo(worker_id="d-0")),
+                worker_pb2.WorkerReply(number=2, status=worker_pb2.WorkerStatus(worker_id="d-0")),
+                worker_pb2.WorkerReply(number=3, error=ERROR),
             ],
         ),
     ),

@@ -14,9 +14,9 @@ from engine.events import (
     HandedOff,
     HeldUp,
     Preempted,
+    PromptTokens,
     Scheduled,
     Started,
-    TierTokens,
 )
 from engine.schedule.batcher import Gate
 from wire.convert import tiers_to_pb
@@ -28,7 +28,7 @@ from worker.job import Job
 from worker.line import join
 
 ID = AttemptId("request")
-TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
+TIERS = PromptTokens({"device": 16, "host": 20}, computed=4)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def update(**fields: Any) -> worker_pb2.Update:
     return worker_pb2.Update(id=ID, **fields)
 
 
-def source(tiers: TierTokens) -> worker_pb2.PromptSource:
+def source(tiers: PromptTokens) -> worker_pb2.PromptSource:
     return worker_pb2.PromptSource(cached_tokens=tiers_to_pb(tiers.found), computed_tokens=tiers.computed)
 
 
@@ -151,7 +151,7 @@ def _answer(job: Job, event: Told, now_s: float) -> worker_pb2.Update | None:
 
 
 def _scheduled(draw: st.DrawFn, choice: int) -> list[Told]:
-    tiers = draw(st.sampled_from([TIERS, TierTokens({"host": 40})]))
+    tiers = draw(st.sampled_from([TIERS, PromptTokens({"host": 40})]))
     gates = draw(st.lists(st.sampled_from(Gate), max_size=2))
     held_up = [HeldUp(ID, choice, gate) for gate in gates]
     return [*held_up, Scheduled(ID, choice), Fetched(ID, choice, tiers), Started(ID, choice)]

@@ -12,17 +12,17 @@ class Engine:
     """Counts its turns, or hangs."""
 
     def __init__(self) -> None:
-        self.num_turns = 0
+        self.num_steps = 0
         self.hangs = False
 
     def turn(self) -> int:
-        self.num_turns += not self.hangs
-        return self.num_turns
+        self.num_steps += not self.hangs
+        return self.num_steps
 
 
 def test_an_engine_that_turns_is_never_silent() -> None:
     engine = Engine()
-    watch = EngineWatch(lambda: engine.num_turns, 5.0)
+    watch = EngineWatch(lambda: engine.num_steps, 5.0)
     for _ in range(100):
         engine.turn()
         watch.look()
@@ -31,7 +31,7 @@ def test_an_engine_that_turns_is_never_silent() -> None:
 
 def test_silence_grows_with_each_look_and_ends_with_a_turn() -> None:
     engine = Engine()
-    watch = EngineWatch(lambda: engine.num_turns, 5.0)
+    watch = EngineWatch(lambda: engine.num_steps, 5.0)
     seen = []
     for _ in range(4):
         watch.look()
@@ -48,7 +48,7 @@ async def test_waits_while_the_engine_turns_and_not_when_it_hangs(monkeypatch: p
     watch = EngineWatch(engine.turn, 0.05)
     waiting = asyncio.create_task(watch.wait_for_silence())
     async with asyncio.timeout(TIMEOUT_S):
-        while engine.num_turns < 50:  # noqa: ASYNC110
+        while engine.num_steps < 50:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not waiting.done()
         engine.hangs = True

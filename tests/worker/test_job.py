@@ -1,14 +1,14 @@
 import pytest
 
-from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Event, Fetched, HeldUp, Preempted, PromptTokens, Scheduled, Started
 from engine.schedule.batcher import Gate
 from wire.ids import AttemptId
 from wire.pools import Role
 from worker.job import PromptProgress, SpanName, Stopwatch
 
 ID = AttemptId("request")
-FOUND = TierTokens({"device": 16, "host": 20})
-LACKING = TierTokens({"device": 16}, computed=24)
+FOUND = PromptTokens({"device": 16, "host": 20})
+LACKING = PromptTokens({"device": 16}, computed=24)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def note(stopwatch: Stopwatch, *events: Event) -> PromptProgress:
 
 @pytest.mark.parametrize(("tokens", "phase"), [(LACKING, "decode.compute"), (FOUND, "decode.generate")])
 def test_what_is_missing_is_computed_before_the_role_has_its_turn(
-    stopwatch: Stopwatch, tokens: TierTokens, phase: str
+    stopwatch: Stopwatch, tokens: PromptTokens, phase: str
 ) -> None:
     progress = note(stopwatch, HeldUp(ID, 1, Gate.SLOT), Scheduled(ID, 1), Fetched(ID, 1, tokens), Started(ID, 1))
     assert progress.tokens == tokens

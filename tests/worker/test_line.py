@@ -79,7 +79,7 @@ def pieces(attempt: AttemptId, data: bytes, num_pieces: int) -> list[worker_pb2.
     size = -(-len(data) // num_pieces)
     parts = [data[start : start + size] for start in range(0, len(data), size)]
     return [
-        worker_pb2.ConnectRequest(piece=worker_pb2.Piece(id=attempt, data=part, last=number == len(parts)))
+        worker_pb2.ConnectRequest(piece=worker_pb2.BeginPart(id=attempt, data=part, last=number == len(parts)))
         for number, part in enumerate(parts, start=1)
     ]
 
@@ -133,7 +133,7 @@ async def test_waits_for_news(line: WorkerLine) -> None:
 async def test_answers_go_with_the_news(line: WorkerLine) -> None:
     line.send(update(A, 0))
     for number in (4, 5):
-        line.send_answer(worker_pb2.Answer(number=number))
+        line.send_answer(worker_pb2.WorkerReply(number=number))
     response = await read(line)
     assert ([one.number for one in response.answers], len(response.updates)) == ([4, 5], 1)
 
@@ -145,7 +145,7 @@ async def test_a_message_has_about_so_many_tokens_and_the_rest_follows(
     attempts = [AttemptId(f"{number}/1") for number in range(5)]
     for attempt in attempts:
         line.send(update(attempt, 0, num_tokens=6))
-    line.send_answer(worker_pb2.Answer(number=1))
+    line.send_answer(worker_pb2.WorkerReply(number=1))
     assert [len((await read(line)).updates) for _ in range(3)] == [2, 2, 1]
 
 
@@ -153,7 +153,7 @@ async def test_a_finished_line_says_what_waits_and_then_ends(line: WorkerLine, w
     line.send(update(A, 0))
     line.finish()
     line.send(update(A, 1))
-    line.send_answer(worker_pb2.Answer(number=1))
+    line.send_answer(worker_pb2.WorkerReply(number=1))
     assert await read_tokens(line) == [(A, 0, [0])]
     assert await line.next() is None
     assert await line.next() is None
@@ -182,7 +182,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: 
         worker_pb2.ConnectRequest(
             aborts=[A, B],
             renewals=[A, B],
-            ended_choices=[worker_pb2.ChoiceId(attempt=A, index=2)],
+            ended_choices=[worker_pb2.EndedChoice(attempt=A, index=2)],
             releases=[B],
             asks=[worker_pb2.Ask(number=1), worker_pb2.Ask(number=2)],
             begins=[begin(A)],

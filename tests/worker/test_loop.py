@@ -8,7 +8,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.events import Event, Failed, Fetched, Finished
-from engine.model.batch import Batch, Model
+from engine.model.batch import Batch, CausalModel
 from engine.request import ChoiceSoFar, EngineRequest
 from kernels.backend import KVPages
 from tests.harness.engines import ROOT, make_core
@@ -28,7 +28,7 @@ from worker.loop import (
     Command,
     EndChoice,
     Inbox,
-    Turn,
+    StepOutcome,
     WorkerLoop,
 )
 
@@ -64,13 +64,13 @@ class SlowModel(HashModel):
 class Driver:
     """A loop whose turns the test makes, and what it delivers."""
 
-    def __init__(self, model: Model | None = None, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, model: CausalModel | None = None, clock: Callable[[], float] | None = None) -> None:
         self.core = make_core(model or HashModel(LAYOUT, VOCAB_SIZE))
         self.inbox = WatchedInbox()
         self.broken = threading.Event()
         self.clock = clock or FakeClock()
         self.loop = WorkerLoop(self.core, self.inbox, self._take, self.broken.set, self.clock)
-        self.turns: list[Turn] = []
+        self.turns: list[StepOutcome] = []
         self._changed = threading.Condition()
 
     def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> AttemptId:
@@ -96,7 +96,7 @@ class Driver:
         for _ in range(MAX_TURNS):
             if all(map(self.has_ended, attempts)):
                 return
-            self.loop.turn()
+            self.loop.run_once()
         raise AssertionError("it does not end")
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
@@ -111,10 +111,10 @@ class Driver:
     def check(self) -> list[str]:
         answer: Future[list[str]] = Future()
         assert self.loop.put(CheckBooks(answer))
-        self.loop.turn()
+        self.loop.run_once()
         return answer.result(0.0)
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: StepOutcome) -> None:
         with self._changed:
             self.turns.append(turn)
             self._changed.notify()
@@ -144,15 +144,15 @@ def test_requests_run_to_their_end(driver: Driver) -> None:
 def test_a_turn_makes_one_delivery_of_what_is_new_about_all(driver: Driver) -> None:
     attempts = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
     driver.turn_until_ended(*attempts)
-    assert len(driver.turns) <= driver.loop.num_turns
+    assert len(driver.turns) <= driver.loop.num_steps
     assert [request.attempt_id for request in driver.turns[0].added] == attempts
     assert {choice.attempt_id for choice in driver.turns[-1].output.choices} == set(attempts)
 
 
 def test_a_turn_without_news_is_not_delivered(driver: Driver) -> None:
     driver.inbox.ring()
-    driver.loop.turn()
-    assert (driver.loop.num_turns, driver.turns) == (1, [])
+    driver.loop.run_once()
+    assert (driver.loop.num_steps, driver.turns) == (1, [])
 
 
 def test_a_thread_runs_requests_to_their_end(threaded: Driver) -> None:
@@ -164,7 +164,7 @@ def test_a_thread_runs_requests_to_their_end(threaded: Driver) -> None:
 def test_waits_for_commands_only_while_there_is_nothing_to_do(driver: Driver) -> None:
     driver.turn_until_ended(driver.begin("r"))
     driver.inbox.ring()
-    driver.loop.turn()
+    driver.loop.run_once()
     assert driver.inbox.waits_s[0] == MAX_IDLE_S
     assert set(driver.inbox.waits_s[1:-1]) == {0.0}
     assert driver.check() == []
@@ -185,10 +185,10 @@ def test_a_step_counts_for_what_it_computes_and_not_for_the_fetch_before() -> No
 def test_an_aborted_attempt_leaves_before_the_next_step(driver: Driver) -> None:
     attempt = driver.begin("r", max_tokens=3000)
     while not driver.tokens(attempt):
-        driver.loop.turn()
+        driver.loop.run_once()
     num_tokens = len(driver.tokens(attempt))
     driver.loop.put(Abort(attempt))
-    driver.loop.turn()
+    driver.loop.run_once()
     assert driver.aborted == {attempt: None}
     assert driver.tokens(attempt) == ORACLE.oracle(PROMPT, num_tokens)
     assert not driver.core.has_requests
@@ -199,7 +199,7 @@ def test_aborting_what_has_ended_does_no_harm(driver: Driver) -> None:
     driver.turn_until_ended(attempt)
     num_events = len(driver.events)
     driver.loop.put(Abort(attempt))
-    driver.loop.turn()
+    driver.loop.run_once()
     assert len(driver.events) == num_events
 
 
@@ -207,20 +207,20 @@ def test_an_attempt_may_follow_an_aborted_one_of_its_id(driver: Driver) -> None:
     driver.begin("r", max_tokens=3000)
     driver.loop.put(Abort(AttemptId("r/1")))
     attempt = driver.begin("r")
-    driver.loop.turn()
+    driver.loop.run_once()
     assert [request.sampling.max_tokens for request in driver.turns[0].added] == [3000, 20]
     while driver.core.has_requests:
-        driver.loop.turn()
+        driver.loop.run_once()
     assert driver.tokens(attempt) == ORACLE.oracle(PROMPT, 20)
 
 
 def test_an_ended_choice_is_told_once(driver: Driver) -> None:
     attempt = driver.begin("r", max_tokens=3000)
     while not driver.tokens(attempt):
-        driver.loop.turn()
+        driver.loop.run_once()
     for _ in range(2):
         driver.loop.put(EndChoice(attempt, 0))
-        driver.loop.turn()
+        driver.loop.run_once()
     assert [event for event in driver.events if isinstance(event, Finished)] == [
         Finished(attempt, 0, FinishReason.STOP)
     ]
@@ -228,7 +228,7 @@ def test_an_ended_choice_is_told_once(driver: Driver) -> None:
 
 def test_what_the_engine_refuses_ends_with_its_error(driver: Driver) -> None:
     driver.begin("r", max_tokens=1 << 20)
-    driver.loop.turn()
+    driver.loop.run_once()
     (failed,) = (event for event in driver.events if isinstance(event, Failed))
     assert isinstance(failed.error, InvalidRequest)
 
@@ -236,10 +236,10 @@ def test_what_the_engine_refuses_ends_with_its_error(driver: Driver) -> None:
 def test_a_failed_step_ends_all_requests_and_no_more(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [driver.begin(f"request {number}", max_tokens=3000) for number in range(2)]
     while not driver.tokens(attempts[1]):
-        driver.loop.turn()
+        driver.loop.run_once()
     with monkeypatch.context() as patch:
         patch.setattr(EngineCore, "step", _fail)
-        driver.loop.turn()
+        driver.loop.run_once()
     assert [type(driver.aborted[one]) for one in attempts] == [Unavailable, Unavailable]
     assert driver.check() == []
     assert (driver.loop.is_running, driver.loop.is_broken) == (True, False)
@@ -249,7 +249,7 @@ def test_wrong_books_after_a_failed_step_break_the_loop(driver: Driver, monkeypa
     attempt = driver.begin("r", max_tokens=3000)
     monkeypatch.setattr(EngineCore, "check", _fail)
     monkeypatch.setattr(EngineCore, "step", _fail)
-    driver.loop.turn()
+    driver.loop.run_once()
     assert isinstance(driver.aborted[attempt], Unavailable)
     assert (driver.loop.is_running, driver.loop.is_broken) == (False, True)
 
@@ -287,10 +287,10 @@ def test_a_request_that_cannot_be_aborted_ends_and_breaks_the_loop(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = driver.begin("r", max_tokens=3000)
-    driver.loop.turn()
+    driver.loop.run_once()
     monkeypatch.setattr(EngineCore, "abort", _fail)
     driver.loop.put(Abort(attempt))
-    driver.loop.turn()
+    driver.loop.run_once()
     assert isinstance(driver.aborted[attempt], Unavailable)
     assert driver.loop.is_broken
 

@@ -12,10 +12,10 @@ from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
-from wire.tier import BlockCounts, FarStatus, Tier
+from wire.tier import FarStatus, LedgerCounts, Tier
 from worker.messages import ended_with, request_from_pb, status_to_pb
 
-COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
+COUNTS = LedgerCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(
     blocks=COUNTS,
     num_running=6,
@@ -68,7 +68,7 @@ def set_to(**settings: Any) -> worker_pb2.Begin:
 
 
 def of_choices(*indices: int, n: int = 4) -> worker_pb2.Begin:
-    choices = [worker_pb2.ChoiceSoFar(index=index) for index in indices]
+    choices = [worker_pb2.UnfinishedChoice(index=index) for index in indices]
     return spoilt(begin_of(sampling=greedy(40, n=n)), choices=choices)
 
 

@@ -22,10 +22,10 @@ class ConnectRequest(_message.Message):
     releases: _containers.RepeatedScalarFieldContainer[str]
     asks: _containers.RepeatedCompositeFieldContainer[Ask]
     begins: _containers.RepeatedCompositeFieldContainer[Begin]
-    piece: Piece
+    piece: BeginPart
     proof: bytes
-    ended_choices: _containers.RepeatedCompositeFieldContainer[ChoiceId]
-    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[ChoiceId, _Mapping]]] = ...) -> None: ...
+    ended_choices: _containers.RepeatedCompositeFieldContainer[EndedChoice]
+    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[BeginPart, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[EndedChoice, _Mapping]]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("updates", "answers", "ended_holds")
@@ -33,11 +33,11 @@ class ConnectResponse(_message.Message):
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     ENDED_HOLDS_FIELD_NUMBER: _ClassVar[int]
     updates: _containers.RepeatedCompositeFieldContainer[Update]
-    answers: _containers.RepeatedCompositeFieldContainer[Answer]
+    answers: _containers.RepeatedCompositeFieldContainer[WorkerReply]
     ended_holds: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ..., ended_holds: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[WorkerReply, _Mapping]]] = ..., ended_holds: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class ChoiceId(_message.Message):
+class EndedChoice(_message.Message):
     __slots__ = ("attempt", "index")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -63,7 +63,7 @@ class Begin(_message.Message):
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
     sampling_params: _inference_pb2.SamplingParams
-    choices: _containers.RepeatedCompositeFieldContainer[ChoiceSoFar]
+    choices: _containers.RepeatedCompositeFieldContainer[UnfinishedChoice]
     time_left_s: float
     block_addresses: _containers.RepeatedScalarFieldContainer[str]
     computes_all: bool
@@ -71,9 +71,9 @@ class Begin(_message.Message):
     num_public_blocks: int
     num_scored: int
     kv_policy: str
-    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., kv_policy: _Optional[str] = ...) -> None: ...
 
-class ChoiceSoFar(_message.Message):
+class UnfinishedChoice(_message.Message):
     __slots__ = ("index", "output")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -81,7 +81,7 @@ class ChoiceSoFar(_message.Message):
     output: _inference_pb2.TokenIds
     def __init__(self, index: _Optional[int] = ..., output: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ...) -> None: ...
 
-class Piece(_message.Message):
+class BeginPart(_message.Message):
     __slots__ = ("id", "data", "last")
     ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -184,7 +184,7 @@ class GetStatus(_message.Message):
     check: bool
     def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
-class Answer(_message.Message):
+class WorkerReply(_message.Message):
     __slots__ = ("number", "info", "status", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]

@@ -16,7 +16,7 @@ With `heads`, each head's rows stand as llama.cpp rotates them, dimensions i and
 `GgufPart` puts rows in our order: whole rows move, and no block crosses a row.
 
 `GgufPart.read(name, dtype)` dequantizes and rounds once. `GgufPart.read_stored(name)` returns the bytes, uint8 [rows,
-bytes of a row], rows in our order; `blocks.unpack(type, bytes)` makes `Codes` of them:
+bytes of a row], rows in our order; `blocks.unpack(type, bytes)` makes `CodedRows` of them:
 
     value[row, column] = scale[row, column // group] * code[row, column] + offset[row, column // group]
 

@@ -16,7 +16,7 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 @dataclass(frozen=True)
-class Codes:
+class CodedRows:
     """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], and such offsets or None."""
 
     codes: NDArray[np.int8]
@@ -51,7 +51,7 @@ class BlockType:
     bytes: int
     dtype: str | None = None
     halves: tuple[int, ...] = ()
-    decode: Callable[[Bytes], Codes] | None = None
+    decode: Callable[[Bytes], CodedRows] | None = None
 
     def is_finite(self, blocks: Bytes) -> bool:
         """Tells whether no float and no half-precision scale of uint8 [blocks, bytes] is NaN or infinite."""
@@ -82,13 +82,13 @@ class StoredTensor:
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
-def unpack(kind: BlockType, stored: Bytes) -> Codes:
+def unpack(kind: BlockType, stored: Bytes) -> CodedRows:
     """Decodes uint8 [rows, bytes of a row] of a quantized type."""
     assert kind.decode is not None
     rows = len(stored)
     found = kind.decode(stored.reshape(-1, kind.bytes))
     offset = None if found.offset is None else found.offset.reshape(rows, -1)
-    return Codes(found.codes.reshape(rows, -1), found.scale.reshape(rows, -1), offset)
+    return CodedRows(found.codes.reshape(rows, -1), found.scale.reshape(rows, -1), offset)
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -106,26 +106,26 @@ def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     return np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") * np.uint8(16)
 
 
-def _q4_0(blocks: Bytes) -> Codes:
-    return Codes(_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _half(blocks, 0))
+def _q4_0(blocks: Bytes) -> CodedRows:
+    return CodedRows(_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _half(blocks, 0))
 
 
-def _q4_1(blocks: Bytes) -> Codes:
-    return Codes(_nibbles(blocks[:, 4:]).view(np.int8), _half(blocks, 0), _half(blocks, 2))
+def _q4_1(blocks: Bytes) -> CodedRows:
+    return CodedRows(_nibbles(blocks[:, 4:]).view(np.int8), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q5_0(blocks: Bytes) -> Codes:
+def _q5_0(blocks: Bytes) -> CodedRows:
     codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return Codes(codes.view(np.int8) - np.int8(16), _half(blocks, 0))
+    return CodedRows(codes.view(np.int8) - np.int8(16), _half(blocks, 0))
 
 
-def _q5_1(blocks: Bytes) -> Codes:
+def _q5_1(blocks: Bytes) -> CodedRows:
     codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return Codes(codes.view(np.int8), _half(blocks, 0), _half(blocks, 2))
+    return CodedRows(codes.view(np.int8), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q8_0(blocks: Bytes) -> Codes:
-    return Codes(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0))
+def _q8_0(blocks: Bytes) -> CodedRows:
+    return CodedRows(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0))
 
 
 def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
@@ -136,30 +136,30 @@ def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
     return scales.astype(np.float32), minima.astype(np.float32)
 
 
-def _k_codes(blocks: Bytes, at: int, codes: Bytes) -> Codes:
+def _k_codes(blocks: Bytes, at: int, codes: Bytes) -> CodedRows:
     """Puts codes under the scales and minima that begin a block; `at`: the byte after them."""
     scales, minima = _k_scales(blocks[:, 4:at])
-    return Codes(codes.view(np.int8), _half(blocks, 0) * scales, -(_half(blocks, 2) * minima))
+    return CodedRows(codes.view(np.int8), _half(blocks, 0) * scales, -(_half(blocks, 2) * minima))
 
 
-def _q4_k(blocks: Bytes) -> Codes:
+def _q4_k(blocks: Bytes) -> CodedRows:
     codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
     return _k_codes(blocks, 16, codes)
 
 
-def _q5_k(blocks: Bytes) -> Codes:
+def _q5_k(blocks: Bytes) -> CodedRows:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     bits = np.unpackbits(blocks[:, 16:48, None], axis=-1, bitorder="little").transpose(0, 2, 1)
     return _k_codes(blocks, 16, (low | bits * np.uint8(16)).reshape(-1, 256))
 
 
-def _q6_k(blocks: Bytes) -> Codes:
+def _q6_k(blocks: Bytes) -> CodedRows:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     codes = low.reshape(-1, 256) | (high.reshape(-1, 256) << 4)
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return Codes(codes.view(np.int8) - np.int8(32), _half(blocks, 208) * scales)
+    return CodedRows(codes.view(np.int8) - np.int8(32), _half(blocks, 208) * scales)
 
 
 TYPES = {

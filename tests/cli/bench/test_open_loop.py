@@ -14,7 +14,7 @@ import pytest
 from benchmarks.machine import MachineState
 from benchmarks.serve_report import ServeReport
 from cli.bench.latency import LatencyLimits, Record
-from cli.bench.open_loop import Answer, ChatsClient, CompletionsClient, LoadClient, OpenLoopClient
+from cli.bench.open_loop import ChatsClient, CompletionsClient, LoadClient, OpenLoopClient, RequestTiming
 from cli.bench.schedule import Arrival
 from httpd.server import HttpServer
 from tests.gateway.local_gateway import serving
@@ -179,7 +179,7 @@ async def test_no_more_requests_than_places_are_under_way() -> None:
     told: list[Record] = []
 
     class Counting(OpenLoopClient):
-        async def ask(self, arrival: Arrival, answer: Answer) -> None:
+        async def ask(self, arrival: Arrival, answer: RequestTiming) -> None:
             under_way.append(under_way[-1] + 1)
             await asyncio.sleep(0)
             under_way.append(under_way[-1] - 1)

@@ -18,7 +18,7 @@ from router.workers.controller_port import ControllerReport
 from tests.deploy.plan.test_cluster_plan import planned
 from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, Unavailable
-from wire.pools import Addresses, OrderNumbers, Refused
+from wire.pools import Addresses, OrderNumbers, RefusedWorkers
 from wire.settings import from_json, to_json
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
 
@@ -42,7 +42,7 @@ class KeysHost(LocalHost):
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         if method == "set_members":
-            return to_json(Refused({}))
+            return to_json(RefusedWorkers({}))
         if name in self.deaf or name not in self.actors:
             raise Unavailable(f"{name} died")
         if method == "set_keys" and name == "gateway-0" and self.gate is not None:

@@ -32,7 +32,7 @@ from wire.errors import (
     WorkerNotFound,
 )
 from wire.ids import WorkerId
-from wire.pools import Drained, Members, PoolSizes, Refused, Worker, WorkerState
+from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Worker, WorkerState
 from wire.settings import from_json, to_json
 
 PLAN = planned(ClusterConfig())
@@ -52,10 +52,10 @@ class FakeRouter:
     def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
-        members = from_json(Members, members_json, "members")
+        members = from_json(MemberList, members_json, "members")
         self.sizes = members.sizes
         self.told.append(list(members.workers))
-        return to_json(Refused(self.refused))
+        return to_json(RefusedWorkers(self.refused))
 
     @property
     def known(self) -> set[str]:
