@@ -55,7 +55,7 @@ class DecodeRows:
         self._handle_to_row: dict[int, int] = {}
         self._block_size = model.layout.block_size
         self._max_blocks = model.layout.num_blocks(Window(model.layout).max_len(num_pages, model.max_context_len))
-        self._is_pinned = model.device.type == "cuda"
+        self._is_pinned = model.device.type != "cpu"
         self._reserve(_FIRST_ROWS)
 
     def __len__(self) -> int:

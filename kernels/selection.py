@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from kernels.accelerator import accelerator_of
 from kernels.backend import Backend
 from kernels.cpu.backend import CpuBackend, RoundingBackend
 from kernels.cpu.library import NoKernels, best_isa
@@ -15,20 +16,18 @@ logger = logging.getLogger(__name__)
 
 @cache
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
-    """Selects Triton on a CUDA device, and on a CPU the kernels of that name: auto, avx512, avx2, portable or torch.
+    """Selects an accelerator's own backend, and on a CPU these kernels: auto, avx512, avx2, portable or torch.
 
     `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. All but torch serve
     with int8 and int4 weights, too, as auto-int8 and so on. The first use on a machine compiles them, which takes
-    seconds. Raises NoKernels for named ones that cannot be had, ImportError on a CUDA device without Triton.
+    seconds. Raises NoKernels for named ones that cannot be had and for devices without any, ImportError as
+    `Accelerator.backend`.
     """
     isa, _, weights = kernels.partition("-")
-    if weights and (device.type == "cuda" or isa == "torch"):
+    if weights and (device.type != "cpu" or isa == "torch"):
         raise NoKernels(f"{weights} weights need the C++ kernels of a CPU")
-    if device.type == "cuda":
-        # Imported here so that a machine without Triton serves on its CPU.
-        from kernels.triton_backend import TritonBackend
-
-        return TritonBackend()
+    if device.type != "cpu":
+        return accelerator_of(device).backend()
     if kernels == "torch":
         return TorchBackend()
     try:

@@ -42,7 +42,7 @@ class DevicePool:
         self._free_open = [*range(min(num_open, num_pages))] if layout.has_open_blocks else []
         self._page_to_open: dict[PageId, int] = {}
         self.kv = view_pages(self._pages, layout, len(self._free_open))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._memory = self._pages.numpy() if device.type == "cpu" else None
 
     @property
@@ -82,7 +82,7 @@ class DevicePool:
         The thread that computes calls it before another one copies to or from pages that it has used.
         """
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
 
     def write_page(self, page: PageId, data: memoryview) -> None:
         """Begins to copy `data`, `layout.payload_bytes` of host memory that stay until `wait`, into a page."""
@@ -106,7 +106,7 @@ class DevicePool:
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begins a copy between host and device; one from memory that is not pinned has ended on return."""
         _require_equal(target.numel(), source.numel())
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._stream or nullcontext():
             target.copy_(source, non_blocking=True)
 
 

@@ -1,18 +1,18 @@
 """Decode steps that were recorded once: Python between kernels is slower than some of them.
 
-On a CPU a recorder notes the operations; on a GPU a CUDA graph captures their launches. Either has inputs of its own,
+On a CPU a recorder notes the operations; on a GPU a graph captures their launches. Either has inputs of its own,
 of a fixed number of rows, which the rows of a step are copied to.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.model.angles import FarAngles
 from engine.model.batch import Batch
+from kernels.accelerator import accelerator_of
 from kernels.backend import Angles, Recorder
 
 MIN_ROWS = 8
@@ -91,7 +91,7 @@ class RecordedProgram:
 
 
 class CapturedProgram:
-    """A forward pass that a CUDA graph has captured; each row is a sequence.
+    """A forward pass that a graph of the accelerator has captured; each row is a sequence.
 
     A step's columns go to the device in one copy from pinned memory. Rows that a batch does not fill have no context
     and no slot: they write nothing.
@@ -108,16 +108,17 @@ class CapturedProgram:
         slots.fill_(-1)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         batch = Batch(ids, positions, slots, tables, lens, starts, num_rows, ids)
-        self._copied = torch.cuda.Event()
+        self._copied = torch.Event(device)
         self._kept = forward, all_angles
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # compiles kernels, and makes the workspaces of products
+        side = torch.Stream(device)
+        side.wait_stream(torch.accelerator.current_stream(device))
+        with side:  # compiles kernels, and makes the workspaces of products
             forward(batch, all_angles.at(positions))
-        torch.cuda.current_stream(device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"):
-            self._logits = forward(batch, all_angles.at(positions))
+        torch.accelerator.current_stream(device).wait_stream(side)
+        self._graph = accelerator_of(device).graph()
+        logits: list[torch.Tensor] = []
+        self._graph.capture(lambda: logits.append(forward(batch, all_angles.at(positions))))
+        (self._logits,) = logits
 
     def run(self, batch: Batch) -> torch.Tensor:
         num_rows, width = batch.block_tables.shape
@@ -131,12 +132,6 @@ class CapturedProgram:
         self._copied.record()
         self._graph.replay()
         return self._logits[:num_rows]
-
-
-@cache
-def _graph_memory() -> Any:
-    """Returns the memory that all graphs share: one runs at a time, and its logits are read before the next."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _views(words: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:

@@ -22,8 +22,7 @@ from wire.layout import PAGE_ALIGNMENT
 _MAGIC = b"BATONKV1"
 _TRAILER = struct.Struct("<8sQQ")
 _STEP_BYTES = 256 << 20
-_PORTABLE = 1
-GPU_CONTROL = Path("/dev/nvidiactl")
+GPU_CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 log = logging.getLogger(__name__)
 
@@ -174,30 +173,25 @@ def _allocate(descriptor: int, size: int) -> mmap.mmap:
 
 def _pin(memory: mmap.mmap, size: int) -> int | None:
     """Pins the memory for direct copies of a GPU, and returns its address; None where copies must be slower."""
-    if not GPU_CONTROL.exists():
+    if not any(control.exists() for control in GPU_CONTROLS):
         return None
     import torch  # here, since the node's service needs it for nothing else, and starts a second sooner without
 
-    if not torch.cuda.is_available():
+    from kernels.accelerator import present_accelerator
+
+    accelerator = present_accelerator()
+    if accelerator is None:
         return None
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    error = torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)
-    if int(error) != 0:
-        log.warning("an arena of %d bytes could not be pinned (%s): copies to the GPU will be slower", size, error)
-        _clear_error()
+    fault = accelerator.pin(address, size)
+    if fault is not None:
+        log.warning("an arena of %d bytes could not be pinned (%s): copies to the GPU will be slower", size, fault)
         return None
     return address
 
 
-def _clear_error() -> None:
-    """Launches a kernel, which reports the error that a failed call has left, so that no later one does."""
-    import torch
-
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
 def _unpin(address: int) -> None:
-    import torch
+    from kernels.accelerator import present_accelerator
 
-    torch.cuda.cudart().cudaHostUnregister(address)
+    if (accelerator := present_accelerator()) is not None:
+        accelerator.unpin(address)

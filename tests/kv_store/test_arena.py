@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import accelerator
 from kv_store.node import arena as arena_module
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -116,17 +117,17 @@ def test_one_that_cannot_be_pinned_is_used_all_the_same(
 ) -> None:
     """As on a machine with a GPU that may not lock memory."""
     out_of_memory = 2
-    monkeypatch.setattr(arena_module, "GPU_CONTROL", Path("/dev/null"))
+    monkeypatch.setattr(arena_module, "GPU_CONTROLS", (Path("/dev/null"),))
     cleared: list[bool] = []
-    monkeypatch.setattr(arena_module, "_clear_error", lambda: cleared.append(True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: cleared.append(device == "cuda"))
+    monkeypatch.setattr(accelerator, "present_accelerator", accelerator.Cuda)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: out_of_memory))
     arena = Arena.anonymous(BLOCK, 2)
     arena.slot(SlotId(1))[:] = b"\x07" * BLOCK
     assert arena.slot(SlotId(1)) == b"\x07" * BLOCK
     arena.close()
     assert "could not be pinned" in caplog.text
-    assert cleared
+    assert cleared == [True]
 
 
 def test_no_memory_may_be_locked_and_that_is_no_error(path: str) -> None:

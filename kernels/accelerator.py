@@ -1,0 +1,109 @@
+"""The differences between kinds of accelerators: their kernels, graphs and pinned memory.
+
+All else of a device is torch.Stream, torch.Event and torch.accelerator. A further kind is a row of ACCELERATORS.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from kernels.backend import Backend
+from kernels.cpu.library import NoKernels
+
+_PORTABLE = 1
+
+
+class Graph(Protocol):
+    """Launches that were captured once, to be repeated as one."""
+
+    def capture(self, work: Callable[[], None]) -> None:
+        """Captures the launches of `work` in place of doing them. Raises RuntimeError where the device cannot."""
+        ...
+
+    def replay(self) -> None:
+        """Launches them all on the current stream. Does not block."""
+        ...
+
+
+class Accelerator(Protocol):
+    """A kind of device that computes beside the host."""
+
+    def backend(self) -> Backend:
+        """Makes the backend that serves on such devices. Raises ImportError without its packages."""
+        ...
+
+    def graph(self) -> Graph: ...
+
+    def pin(self, address: int, num_bytes: int) -> str | None:
+        """Pins host memory for direct copies of all such devices; returns the reason where that fails."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undoes `pin`."""
+        ...
+
+
+class Cuda:
+    """NVIDIA's devices, and AMD's under torch for ROCm, which has the same names."""
+
+    def backend(self) -> Backend:
+        # Imported here so that a machine without Triton serves on its CPU.
+        from kernels.triton_backend import TritonBackend
+
+        return TritonBackend()
+
+    def graph(self) -> Graph:
+        return CudaGraph()
+
+    def pin(self, address: int, num_bytes: int) -> str | None:
+        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
+        if int(error) == 0:
+            return None
+        with suppress(
+            RuntimeError
+        ):  # a launch reports the error that a failed call has left, so that no later one does
+            torch.zeros(1, device="cuda")
+        return str(error)
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class CudaGraph:
+    """A CUDA graph, in the memory that all of them share: one runs at a time."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Callable[[], None]) -> None:
+        with torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+ACCELERATORS: dict[str, Accelerator] = {"cuda": Cuda()}
+"""By the type of a torch.device."""
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Returns the kind of a device. Raises NoKernels for an unknown one."""
+    if device.type not in ACCELERATORS:
+        raise NoKernels(f"no kernels for device {device}: there are some for cpu, {', '.join(ACCELERATORS)}")
+    return ACCELERATORS[device.type]
+
+
+def present_accelerator() -> Accelerator | None:
+    """Returns the kind of this machine's devices; None without one that can be used."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else ACCELERATORS.get(device.type)
+
+
+@cache
+def _graph_memory() -> Any:
+    """Returns the memory of all graphs, whose results are read before the next one runs."""
+    return torch.cuda.graph_pool_handle()
