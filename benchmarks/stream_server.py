@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.paced_engine import PacedEngine
 from benchmarks.paced_worker import PacedWorker, beats
-from decode_worker.actor import decode_behaviour
+from decode_worker.behaviour import decode_behaviour
 from engine.request import EngineRequest
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig

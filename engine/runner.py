@@ -20,8 +20,7 @@ from engine.kv.retention import Weighed
 from engine.model.batch import Batch, CausalModel, Watched
 from engine.model.sampler import NO_MASKS, Draw, Masks, likeliest, sample, score
 from engine.sequence import Sequence
-from engine.speculation.speculator import Drafts
-from engine.work import NO_ROWS, Gains, PromptChunk, Work
+from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NonFiniteLogits

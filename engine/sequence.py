@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.events import ChoiceId
-from engine.kv.block_table import BlockTable
-from engine.kv.retention import Prefix, retention_of
+from engine.kv.retention import BlockTable, Prefix, retention_of
 from engine.model.batch import CausalModel
 from engine.model.sampler import Draw
 from engine.request import ChoiceSoFar, EngineRequest, HandOff

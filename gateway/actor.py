@@ -40,7 +40,7 @@ class GatewayActor:
         tls = None if config.tls is None else Certificates(config.tls)
         folder = Path(config.metrics_folder) if config.metrics_folder else None
         metrics = Metrics(config.name, folder, config.metrics_address)
-        self._server = server = HttpServer(Gateway(self._clients, self._keys, metrics), config.knows_host, tls)
+        self._server = server = HttpServer(Gateway(self._clients, self._keys, metrics), config.hosts, tls)
         if config.joined_port is None:
             address = await server.start(config.host, config.port)
         else:

@@ -31,12 +31,13 @@ class GatewayConfig:
     tls: TlsFiles | None = None
     keys: KeyList = field(default_factory=KeyList)
 
-    def knows_host(self, host: str) -> bool:
-        """Returns whether a request may name a host, in lower case.
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The hosts that a request may name, in lower case; None for any.
 
         On loopback a page of the web, whose name was made to lead here, could else use the model: it shows that name.
         """
-        return self.host != LOOPBACK or host in OWN_HOSTS or host in map(str.lower, self.host_names)
+        return frozenset((*OWN_HOSTS, *map(str.lower, self.host_names))) if self.host == LOOPBACK else None
 
     def to_json(self) -> str:
         return to_json(self)

@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
+from typing import Any
 
-from httpd.port import Message
 from httpd.request_reader import Incoming, RequestReader
 
+Message = MutableMapping[str, Any]
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = (b"connection", b"close")
 

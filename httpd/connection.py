@@ -5,11 +5,14 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from httpd.answer import CONTINUE, Response, head_of
 from httpd.errors import HttpError, envelope, headers
-from httpd.port import Port
 from httpd.request_reader import Incoming, RequestReader
+
+if TYPE_CHECKING:
+    from httpd.server import Port
 
 MAX_HEAD_S = 10.0
 """Bound on the time in which the head of a request arrives, the wait for the first one included."""
@@ -33,9 +36,9 @@ class Connection(asyncio.BufferedProtocol):
     Only the beginning of a head moves the deadline. Requests behind one that is under way wait in the reader.
     """
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: "Port") -> None:
         self._port = port
-        self._reader = RequestReader(port.knows_host)
+        self._reader = RequestReader(port.hosts)
         self._answer: Response | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._is_delayed = self._has_eof = self._has_ended = False

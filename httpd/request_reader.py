@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -43,13 +43,13 @@ class RequestReader:
     A request that the fault cuts off leaves `waiting`; one that was begun before never becomes whole.
     """
 
-    def __init__(self, knows_host: Callable[[str], bool]) -> None:
-        """knows_host: whether a request may name this host, without its port and in lower case."""
+    def __init__(self, hosts: Collection[str] | None) -> None:
+        """hosts: that a request may name, without ports and in lower case; None for any."""
         self.waiting: deque[Incoming] = deque()
         self.fault: HttpError | None = None
         self.is_in_head = False
         self.num_body_bytes = 0
-        self._knows_host = knows_host
+        self._hosts = hosts
         self._incoming: Incoming | None = None
         self._is_over = False
         self._num_parsed_bytes = self._num_open_bytes = 0
@@ -172,7 +172,7 @@ class RequestReader:
         if not given and version == "1.0":
             return
         found = _HOST.fullmatch(given[0]) if len(given) == 1 else None
-        if found is None or not self._knows_host(found[1].decode().lower()):
+        if found is None or (self._hosts is not None and found[1].decode().lower() not in self._hosts):
             raise _fault(_OTHER_HOST)
 
     def _count(self, num_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """A router without its ports: the parts that serve requests, put together."""
 
 import asyncio
+from functools import lru_cache
 
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
@@ -24,6 +25,9 @@ from text.codec import TextCodec
 from text.grammar import GrammarProcesses
 from wire.layout import Window
 from wire.trust.key_ring import KeyRing
+
+MAX_KNOWN_ROOTS = 4096
+"""Tenants with the root of their blocks' names at hand."""
 
 
 class Router:
@@ -73,8 +77,8 @@ class Router:
             prefixes=prefixes,
             grammars=self._grammars,
         )
-        admission = Admission(config.admission)
-        self.dispatcher = Dispatcher(services, config.root_of, admission, config.streams, self._limits)
+        admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
+        self.dispatcher = Dispatcher(services, root_of, admission, config.streams, self._limits)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))

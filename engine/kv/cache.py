@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.events import Fetched, PromptTokens
-from engine.kv.block_table import BlockTable
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
+from engine.kv.retention import BlockTable
 from engine.request import HandOff
 from engine.schedule.batcher import Pages, Phase
 from engine.sequence import Sequence

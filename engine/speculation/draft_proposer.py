@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.decode_rows import Ints
-from engine.kv.block_table import BlockTable
+from engine.kv.retention import BlockTable
 from engine.model.batch import Batch, DraftModel
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool

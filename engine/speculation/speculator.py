@@ -14,11 +14,9 @@ Saxena (2023).
 """
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +24,7 @@ import numpy as np
 from engine.decode_rows import DecodeRows, Ints
 from engine.events import Drafted
 from engine.sequence import Sequence
+from engine.work import NO_DRAFTS, Drafts
 
 log = logging.getLogger(__name__)
 
@@ -50,59 +49,6 @@ MAX_MISS, MAX_STALL = 2, 8
 NGRAM_LENGTHS = (3, 2)
 MAX_A_STEP = 4096
 """The most tokens of a sequence that one step adds to its n-grams: 4 ms of the engine's thread."""
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The tokens of the first rows in a step, each row's own and then its guesses. R rows, T tokens.
-
-    lengths: int64 [R], tokens of each row. token_ids: int64 [T].
-    """
-
-    lengths: Ints
-    token_ids: Ints
-
-    @classmethod
-    def of(cls, own: Ints, row_to_guesses: Mapping[int, Seq[int]]) -> "Drafts":
-        """Makes drafts of each row's own token, int64 [R], and of guesses."""
-        tokens = [[token, *row_to_guesses.get(row, ())] for row, token in enumerate(own.tolist())]
-        lengths = np.array([len(one) for one in tokens], dtype=np.int64)
-        return cls(lengths, np.array([*chain.from_iterable(tokens)], dtype=np.int64))
-
-    def __len__(self) -> int:
-        """Counts the guesses."""
-        return len(self.token_ids) - len(self.lengths)
-
-    @cached_property
-    def rows(self) -> Ints:
-        """The row of each token, int64 [T]."""
-        return np.repeat(np.arange(len(self.lengths)), self.lengths)
-
-    @cached_property
-    def offsets(self) -> Ints:
-        """The distance of each token from its row's own, int64 [T]."""
-        return np.arange(len(self.rows)) - (self.lengths.cumsum() - self.lengths)[self.rows]
-
-    def true_places(self, drawn: Seq[int], end_ids: Seq[Container[int]]) -> list[int]:
-        """Lists the places, of T, up to which the guesses of each row came true; its own token always counts.
-
-        drawn: after each token, negative for none. end_ids: of each row.
-        """
-        places: list[int] = []
-        token_ids = self.token_ids.tolist()
-        place = 0
-        for length, ends in zip(self.lengths.tolist(), end_ids, strict=True):
-            places.append(place)
-            for guess in range(place + 1, place + length):
-                token = token_ids[guess]
-                if token != drawn[guess - 1] or token in ends or drawn[guess] < 0:
-                    break
-                places.append(guess)
-            place += length
-        return places
-
-
-NO_DRAFTS = Drafts.of(np.zeros(0, dtype=np.int64), {})
 
 
 class Proposer(Protocol):

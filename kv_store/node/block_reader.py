@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kv_store.breaker import Breaker
+from kv_store.connection import Breaker
 from kv_store.frame import CHECKSUM_BYTES, checksum_of
 from kv_store.node.block_server import (
     DELETE,

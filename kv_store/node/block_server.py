@@ -22,9 +22,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from kv_store.connection import receive_exactly
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
-from kv_store.receiving import receive_exactly
 from wire.errors import StoreError
 from wire.ids import BlockKey
 from wire.trust.identity import NONCE_BYTES, PROOF_BYTES, Handshake, Identity, is_equal

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kv_store.breaker import Breaker
+from kv_store.connection import Breaker, receive_exactly
 from kv_store.node.directory_port import (
     CALLS,
     CALLS_OF_ANY_EPOCH,
@@ -21,7 +21,6 @@ from kv_store.node.directory_port import (
     ServiceCodec,
     body_len,
 )
-from kv_store.receiving import receive_exactly
 from wire.directory import DirectoryInfo
 from wire.errors import StoreError, WireError
 from wire.ids import PROTOCOL_VERSION

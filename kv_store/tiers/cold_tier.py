@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Protocol
 
-from kv_store.breaker import Breaker
+from kv_store.connection import Breaker
 from kv_store.frame import FrameSeal
 from wire.errors import ForgedFrame, WireError
 from wire.ids import BlockKey

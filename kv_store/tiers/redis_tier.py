@@ -13,8 +13,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
+from kv_store.connection import receive_exactly
 from kv_store.frame import FRONT_BYTES
-from kv_store.receiving import receive_exactly
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
 from wire.ids import BlockKey

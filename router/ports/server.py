@@ -12,13 +12,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from httpd.errors import HttpError, envelope, headers
-from httpd.port import Receive, Send
 from httpd.request_reader import Scope as HttpScope
-from httpd.server import HttpServer
+from httpd.server import HttpServer, Receive, Send
 from router.config import LOOPBACK
-from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
-from router.ports.interceptors import ErrorInterceptor, KeyInterceptor
+from router.ports.interceptors import ArrivalLimit, ErrorInterceptor, KeyInterceptor
 from router.ports.operator import ClusterApi
 from router.router import Router
 from wire import errors

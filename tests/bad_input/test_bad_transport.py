@@ -152,7 +152,7 @@ async def test_metadata_below_16_kib_is_taken(ports: Ports) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls may take but a moment to send their message."""
-    monkeypatch.setattr("router.ports.arrivals.MAX_ARRIVAL_S", OUR_ARRIVAL_S)
+    monkeypatch.setattr("router.ports.interceptors.MAX_ARRIVAL_S", OUR_ARRIVAL_S)
 
 
 SLOW: dict[str, Callable[[RawHttp2], None]] = {

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.batcher import DecodeBatcher
+from decode_worker.behaviour import DecodeBatcher
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 
 BLOCK = 16

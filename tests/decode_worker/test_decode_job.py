@@ -1,6 +1,6 @@
 from hypothesis import given
 
-from decode_worker.job import DecodeJob
+from decode_worker.behaviour import DecodeJob
 from engine.events import Drafted, Failed, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Started
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Gate

@@ -6,7 +6,7 @@ from pathlib import Path
 from gateway import fields
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from router.ports.arrivals import reserved_names
+from router.ports.interceptors import reserved_names
 from wire.pb import inference_pb2 as pb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()

@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.batcher import DecodeBatcher
+from decode_worker.behaviour import DecodeBatcher
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase, fit_running
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from prefill_worker.batcher import PrefillBatcher
+from prefill_worker.behaviour import PrefillBatcher
 
 BLOCK = 16
 

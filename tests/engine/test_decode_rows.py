@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.decode_rows import DecodeRows
-from engine.kv.block_table import BlockTable
+from engine.kv.retention import BlockTable
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.sequence import Sequence
 from tests.harness.engines import ROOT

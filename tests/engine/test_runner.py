@@ -7,8 +7,7 @@ from engine.kv.cache import KVCache
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.speculation.speculator import Drafts
-from engine.work import NO_ROWS, Gains, PromptChunk, Work
+from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT

@@ -20,12 +20,12 @@ from engine.speculation.speculator import (
     MAX_PAUSE,
     MAX_ROWS,
     DraftLength,
-    Drafts,
     NgramProposer,
     NgramText,
     Payoff,
     Speculator,
 )
+from engine.work import Drafts
 from kernels.backend import KVPages
 from tests.harness.engines import drive, gained, make_core, prefill, release, request, resume, serve
 from tests.harness.node import Node

@@ -12,9 +12,8 @@ import pytest
 
 from gateway.config import GatewayConfig
 from httpd.connection import Connection
-from httpd.port import MAX_HEADS_A_TURN
 from httpd.request_reader import MAX_PIPELINED
-from httpd.server import HttpServer
+from httpd.server import MAX_HEADS_A_TURN, HttpServer
 from tests.harness.cluster import WAIT_S, until
 from wire.errors import ConfigError
 
@@ -197,7 +196,7 @@ HOSTS = {
 @pytest.mark.parametrize("host", HOSTS)
 async def test_hosts_that_a_request_may_ask_for(host: bytes) -> None:
     app = App()
-    server = HttpServer(app, GatewayConfig(host_names=("LLM.example.org",)).knows_host)
+    server = HttpServer(app, GatewayConfig(host_names=("LLM.example.org",)).hosts)
     served = Served(app, int((await server.start("127.0.0.1", 0)).rpartition(":")[2]))
     client = await served.connect(b"GET /a HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
     assert (await client.status(), app.num_requests) == (HOSTS[host], int(HOSTS[host] == 200))
@@ -246,7 +245,7 @@ async def test_an_idle_connection_is_closed(served: Served, monkeypatch: pytest.
 
 
 async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("httpd.port.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("httpd.server.MAX_CONNECTIONS", 2)
     first, second, third = [await served.connect() for _ in range(3)]
     assert await third.status() == 503
     assert b'"2 connections are open, the limit (fixed)"' in third.body
@@ -261,7 +260,7 @@ async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.
 
 
 async def test_one_address_has_no_more_connections_than_it_may(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("httpd.port.MAX_CONNECTIONS_AN_ADDRESS", 2)
+    monkeypatch.setattr("httpd.server.MAX_CONNECTIONS_AN_ADDRESS", 2)
     first, _, third = [await served.connect(source="127.0.0.2") for _ in range(3)]
     assert await third.status() == 503
     assert b'"2 connections of this address are open, the limit (fixed)"' in third.body
@@ -378,7 +377,7 @@ async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> Non
 
 
 async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("httpd.port.MAX_HEADS_A_TURN", 1)
+    monkeypatch.setattr("httpd.server.MAX_HEADS_A_TURN", 1)
     clients = [await served.connect() for _ in range(5)]
     for client in clients:
         client.writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000))

@@ -1,4 +1,4 @@
-from kv_store.breaker import Breaker
+from kv_store.connection import Breaker
 from tests.harness.fake_clock import FakeClock
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase
-from prefill_worker.batcher import PrefillBatcher
+from prefill_worker.behaviour import PrefillBatcher
 
 BLOCK = 16
 PATIENCE = 100

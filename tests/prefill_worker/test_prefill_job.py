@@ -13,7 +13,7 @@ from engine.events import (
 )
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.batcher import Gate
-from prefill_worker.job import PrefillJob
+from prefill_worker.behaviour import PrefillJob
 from tests.worker.engine_events import (
     ID,
     Script,

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from router.ports.arrivals import MAX_ARRIVING, reserved_names
+from router.ports.interceptors import MAX_ARRIVING, reserved_names
 from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.harness.cluster import WAIT_S, until

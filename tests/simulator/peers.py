@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
-from kv_store.breaker import Breaker
+from kv_store.connection import Breaker
 from kv_store.node.directory_port import DirectoryPort
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.node import Caller, Node

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from decode_worker.job import DecodeJob
+from decode_worker.behaviour import DecodeJob
 from tests.harness.known_model import LAYOUT
 from tests.harness.node import Node
 from tests.harness.one_worker import (

@@ -1,14 +1,53 @@
-"""An attempt at a decode worker: it fetches blocks, computes missing KV, and streams tokens to the end.
+"""The behaviour of a decode worker: its batcher, and its jobs.
+
+A job is an attempt: it fetches blocks, computes missing KV, and streams tokens to the end.
 
 queue -> wait -> fetch -> wait -> compute -> generate -> ended
                               \\-> generate, if no KV of the prompt was missing
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
 from engine.events import Drafted, Failed, Fetched, Finished, Scored
 from engine.request import EngineRequest
+from engine.schedule.batcher import Candidate, Pages, Phase, Plan, fit_running
 from wire.pb import worker_pb2
 from wire.pools import Role
-from worker.job import Job, News, SpanName, end_choice
+from worker.config import BatchSettings
+from worker.job import Behaviour, Job, News, SpanName, end_choice
+
+
+@dataclass(frozen=True)
+class DecodeBatcher:
+    """Decode first, then prompt tokens without KV, in chunks small enough not to hold decoding sequences up.
+
+    max_step_tokens: tokens of one step over all sequences; at least max_running + max_chunk_tokens.
+    max_running: sequences with pages at a time.
+    max_chunk_tokens: tokens of chunks in a step with decoding sequences; bounds the inter-token latency.
+    """
+
+    max_step_tokens: int = 2048
+    max_running: int = 128
+    max_chunk_tokens: int = 256
+
+    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+        step = fit_running(running, pages, self._num_step_tokens(running))
+        num_slots = self.max_running - len(running)
+        return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))
+
+    def _num_step_tokens(self, running: Sequence[Candidate]) -> int:
+        num_decoding = sum(candidate.phase is Phase.DECODE for candidate in running)
+        if not num_decoding:
+            return self.max_step_tokens
+        return min(self.max_step_tokens, num_decoding + self.max_chunk_tokens)
+
+
+def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
+    """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
+    spoken_for = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
+    return pages.num_allocatable - spoken_for
 
 
 class DecodeJob(Job):
@@ -67,3 +106,9 @@ class DecodeJob(Job):
             self._stopwatch.count(tokens=sum(self._num_output.values()) - self._num_before)
             update.end.spans.extend(self._stopwatch.spans(now_s))
         return update
+
+
+def decode_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
+    """Puts a decode worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
+    batcher = DecodeBatcher(batch.max_step_tokens, batch.max_running, batch.max_chunk_tokens)
+    return Behaviour(Role.DECODE, batcher, EngineRequest, partial(DecodeJob, block_size=block_size))

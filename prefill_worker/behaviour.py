@@ -1,0 +1,113 @@
+"""The behaviour of a prefill worker: its batcher, and its jobs.
+
+A job is an attempt: prompt in, one token per choice out, the prompt's blocks held in the store.
+
+queue -> wait -> fetch -> wait -> compute -> publish -> answered
+                                         \\-> answered, if every choice ended with its first token
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from engine.events import Failed, Finished, HandedOff, Scored
+from engine.request import EngineRequest, HandOff
+from engine.schedule.batcher import Candidate, Pages, Plan, fit_running
+from wire.errors import BatonError
+from wire.pb import worker_pb2
+from wire.pools import Role
+from worker.config import BatchSettings
+from worker.job import Behaviour, Job, News, SpanName, end_choice
+
+
+@dataclass(frozen=True)
+class PrefillBatcher:
+    """Shortest prompt first by tokens left to compute, with each later arrival in favour of a waiting prompt.
+
+    A prompt that would hold up short ones lets them pass, but no more than `num_missing / patience_tokens` of them.
+    The batcher admits a prompt with pages for all of it only, so prompts do not take pages from one another half-way.
+    Source: shortest remaining processing time first, with linear ageing.
+
+    max_step_tokens: tokens of one step over all sequences; the size of a chunk.
+    max_running: sequences with pages at a time.
+    patience_tokens: tokens by which a prompt may be longer for each later arrival, and still come first.
+    """
+
+    max_step_tokens: int = 2048
+    max_running: int = 128
+    patience_tokens: int = 512
+
+    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+        step = fit_running(self._by_urgency(running), pages, self.max_step_tokens)
+        num_slots = self.max_running - len(running)
+        num_spare = _num_unclaimed(running, pages)
+        return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
+
+    def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Sorts candidates; their handles grow with arrival."""
+        return sorted(candidates, key=lambda one: one.num_missing + one.handle * self.patience_tokens)
+
+
+def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
+    """Counts the pages that are left when each running sequence has pages for its whole prompt."""
+    return pages.num_allocatable - sum(pages.needed_in_all(one) for one in running)
+
+
+class PrefillJob(Job):
+    """A Job with scores of the prompt, if they are wanted, and one update at its end.
+
+    An attempt that fails or is withdrawn ends its hold, too.
+    """
+
+    def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
+        """`request` is a HandOff."""
+        super().__init__(request, Role.PREFILL, arrived_s, block_size, SpanName.PUBLISH)
+        self._unfinished = {choice.index for choice in request.choices}
+        self._firsts: dict[int, worker_pb2.ChoiceTokens] = {}
+        self._last_token_s = arrived_s
+
+    def take(self, news: News, now_s: float) -> worker_pb2.Update | None:
+        if isinstance(news, worker_pb2.Update):
+            self._last_token_s = now_s
+            (tokens,) = news.choices
+            self._firsts[tokens.index] = tokens
+            return None
+        self._prompt.note(news, now_s)
+        match news:
+            case Finished():
+                end_choice(self._firsts[news.choice], news)
+                self._unfinished.discard(news.choice)
+                return None if self._unfinished else self._answer(0, now_s)
+            case Scored():
+                return self._scored(news)
+            case HandedOff(num_held=num_held):
+                self._stopwatch.begin_span(SpanName.PUBLISH, self._last_token_s)
+                self._stopwatch.count(blocks=num_held)
+                return self._answer(num_held, now_s)
+            case Failed(error=error):
+                return self._failed(error)
+        return None
+
+    def releases_hold(self, update: worker_pb2.Update) -> bool:
+        return update.end.HasField("error")
+
+    def _answer(self, num_held: int, now_s: float) -> worker_pb2.Update:
+        return self._update(
+            choices=self._firsts.values(),
+            prompt=self._prompt.source,
+            num_held_blocks=num_held,
+            end=worker_pb2.End(spans=self._stopwatch.spans(now_s)),
+        )
+
+    def _failed(self, error: BatonError) -> worker_pb2.Update:
+        """Tells where the KV came from: cached KV may be why there is no number."""
+        update = self.withdraw(error)
+        if (source := self._prompt.source) is not None:
+            update.prompt.CopyFrom(source)
+        return update
+
+
+def prefill_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
+    """Puts a prefill worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
+    batcher = PrefillBatcher(batch.max_step_tokens, batch.max_running, batch.patience_tokens)
+    return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size))
