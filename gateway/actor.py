@@ -10,9 +10,9 @@ from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from httpd.server import HttpServer
 from wire.pools import Addresses
-from wire.settings import from_json, to_json
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyList, KeyRing
+from wire.typed_reader import from_json, to_json
 
 NUM_CHANNELS = 8
 """Connections to the router, which takes 512 calls on each."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from wire.settings import from_json, to_json
 from wire.trust.certificates import TlsFiles
 from wire.trust.key_ring import KeyList
+from wire.typed_reader import from_json, to_json
 
 LOOPBACK = "127.0.0.1"
 OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from wire.errors import InvalidRequest
 from wire.rpc import MAX_TURNS
-from wire.settings import Between, Misfit, Read, list_of, located, once, reader_of, wrong
+from wire.typed_reader import Between, Misfit, Read, list_of, located, once, reader_of, wrong
 
 MAX_PROMPTS = 16
 INT32, INT64 = 1 << 31, 1 << 63

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gateway import fields
 from wire.errors import InvalidRequest
-from wire.settings import Misfit, Read, list_of, reader_of, wrong
+from wire.typed_reader import Misfit, Read, list_of, reader_of, wrong
 
 Format = dict[str, str]
 """The source of a format, under its kind as the router knows it."""

@@ -16,7 +16,7 @@ from baton.results import Choice, PromptPart, TokenLogprobs
 from wire.errors import InvalidRequest
 from wire.limit import Share
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
-from wire.settings import Read
+from wire.typed_reader import Read
 
 MAX_ENTRIES = 1 << 22
 """Bound on an answer's echoed tokens and log-probabilities, likeliest tokens included."""

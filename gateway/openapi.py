@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from gateway import fields, formats
-from wire.settings import Read
+from wire.typed_reader import Read
 
 
 def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tuple[str, ...]) -> bytes:

@@ -24,8 +24,8 @@ from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import MemberList, PoolSizes, RefusedWorkers, SizesAsked
-from wire.settings import from_json, to_json
 from wire.trust.key_ring import KeyList
+from wire.typed_reader import from_json, to_json
 
 PAUSE_S = 0.5
 _NO_ANSWER = "the controller does not answer"

@@ -7,10 +7,10 @@ from wire.ids import NamespaceRoot
 from wire.layout import KVLayout
 from wire.names import namespace_root
 from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, SamplingParams
-from wire.settings import from_json, to_json
 from wire.trust.certificates import TlsFiles
 from wire.trust.identity import Identity
 from wire.trust.key_ring import KeyList
+from wire.typed_reader import from_json, to_json
 
 NO_ADAPTER = ""
 FULL_CACHE = ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, Drained
-from wire.settings import to_json
+from wire.typed_reader import to_json
 from worker.assembly import Assembly, assemble
 from worker.config import WorkerConfig
 from worker.job import Behaviour

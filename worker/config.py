@@ -7,9 +7,9 @@ from wire.errors import ConfigError
 from wire.kv_policy import parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import Role
-from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
 from wire.trust.identity import Identity
+from wire.typed_reader import from_json, to_json
 
 FINGERPRINT_BYTES = 32
 PROPOSERS = ("off", "ngram")

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 from deploy.actors.liveness import Liveness
 from deploy.plan.machine import Machine
 from deploy.plan.resources import RayNode, Resources
-from wire.settings import from_json
+from wire.typed_reader import from_json
 
 Result = TypeVar("Result")
 

@@ -21,7 +21,7 @@ from kv_store.node.directory_server import DirectoryServer
 from kv_store.tiers.cold_tiers import open_tiers
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, Drained, Shares
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 LOOK_EVERY_S = 1.0
 DRAIN_EVERY_S = 0.1

@@ -22,7 +22,7 @@ from deploy.plan.resources import RayNode, Resources
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded, wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 NODE_ID_LABEL = "ray.io/node-id"
 NODES_TIMEOUT_S = 30.0

@@ -14,7 +14,7 @@ import ray
 from deploy.actors.ray_host import RayHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
-from deploy.controller.front import ROUTER, Front
+from deploy.controller.frontends import ROUTER, Frontends
 from deploy.controller.key_distribution import KeyDistribution
 from deploy.controller.nodes import Nodes
 from deploy.controller.predecessor import Predecessor
@@ -31,8 +31,8 @@ from deploy.processes.process import record_own
 from router.workers.controller_port import ControllerReport
 from wire.ids import WorkerId
 from wire.pools import OrderNumbers, SizesAsked
-from wire.settings import from_json, to_json
 from wire.trust.key_ring import KeyList
+from wire.typed_reader import from_json, to_json
 
 RENEW_EVERY_S = 3600.0
 
@@ -56,7 +56,7 @@ class Controller:
         self._plan = plan = plan.with_keys(self._keys.first())
         means = Supervision(host, folder, self._events)
         self._nodes = Nodes(plan, means, self._ray_drains)
-        self._front = Front(plan, ray.get_runtime_context().get_node_id(), means)
+        self._frontends = Frontends(plan, ray.get_runtime_context().get_node_id(), means)
         pools, record = self._predecessor.pools(plan.config.pools), self._predecessor.pools_record
         self._fleet = Fleet(pools, plan, self._nodes.join, means, record)
         self._host = host
@@ -69,11 +69,11 @@ class Controller:
         Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
         self._tasks.begin(self._fleet.run())
-        await asyncio.gather(self._front.start_router(), self._open_only_node())
-        await asyncio.gather(self._front.start_gateways(), self._fleet.settle(CLUSTER_START_S))
+        await asyncio.gather(self._frontends.start_router(), self._open_only_node())
+        await asyncio.gather(self._frontends.start_gateways(), self._fleet.settle(CLUSTER_START_S))
         self._watch()
         self._events.note("the cluster serves")
-        return to_json(self._front.addresses)
+        return to_json(self._frontends.addresses)
 
     async def scale(self, sizes_json: str) -> str:
         """Takes an order, SizesAsked; returns its OrderNumbers, for `scaled`."""
@@ -107,7 +107,7 @@ class Controller:
 
     async def worker_lost(self, worker_id: str) -> None:
         """Probes a worker that the router cannot reach, and replaces it if it is dead."""
-        await self._fleet.suspect(WorkerId(worker_id))
+        await self._fleet.probe(WorkerId(worker_id))
 
     async def report(self) -> str:
         """Returns a ControllerReport."""
@@ -131,7 +131,7 @@ class Controller:
         self._nodes.take_over()
         await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.begin(self._fleet.run())
-        await self._front.take_over(on_found=self._begin_telling_keys)
+        await self._frontends.take_over(on_found=self._begin_telling_keys)
         self._watch()
 
     async def _open_only_node(self) -> None:
@@ -145,7 +145,7 @@ class Controller:
 
     def _watch(self) -> None:
         self._tasks.begin(repeat("the care for the run folder", self._renew_folder, self._events))
-        self._front.keep(self._tasks, on_restart=self._introduce)
+        self._frontends.keep(self._tasks, on_restart=self._introduce)
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
 
@@ -156,12 +156,12 @@ class Controller:
         self._begin_telling_keys(name)
 
     def _begin_telling_keys(self, name: str) -> None:
-        step = partial(self._front.tell_keys_to, name)
+        step = partial(self._frontends.tell_keys_to, name)
         self._tasks.begin(persist(f"giving the {name} the keys", step, self._events))
 
     async def _go_by(self, listed: KeyList) -> None:
-        self._front.plan = self._plan = self._plan.with_keys(listed)
-        await asyncio.gather(self._front.tell_keys(), self._nodes.share(self._plan))
+        self._frontends.plan = self._plan = self._plan.with_keys(listed)
+        await asyncio.gather(self._frontends.tell_keys(), self._nodes.share(self._plan))
 
     async def _ray_drains(self, node: RayNode) -> None:
         await self.drain(node.name)
@@ -169,5 +169,5 @@ class Controller:
 
     async def _end(self) -> None:
         await self._fleet.end()
-        await asyncio.gather(self._nodes.end(), self._front.end())
+        await asyncio.gather(self._nodes.end(), self._frontends.end())
         ray.kill(ray.get_runtime_context().current_actor)

@@ -124,7 +124,7 @@ class Fleet:
         for worker_id in await self._workers.on_node(node.id):
             await self.drained(worker_id, timeout_s)
 
-    async def suspect(self, worker_id: WorkerId) -> None:
+    async def probe(self, worker_id: WorkerId) -> None:
         """Probes a worker that the router cannot reach."""
         await self._workers.probe(worker_id)
 

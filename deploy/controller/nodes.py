@@ -12,7 +12,7 @@ from deploy.plan.resources import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, Unavailable
 from wire.pools import Shares
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 LOOK_EVERY_S = 3.0
 SUFFIX = ".baseline"

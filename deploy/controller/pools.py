@@ -15,7 +15,7 @@ from deploy.plan.config import range_problem
 from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 MAX_FAILED_STARTS = 3
 VERSION = 2

@@ -12,7 +12,7 @@ from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import recorded_names
 from router.config import LOOPBACK
 from wire.pools import PoolSizes
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 
 class Predecessor:

@@ -23,7 +23,7 @@ from deploy.deadlines import SERVICE_START_S
 from deploy.plan.resources import Resources
 from deploy.processes.atomic_file import AtomicFile
 from wire.pools import Addresses
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 NO_RESOURCES = Resources()
 

@@ -16,7 +16,7 @@ from deploy.plan.resources import RayNode, require_node, service_of
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState
-from wire.settings import to_json
+from wire.typed_reader import to_json
 
 DRAIN_MARGIN_S = 10.0
 SET_MEMBERS_TIMEOUT_S = 20.0

@@ -6,8 +6,8 @@ from pathlib import Path
 from deploy.local.state import explained_path, state_dir
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import ConfigError
-from wire.settings import from_json, to_json
 from wire.trust.key_ring import NO_CALLER, NO_KEYS, KeyList
+from wire.typed_reader import from_json, to_json
 
 
 class KeyFile:

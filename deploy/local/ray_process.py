@@ -1,4 +1,4 @@
-"""The process of Ray, from the side of `baton up`; its own side is deploy/controller/head.py."""
+"""The process of Ray, from the side of `baton up`; its own side is deploy/controller/ray_head.py."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
 from wire.errors import ConfigError
 from wire.pools import Addresses, HeadAnswer
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 RAY_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 0.2
@@ -34,7 +34,7 @@ class RayProcess:
         """Begins at once; returns before Ray is there."""
         self._log = run_dir / "ray.log"
         self._line, theirs = Pipe()
-        command = [sys.executable, "-m", "deploy.controller.head", str(run_dir)]
+        command = [sys.executable, "-m", "deploy.controller.ray_head", str(run_dir)]
         command += [ray_address] if ray_address else []
         with theirs:
             self.process: ProcessRef = spawn_leader(command, self._log, _env(ray_address), stdin=theirs.fileno())

@@ -16,8 +16,8 @@ from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import POLL_S, ProcessRef, recorded_living
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
-from wire.settings import from_json, to_json
 from wire.trust.certificates import TlsFiles
+from wire.typed_reader import from_json, to_json
 
 VERSION = 4
 SECRET_BYTES = 32

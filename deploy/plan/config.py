@@ -19,9 +19,9 @@ from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.rpc import MAX_MESSAGE_BYTES
-from wire.settings import from_object, shown
 from wire.tier import Write
 from wire.trust.certificates import TlsFiles
+from wire.typed_reader import from_object, shown
 from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings, SpeculationSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -13,7 +13,7 @@ import psutil
 
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import ConfigError
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 POLL_S = 0.02
 ORPHANS_GRACE_S = 1.0

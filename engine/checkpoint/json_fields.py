@@ -5,7 +5,7 @@ from collections.abc import Callable, ItemsView, Mapping
 from typing import Annotated, Any
 
 from wire.errors import ModelError
-from wire.settings import Between, Misfit, reader_of
+from wire.typed_reader import Between, Misfit, reader_of
 
 MAX_COUNT = 1 << 31
 
@@ -13,7 +13,7 @@ MAX_COUNT = 1 << 31
 def parse_object(data: bytes, source: str, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     """Parses an object; `source` names it in errors. Raises ModelError for anything else.
 
-    parse: with `wire.settings.once` as its hook, objects that name a key twice are refused, nested ones included.
+    parse: with `wire.typed_reader.once` as its hook, objects that name a key twice are refused, nested ones included.
     """
     try:
         parsed = parse(data)

@@ -21,7 +21,7 @@ import torch
 from engine.checkpoint.json_fields import parse_object
 from text.model_file import open_regular
 from wire.errors import ModelError
-from wire.settings import once
+from wire.typed_reader import once
 
 MAX_HEADER_BYTES = 25_000_000
 _STEP_BYTES = 4 << 20

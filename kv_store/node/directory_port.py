@@ -19,8 +19,8 @@ from wire.directory import Block, ClientName, DirectoryInfo, DirectoryStatus, Ho
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey
 from wire.names import BlockName
-from wire.settings import Read, by_place, fields_of, reader_of
 from wire.tier import Tier
+from wire.typed_reader import Read, by_place, fields_of, reader_of
 
 MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct(">I")
@@ -45,7 +45,7 @@ class RefusedCall:
 class ServiceCodec:
     """The public methods of a class as calls. Arguments are positional.
 
-    `wire.settings` lists the types that may be declared, and checks each value that arrives.
+    `wire.typed_reader` lists the types that may be declared, and checks each value that arrives.
     """
 
     def __init__(self, service: type) -> None:

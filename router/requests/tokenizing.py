@@ -37,7 +37,7 @@ class TokenizerThreads:
         self._long = TokenizerThread(LONG_NICENESS)
 
     async def run(self, length: int, work: Callable[[], T]) -> T:
-        """Runs the work for a prompt of that length when it is its turn; a cancelled wait takes it out."""
+        """Runs the work for a prompt of that length, the shortest first; a cancelled wait takes it out."""
         thread = self._short if length <= MAX_SHORT_LEN else self._long
         result: T = await thread.run(length, work)
         return result
@@ -49,7 +49,7 @@ class TokenizerThreads:
 
 
 @dataclass(frozen=True, eq=False)
-class _Turn:
+class _Waiter:
     length: int
     work: Callable[[], Any]
     result: asyncio.Future[Any]
@@ -61,18 +61,18 @@ class TokenizerThread:
     def __init__(self, niceness: int) -> None:
         self._thread = ThreadPoolExecutor(1, "tokenize", os.nice, (niceness,))
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[_Turn] = []
+        self._waiting: list[_Waiter] = []
         self._is_busy = False
 
     async def run(self, length: int, work: Callable[[], Any]) -> Any:
-        turn = _Turn(length, work, self._loop.create_future())
-        self._waiting.append(turn)
+        waiter = _Waiter(length, work, self._loop.create_future())
+        self._waiting.append(waiter)
         self._begin_next()
         try:
-            return await turn.result
+            return await waiter.result
         finally:
-            if turn in self._waiting:  # cancelled: drops its text at once
-                self._waiting.remove(turn)
+            if waiter in self._waiting:  # cancelled: drops its text at once
+                self._waiting.remove(waiter)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -80,10 +80,10 @@ class TokenizerThread:
 
     def _begin_next(self) -> None:
         if self._waiting and not self._is_busy:
-            turn = min(self._waiting, key=lambda one: one.length)
-            self._waiting.remove(turn)
+            waiter = min(self._waiting, key=lambda one: one.length)
+            self._waiting.remove(waiter)
             self._is_busy = True
-            self._loop.run_in_executor(self._thread, turn.work).add_done_callback(partial(self._ended, turn.result))
+            self._loop.run_in_executor(self._thread, waiter.work).add_done_callback(partial(self._ended, waiter.result))
 
     def _ended(self, result: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
         self._is_busy = False
@@ -104,7 +104,7 @@ class PieceCache:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._tenants: OrderedDict[NamespaceRoot, _Pieces] = OrderedDict()
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -113,19 +113,19 @@ class PieceCache:
     def encode(self, root: NamespaceRoot, pieces: Iterable[str], codec: TextCodec) -> list[int]:
         """Joins the tokens of pieces, and encodes the ones that the root's tenant has not sent lately."""
         token_ids: list[int] = []
-        with self._turn:
+        with self._lock:
             known = self._tenants.setdefault(root, _Pieces())
             self._tenants.move_to_end(root)
         for piece in pieces:
             digest = sha256(piece.encode(errors="surrogatepass")).digest()
-            with self._turn:
+            with self._lock:
                 found = known.find(digest)
             if found is None:
                 found = array("I", codec.encode_rendered(piece))
-                with self._turn:
+                with self._lock:
                     known.add(digest, found, self._max_tenant_bytes)
             token_ids += found
-        with self._turn:
+        with self._lock:
             self._drop_oldest()
         return token_ids
 

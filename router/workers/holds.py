@@ -60,7 +60,7 @@ class HoldBudget:
         return self._grant()
 
     def ask(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> bool:
-        """Asks for a prefill that will hold the blocks `keys`. Whether it may start; if not, its turn will come."""
+        """Asks for a prefill that will hold the blocks `keys`. Whether it may start; if not, a release will let it."""
         if attempt not in self._granted:
             self._waiting[attempt] = keys
             self._grant()
@@ -103,7 +103,7 @@ class HoldBudgets:
         self._members = members
         self._renew_every_s = renew_every_s
         self._nodes: dict[AttemptId, str] = {}
-        self._turns: dict[AttemptId, asyncio.Future[None]] = {}
+        self._waiters: dict[AttemptId, asyncio.Future[None]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -121,8 +121,8 @@ class HoldBudgets:
         self._nodes[attempt] = node_id
         try:
             if not self.budgets[node_id].ask(attempt, keys):
-                self._turns[attempt] = asyncio.get_running_loop().create_future()
-                await self._turns[attempt]
+                self._waiters[attempt] = asyncio.get_running_loop().create_future()
+                await self._waiters[attempt]
             yield
         finally:
             self.release(attempt)
@@ -139,7 +139,7 @@ class HoldBudgets:
         """
         if (node_id := self._nodes.pop(attempt, None)) is None:
             return
-        was_waiting = self._turns.pop(attempt, None) is not None
+        was_waiting = self._waiters.pop(attempt, None) is not None
         self._let_start(self.budgets[node_id].release(attempt))
         if not was_waiting:
             for line in self._lines(node_id)[:1]:
@@ -158,16 +158,16 @@ class HoldBudgets:
         budgets = self.budgets.values()
         counts = {
             "blocks held": sum(budget.num_blocks for budget in budgets),
-            "prefills waiting for room": sum(budget.num_waiting for budget in budgets) + len(self._turns),
+            "prefills waiting for room": sum(budget.num_waiting for budget in budgets) + len(self._waiters),
             "holds renewed": sum(len(budget.kept) for budget in budgets),
         }
         return [f"{count} {what} for no request" for what, count in counts.items() if count]
 
     def _let_start(self, granted: Sequence[AttemptId]) -> None:
         for attempt in granted:
-            turn = self._turns.pop(attempt, None)
-            if turn is not None and not turn.done():
-                turn.set_result(None)
+            waiter = self._waiters.pop(attempt, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     async def _renew_for_ever(self) -> None:
         """Renews all holds in time, and at once where prefills wait for the end of some."""

@@ -28,9 +28,9 @@ from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
 from wire.rpc import TOKEN_METADATA
-from wire.settings import to_json
 from wire.trust.certificates import TlsFiles
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
+from wire.typed_reader import to_json
 
 (ACME, ACME_TEXT), (GLOBEX, GLOBEX_TEXT) = (
     make_key(name, [Scope.GENERATE], Allowance()) for name in ("acme", "globex")

@@ -16,8 +16,8 @@ from tests.gateway.test_app import BODY, COMPLETIONS, PATHS
 from tests.harness.fake_cluster import CONFIG, FakeCluster
 from tests.router.test_keys import ACME, ACME_TEXT, BETA_TEXT, LISTED, WATCHER_TEXT
 from tests.wire.test_key_ring import WRONG
-from wire.settings import to_json
 from wire.trust.key_ring import KeyList
+from wire.typed_reader import to_json
 
 HEALTH = {"/health", "/ready"}
 

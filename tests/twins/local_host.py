@@ -8,7 +8,7 @@ from deploy.plan.machine import Machine
 from deploy.plan.resources import RayNode, Resources
 from wire.errors import Unavailable
 from wire.pools import Addresses, Drained
-from wire.settings import to_json
+from wire.typed_reader import to_json
 
 
 class LocalHost:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from wire.errors import ConfigError, PermissionDenied, Unauthenticated
-from wire.settings import from_json, to_json
 from wire.trust.key_ring import ANYONE, NO_KEYS, Allowance, Key, KeyList, KeyRing, Scope, make_key
+from wire.typed_reader import from_json, to_json
 
 KEY, TEXT = make_key("acme", [Scope.GENERATE], Allowance(requests_per_minute=5))
 OTHER, OTHER_TEXT = make_key("beta", [Scope.METRICS, Scope.OPERATE], Allowance())

@@ -6,7 +6,7 @@ from typing import Any, NewType
 import pytest
 
 from wire.errors import ConfigError
-from wire.settings import from_json, from_object, to_json
+from wire.typed_reader import from_json, from_object, to_json
 
 Name = NewType("Name", str)
 

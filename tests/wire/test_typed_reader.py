@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NewType
 
 import pytest
 
-from wire.settings import Between, Misfit, by_place, once, reader_of, shown
+from wire.typed_reader import Between, Misfit, by_place, once, reader_of, shown
 
 Id = NewType("Id", str)
 Share = Annotated[float, Between(0, 1)]

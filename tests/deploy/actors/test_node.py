@@ -26,8 +26,8 @@ from wire.errors import ConfigError, Unavailable
 from wire.ids import AttemptId, NamespaceRoot
 from wire.names import BlockName, cover
 from wire.pools import Shares
-from wire.settings import to_json
 from wire.tier import ColdSettings, Tier, Write
+from wire.typed_reader import to_json
 from worker.config import StoreSettings
 
 NO_SHARES = to_json(Shares({}))

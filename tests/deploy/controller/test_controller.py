@@ -19,8 +19,8 @@ from tests.deploy.plan.test_cluster_plan import planned
 from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, OrderNumbers, RefusedWorkers
-from wire.settings import from_json, to_json
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
+from wire.typed_reader import from_json, to_json
 
 WAIT_S = 5.0
 FIRST, SECOND = (make_key(tenant, [Scope.GENERATE], Allowance())[0] for tenant in ("acme", "beta"))

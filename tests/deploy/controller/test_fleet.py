@@ -33,7 +33,7 @@ from wire.errors import (
 )
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Worker, WorkerState
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 PLAN = planned(ClusterConfig())
 D0, D1, D2 = (WorkerId(f"decode-{number}") for number in range(3))
@@ -179,10 +179,10 @@ class World:
     async def silent(self, worker_id: WorkerId, for_s: int) -> None:
         """The worker does not answer when it is probed, once a second."""
         self.host.actors[worker_id] = Liveness.SILENT
-        await self.fleet.suspect(worker_id)
+        await self.fleet.probe(worker_id)
         for _ in range(for_s):
             self.now_s += 1
-            await self.fleet.suspect(worker_id)
+            await self.fleet.probe(worker_id)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -414,7 +414,7 @@ async def test_a_dead_worker_is_replaced() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.suspect(P0)
+        await world.fleet.probe(P0)
         await world.settled()
         assert world.router.known == {P1, D0}
         assert "worker prefill-0 was lost" in str(world.events.report())
@@ -436,7 +436,7 @@ async def test_a_worker_that_is_slow_to_end_holds_up_its_own_replacement_only() 
     async with World(1, 1, host).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.suspect(P0)
+        await world.fleet.probe(P0)
         world.host.actors[D0] = Liveness.DEAD
         await until(lambda: D1 in world.host.actors)
         assert P1 not in world.host.actors
@@ -450,7 +450,7 @@ async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_buria
     async with World(1, 1, host).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.suspect(P0)
+        await world.fleet.probe(P0)
         await until(lambda: P1 in world.pools)
         await world.scaled(0, None)
         host.may_end.set()
@@ -463,7 +463,7 @@ async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> No
     async with World(1, 1, host).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.suspect(P0)
+        await world.fleet.probe(P0)
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(host.may_end.set)
     assert host.actors == {}
@@ -483,7 +483,7 @@ async def test_a_silent_worker_gets_time() -> None:
         await world.silent(P0, 29)
         assert P0 in world.pools
         world.host.actors[P0] = Liveness.ANSWERING
-        await world.fleet.suspect(P0)
+        await world.fleet.probe(P0)
         await world.silent(P0, 31)
         assert P0 not in world.pools
         await world.settled()
@@ -497,7 +497,7 @@ async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> Non
             await world.silent(worker_id, 1)
         world.now_s += 3600
         for worker_id in (P0, D0):
-            await world.fleet.suspect(worker_id)
+            await world.fleet.probe(worker_id)
         assert {P0, D0} <= {worker.id for worker in world.pools}
 
 

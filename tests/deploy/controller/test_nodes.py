@@ -20,8 +20,8 @@ from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, InvalidRequest, Unavailable
 from wire.names import digest_of
 from wire.pools import Addresses, Shares
-from wire.settings import to_json
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
+from wire.typed_reader import to_json
 
 A, B = RayNode("a" * 56, "10.0.0.1", is_head=True), RayNode("b" * 56, "10.0.0.2")
 

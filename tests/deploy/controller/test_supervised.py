@@ -12,7 +12,7 @@ from deploy.controller.supervised import KeptActor, Supervision
 from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
-from wire.settings import to_json
+from wire.typed_reader import to_json
 
 ANSWER = Addresses("a:1")
 

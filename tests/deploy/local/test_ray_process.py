@@ -18,8 +18,8 @@ from deploy.processes.process import ProcessRef, end_session, spawn_leader
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError
 from wire.pools import Addresses
-from wire.settings import to_json
 from wire.trust.identity import Identity
+from wire.typed_reader import to_json
 
 PLAN = planned(ClusterConfig())
 PROGRAM = """

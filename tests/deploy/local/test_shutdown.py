@@ -15,7 +15,7 @@ from deploy.local import run_dir, shutdown
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.processes.process import ProcessRef
 from wire.errors import Unavailable
-from wire.settings import to_json
+from wire.typed_reader import to_json
 
 SUCCESSOR = """
 import os, signal, sys

@@ -24,8 +24,8 @@ from tests.harness.redis_process import RedisProcess
 from tests.kernels.backends import lend_kernels
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, PoolSizes
-from wire.settings import from_json, to_json
 from wire.tier import Tier, Write
+from wire.typed_reader import from_json, to_json
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 NAME = f"u{os.getpid()}"

@@ -12,7 +12,7 @@ from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secre
 from deploy.processes.process import ProcessRef, record_own
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
-from wire.settings import to_json
+from wire.typed_reader import to_json
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 STATE = ClusterState("one", ClusterPhase.STARTING, command=GONE, run_dir="/tmp/baton-one-00000000", token="t")

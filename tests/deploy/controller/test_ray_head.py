@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ray.util
 
-from deploy.controller import head
-from deploy.controller.head import SERVICES, watch_services
+from deploy.controller import ray_head
+from deploy.controller.ray_head import SERVICES, watch_services
 from deploy.local import run_dir
 from wire.errors import ConfigError
 
@@ -65,7 +65,7 @@ def test_another_clusters_controller_keeps_its_name(
     listed = [{"name": name, "namespace": namespace}]
     monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: listed)
     if not is_refused:
-        head.require_free_name("baton-hn-abcdefgh")
+        ray_head.require_free_name("baton-hn-abcdefgh")
         return
     with pytest.raises(ConfigError, match=r"another cluster named hn serves on this Ray .*baton-hn-00000000"):
-        head.require_free_name("baton-hn-abcdefgh")
+        ray_head.require_free_name("baton-hn-abcdefgh")

@@ -7,7 +7,7 @@ import pytest
 from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
 from deploy.controller.event_log import EventLog
-from deploy.controller.front import ROUTER, Front
+from deploy.controller.frontends import ROUTER, Frontends
 from deploy.controller.supervised import Supervision
 from deploy.controller.tasks import Tasks
 from deploy.plan.config import ClusterConfig
@@ -17,7 +17,7 @@ from tests.deploy.plan.test_cluster_plan import planned
 from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError
 from wire.pools import Addresses
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 PORT = 4321
 
@@ -42,16 +42,16 @@ class DoorHost(LocalHost):
         return to_json(Addresses(http=f"{config.host}:{config.joined_port or config.port or PORT}"))
 
 
-def make(host: DoorHost, run_dir: Path, number: int = 3) -> Front:
+def make(host: DoorHost, run_dir: Path, number: int = 3) -> Frontends:
     plan = planned(
         ClusterConfig.load(
             None, {"router": {"grpc_port": 0}, "http": {"gateways": max(1, number), "port": 0 if number else "off"}}
         )
     )
-    return Front(replace(plan, run_dir=str(run_dir)), "head", Supervision(host, run_dir, EventLog(lambda: 0.0)))
+    return Frontends(replace(plan, run_dir=str(run_dir)), "head", Supervision(host, run_dir, EventLog(lambda: 0.0)))
 
 
-async def started(host: DoorHost, run_dir: Path, number: int = 3) -> Front:
+async def started(host: DoorHost, run_dir: Path, number: int = 3) -> Frontends:
     front = make(host, run_dir, number)
     await front.start_router()
     await front.start_gateways()

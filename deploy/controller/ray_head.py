@@ -31,7 +31,7 @@ from deploy.plan.cluster_plan import CONTROLLER, namespace
 from deploy.plan.resources import Resources
 from wire.errors import BatonError, ConfigError
 from wire.pools import Addresses, HeadAnswer
-from wire.settings import from_json, to_json
+from wire.typed_reader import from_json, to_json
 
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""

@@ -13,14 +13,14 @@ from deploy.deadlines import KEYS_AT_DOOR_S
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import GATEWAY
 from wire.pools import Addresses
-from wire.settings import to_json
+from wire.typed_reader import to_json
 
 ROUTER = "router"
 ROUTER_TARGET = "router.actor:RouterActor"
 GATEWAY_TARGET = "gateway.actor:GatewayActor"
 
 
-class Front:
+class Frontends:
     """The router and the gateways, kept. A door that starts again takes the port that it had; gateways join theirs."""
 
     def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision) -> None:
