@@ -5,8 +5,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
 from typing import Any, Unpack
 
-import grpc
 import grpc.aio
+from google.protobuf import message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.request import (
@@ -20,11 +20,42 @@ from baton.request import (
     make_tokenize_request,
     typed_errors,
 )
-from baton.results import Chunk, Completion, Draft, Model, PromptPart, Tokens, read_models
+from baton.results import Chunk, Completion, Draft, Model, PromptPart, Tokens, read_models, read_tokens
 from wire.errors import Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
+
+
+class _Connection:
+    """A connection to a cluster's public port, HOST:PORT. `timeout_s` bounds each call.
+
+    api_key: None takes it from BATON_API_KEY, if that is set. tls: of `grpc.ssl_channel_credentials`, where the port
+    speaks TLS; with key and certificate where it wants them.
+    """
+
+    _grpc: Any
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        api_key: str | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = credentials(api_key)
+        if tls is None:
+            self._channel = self._grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = self._grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+        self._stub = InferenceStub(self._channel)
+        self._timeout_s = timeout_s
+
+    def _open(self, prompt: Prompt, options: Options) -> tuple[Any, float]:
+        """Begins to send a prompt; returns the call, and its timeout."""
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        return self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata), timeout_s
 
 
 class _Answer:
@@ -65,28 +96,10 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
         self._call.cancel()
 
 
-class Client(AbstractContextManager["Client"]):
-    """A connection to a cluster's public port, HOST:PORT. Threads may share it. `timeout_s` bounds each call.
+class Client(_Connection, AbstractContextManager["Client"]):
+    """A connection that threads may share."""
 
-    api_key: None takes it from BATON_API_KEY, if that is set. tls: of `grpc.ssl_channel_credentials`, where the port
-    speaks TLS; with key and certificate where it wants them.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        api_key: str | None = None,
-        tls: grpc.ChannelCredentials | None = None,
-    ) -> None:
-        self._metadata = credentials(api_key)
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
-        self._stub = InferenceStub(self._channel)
-        self._timeout_s = timeout_s
+    _grpc = grpc
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns the whole answer to a prompt. Raises BatonError."""
@@ -97,38 +110,23 @@ class Client(AbstractContextManager["Client"]):
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
-        timeout_s = options.get("timeout_s", self._timeout_s)
-        return Stream(
-            self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata), timeout_s
-        )
+        return Stream(*self._open(prompt, options))
 
     def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
-        with typed_errors(self._timeout_s):
-            self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s, metadata=self._metadata)
+        self._call("Abort", pb.AbortRequest(request_id=request_id))
 
     def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
-        with typed_errors(self._timeout_s):
-            answer = self._stub.Tokenize(
-                make_tokenize_request(prompt), timeout=self._timeout_s, metadata=self._metadata
-            )
-        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+        return read_tokens(self._call("Tokenize", make_tokenize_request(prompt)))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
-        with typed_errors(self._timeout_s):
-            answer = self._stub.Detokenize(
-                make_detokenize_request(token_ids), timeout=self._timeout_s, metadata=self._metadata
-            )
-        return str(answer.text)
+        return str(self._call("Detokenize", make_detokenize_request(token_ids)).text)
 
     def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
-        with typed_errors(self._timeout_s):
-            return read_models(
-                self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
-            )
+        return read_models(self._call("ListModels", pb.ListModelsRequest()))
 
     def close(self) -> None:
         """Closes the connection, which ends the calls on it."""
@@ -136,6 +134,10 @@ class Client(AbstractContextManager["Client"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _call(self, method: str, request: message.Message) -> Any:
+        with typed_errors(self._timeout_s):
+            return getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)
 
 
 class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
@@ -157,24 +159,10 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
         self._call.cancel()
 
 
-class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
-    """A connection to a cluster's public port, HOST:PORT, of one event loop. Takes the arguments of `Client`."""
+class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
+    """A connection of one event loop."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        api_key: str | None = None,
-        tls: grpc.ChannelCredentials | None = None,
-    ) -> None:
-        self._metadata = credentials(api_key)
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
-        self._stub = InferenceStub(self._channel)
-        self._timeout_s = timeout_s
+    _grpc = grpc.aio
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns the whole answer to a prompt. Raises BatonError."""
@@ -185,40 +173,23 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
-        timeout_s = options.get("timeout_s", self._timeout_s)
-        return AsyncStream(
-            self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata), timeout_s
-        )
+        return AsyncStream(*self._open(prompt, options))
 
     async def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
-        with typed_errors(self._timeout_s):
-            await self._stub.Abort(
-                pb.AbortRequest(request_id=request_id), timeout=self._timeout_s, metadata=self._metadata
-            )
+        await self._call("Abort", pb.AbortRequest(request_id=request_id))
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
-        with typed_errors(self._timeout_s):
-            answer = await self._stub.Tokenize(
-                make_tokenize_request(prompt), timeout=self._timeout_s, metadata=self._metadata
-            )
-        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+        return read_tokens(await self._call("Tokenize", make_tokenize_request(prompt)))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
-        with typed_errors(self._timeout_s):
-            answer = await self._stub.Detokenize(
-                make_detokenize_request(token_ids), timeout=self._timeout_s, metadata=self._metadata
-            )
-        return str(answer.text)
+        return str((await self._call("Detokenize", make_detokenize_request(token_ids))).text)
 
     async def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
-        with typed_errors(self._timeout_s):
-            return read_models(
-                await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
-            )
+        return read_models(await self._call("ListModels", pb.ListModelsRequest()))
 
     def with_key(self, api_key: str) -> "AsyncClient":
         """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest."""
@@ -240,3 +211,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _call(self, method: str, request: message.Message) -> Any:
+        with typed_errors(self._timeout_s):
+            return await getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NotRequired, TypedDict, cast
 
-import grpc
 import grpc.aio
 
 from wire.errors import DeadlineExceeded, InvalidRequest

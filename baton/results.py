@@ -193,6 +193,10 @@ def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     )
 
 
+def read_tokens(response: pb.TokenizeResponse) -> Tokens:
+    return Tokens(tuple(response.token_ids), tuple(response.tokens))
+
+
 def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
     return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), _read_logprobs(chunk.logprobs))
 

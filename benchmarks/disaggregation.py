@@ -27,8 +27,7 @@ from benchmarks.quiet_limits import QuietLimits
 from benchmarks.result_file import write_result
 from cli.bench.latency import Limits, ModeSummary, Record, percentiles_ms, summarize
 from cli.bench.open_loop import LoadClient
-from cli.bench.schedule import Arrival, poisson, replay
-from cli.bench.trace import ScaledTrace, read_trace, scale
+from cli.bench.schedule import Arrival, ScaledTrace, poisson, read_trace, replay, scale
 
 NUM_CORES = 2
 MAX_CONTEXT_LEN = 2048

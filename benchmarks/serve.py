@@ -22,8 +22,7 @@ from benchmarks.machine import MachineState
 from benchmarks.serve_report import ServeReport
 from cli.bench.latency import LatencyLimits, Record
 from cli.bench.open_loop import LoadClient
-from cli.bench.schedule import Arrival, poisson, replay
-from cli.bench.trace import read_trace, scale
+from cli.bench.schedule import Arrival, poisson, read_trace, replay, scale
 
 _MODES = {"co-located": (0, 2), "disaggregated": (1, 1)}
 _WARM_UP_SEED = -1

@@ -50,6 +50,7 @@ from wire.pb.worker_pb2 import WorkerInfo
 from wire.pools import PoolSizes, Role, Worker
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import to_status
+from wire.typed_reader import to_json
 from worker.config import MAX_SILENCE_S, BatchSettings, ServerSettings
 from worker.loop import Inbox
 from worker.server import WorkerServer
@@ -120,7 +121,7 @@ async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds
 
 
 async def _gateway(address: str) -> None:
-    actor = GatewayActor(GatewayConfig(address).to_json())
+    actor = GatewayActor(to_json(GatewayConfig(address)))
     await _serve(json.loads(await actor.start())["http"])
     await actor.stop()
 

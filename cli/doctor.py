@@ -23,7 +23,7 @@ from baton import Client, Completion
 from baton.request import API_KEY, Options, credentials
 from cli.bench.schedule import PROMPT_IDS
 from cli.command import Subparsers, add_command
-from cli.status_view import COLD_STATES, state_with_advice
+from cli.status import COLD_STATES, state_with_advice
 from cli.table import COLORS, show
 from deploy.local.client import call_operator, find_cluster
 from deploy.local.key_file import KeyFile

@@ -27,7 +27,7 @@ class GatewayActor:
 
     def __init__(self, config_json: str) -> None:
         """Raises ConfigError."""
-        self._config = GatewayConfig.from_json(config_json)
+        self._config = from_json(GatewayConfig, config_json, "gateway")
         self._keys = KeyRing(self._config.keys)
         self._server: HttpServer | None = None
         self._clients: list[AsyncClient] = []

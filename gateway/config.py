@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from wire.trust.certificates import TlsFiles
 from wire.trust.key_ring import KeyList
-from wire.typed_reader import from_json, to_json
 
 LOOPBACK = "127.0.0.1"
 OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")
@@ -38,11 +37,3 @@ class GatewayConfig:
         On loopback a page of the web, whose name was made to lead here, could else use the model: it shows that name.
         """
         return frozenset((*OWN_HOSTS, *map(str.lower, self.host_names))) if self.host == LOOPBACK else None
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "GatewayConfig":
-        """Raises ConfigError."""
-        return from_json(cls, text, "gateway")

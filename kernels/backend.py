@@ -151,7 +151,6 @@ class Program(Protocol):
 
     def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
         """Does them all, on the first rows and sequences of the tensors that they were recorded with."""
-        ...
 
 
 class Backend(Protocol):
@@ -171,23 +170,18 @@ class Backend(Protocol):
 
     def record(self) -> "Recorder | None":
         """Begins a recording: a backend of its own, that wants every `out`. None where there are no recordings."""
-        ...
 
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout."""
-        ...
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, one behind the other, with the products of `dequantize` in a dtype."""
-        ...
 
     def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
         """Returns the rows `token_ids` int64 [T] of a table, [T, depth]."""
-        ...
 
     def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467."""
-        ...
 
     def linear(
         self,
@@ -198,11 +192,9 @@ class Backend(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Multiplies rows [T, depth], adds `bias` [columns] and then `residual` [T, columns]; returns [T, columns]."""
-        ...
 
     def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         """Multiplies rows [T, depth]; returns float32 [T, columns]."""
-        ...
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
@@ -215,7 +207,6 @@ class Backend(Protocol):
         qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; pages: one
         layer; slot_mapping: as in `kernels.reference.write_kv`. Returns queries [T, num_queries, size], perhaps a view.
         """
-        ...
 
     def attend(
         self,
@@ -226,11 +217,9 @@ class Backend(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` says; returns their shape."""
-        ...
 
     def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns silu(first half) * second half of rows [T, 2 * columns]."""
-        ...
 
 
 class StepTensors(Protocol):
@@ -260,12 +249,9 @@ class Recorder(Backend, Protocol):
 
     def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
         """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
-        ...
 
     def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
         """Makes a batch, in place, that of the likeliest token after each sequence; logits are of all its rows."""
-        ...
 
     def finish(self) -> Program:
         """Makes a program of the operations so far."""
-        ...

@@ -10,7 +10,7 @@ from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, SamplingParams
 from wire.trust.certificates import TlsFiles
 from wire.trust.identity import Identity
 from wire.trust.key_ring import KeyList
-from wire.typed_reader import from_json, to_json
+from wire.typed_reader import from_json
 
 NO_ADAPTER = ""
 FULL_CACHE = ""
@@ -132,9 +132,6 @@ class RouterConfig:
         return namespace_root(
             self.cluster.secret, tenant, model.fingerprint, model.layout.encode(), NO_ADAPTER, FULL_CACHE
         )
-
-    def to_json(self) -> str:
-        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "RouterConfig":

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status

@@ -7,7 +7,6 @@ Overloaded adds google.rpc.RetryInfo.
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -51,7 +50,7 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
 
 def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
     """The details of a server's status: ErrorInfo, maybe RetryInfo. None if gRPC itself failed."""
-    status = rpc_status.from_call(_SyncCall(failure))
+    status = rpc_status.from_call(failure)
     return () if status is None else tuple(status.details)
 
 
@@ -64,22 +63,6 @@ def _from_code(code: grpc.StatusCode) -> BatonError:
         grpc.StatusCode.UNAVAILABLE: errors.Unavailable("the server cannot be reached, or its connection broke"),
     }
     return by_code.get(code, BatonError(f"the call failed: {code.name}"))
-
-
-class _SyncCall:
-    """The view of an AioRpcError that grpc_status reads."""
-
-    def __init__(self, failure: grpc.aio.AioRpcError) -> None:
-        self._failure = failure
-
-    def trailing_metadata(self) -> Any:
-        return self._failure.trailing_metadata()
-
-    def code(self) -> grpc.StatusCode:
-        return self._failure.code()
-
-    def details(self) -> str | None:
-        return self._failure.details()
 
 
 def _pack(message: Any) -> any_pb2.Any:

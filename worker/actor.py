@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, Drained
-from wire.typed_reader import to_json
+from wire.typed_reader import from_json, to_json
 from worker.assembly import Assembly, assemble
 from worker.config import WorkerConfig
 from worker.job import Behaviour
@@ -34,7 +34,7 @@ class WorkerActor(ABC):
 
     def __init__(self, config_json: str) -> None:
         """Reads the configuration. Raises ConfigError."""
-        self._config = WorkerConfig.from_json(config_json)
+        self._config = from_json(WorkerConfig, config_json, "worker")
         self._behaviour = self.make_behaviour(self._config)
         if self._config.role != self._behaviour.role.value:
             raise ConfigError(f"worker.role: this is a {self._behaviour.role.value} worker")

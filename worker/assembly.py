@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.draft import naming_the_draft, open_draft
+from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache
 from engine.core import EngineCore
 from engine.grammar.grammars import Grammars

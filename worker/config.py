@@ -9,7 +9,6 @@ from wire.layout import KV_DTYPES
 from wire.pools import Role
 from wire.tier import ColdSettings
 from wire.trust.identity import Identity
-from wire.typed_reader import from_json, to_json
 
 FINGERPRINT_BYTES = 32
 PROPOSERS = ("off", "ngram")
@@ -161,14 +160,6 @@ class WorkerConfig:
         _require(self.max_silence_s >= MIN_SILENCE_S, "max_silence_s", f"must be at least {MIN_SILENCE_S}")
         _require(self.worker_id, "worker_id", "must not be empty")
         _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "WorkerConfig":
-        """Reads a configuration. Raises ConfigError for a missing, unknown or impossible key, and names it."""
-        return from_json(cls, text, "worker")
 
 
 def _from_hex(digits: str, name: str) -> bytes:

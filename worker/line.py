@@ -30,7 +30,6 @@ class Orders(Protocol):
 
     def begin(self, line: "WorkerLine", begin: worker_pb2.Begin) -> None:
         """Begins an attempt. Raises BatonError if it cannot begin."""
-        ...
 
     def abort(self, line: "WorkerLine", attempt: AttemptId) -> None: ...
 

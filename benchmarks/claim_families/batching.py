@@ -12,7 +12,7 @@ from benchmarks.cache_cost import no_cache
 from benchmarks.claim_families.caching import one_thread
 from benchmarks.claim_families.engines import POOL_TOKENS, Asked, add, load, make_core, random_model, run, run_afresh
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
-from cli.bench.trace import read_trace
+from cli.bench.schedule import read_trace
 from engine.model.decoder import Decoder
 from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from benchmarks.claim_families.batching import batch_at_slo
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report
-from cli.bench.trace import TraceRow, read_trace, scale
+from cli.bench.schedule import TraceRow, read_trace, scale
 from cli.size.capacity import Fit, RequestKV
 from cli.size.shape import ModelShape
 from engine.schedule.batcher import Candidate, Pages, Phase

@@ -27,8 +27,7 @@ from cli.bench.latency import (
     without_nan,
 )
 from cli.bench.open_loop import ChatsClient, CompletionsClient, LoadClient, OpenLoopClient, chat, token_ids
-from cli.bench.schedule import Arrival, poisson_process, replay
-from cli.bench.trace import read_trace, scale
+from cli.bench.schedule import Arrival, poisson_process, read_trace, replay, scale
 from cli.command import Subparsers, add_command, read_count, read_number, read_whole
 from cli.generate import read_timeout
 from cli.table import COLORS, NOT_KNOWN, is_drawn, show

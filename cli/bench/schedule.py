@@ -1,14 +1,108 @@
-"""When which request is sent: decided before the first one is, so that no answer can delay a later request."""
+"""When which request is sent: decided before the first one is, so that no answer can delay a later request.
 
+Published traces of real services are made smaller to suit the machine and the model at hand. Known are Mooncake's JSON
+lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per 512 tokens) and Azure's CSV (`TIMESTAMP`,
+`ContextTokens`, `GeneratedTokens`).
+"""
+
+import csv
+import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import takewhile
-
-from cli.bench.trace import ScaledTrace, TraceRow
+from pathlib import Path
 
 PROMPT_IDS = range(32, 256)
 """Token ids that prompts are made of: every vocabulary has them, and hardly any has special tokens there."""
+MOONCAKE_BLOCK_LEN = 512
+_EPOCH = datetime(2000, 1, 1)
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """A request: its time, its lengths, and the names of its prompt's blocks where the trace has them."""
+
+    at_s: float
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScaledTrace:
+    """Rows to send, and by how much they differ from the trace: figures from one are void without these."""
+
+    rows: tuple[TraceRow, ...]
+    block_len: int
+    time_factor: float
+    length_factor: float
+    num_clipped: int
+
+    def describe(self) -> str:
+        pace = f"arrivals {1 / self.time_factor:.3g} times as fast"
+        clipped = f"{self.num_clipped} of {len(self.rows)} cut to fit the context"
+        return f"{len(self.rows)} requests, {pace}, lengths x {self.length_factor:.3g}, {clipped}"
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """All rows in order of time, the first at 0 s. Raises ValueError for a file of neither kind."""
+    if path.suffix == ".jsonl":
+        rows = [_mooncake_row(json.loads(line)) for line in path.read_text().splitlines()]
+    elif path.suffix == ".csv":
+        with path.open(newline="") as file:
+            rows = [_azure_row(row) for row in csv.DictReader(file)]
+    else:
+        raise ValueError(f"{path.name} is neither a .jsonl nor a .csv file")
+    rows.sort(key=lambda row: row.at_s)
+    return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
+
+
+def scale(rows: Sequence[TraceRow], rate: float, duration_s: float, length_factor: float, max_len: int) -> ScaledTrace:
+    """The first rate * duration rows, stretched or squeezed in time to last `duration_s`, with lengths multiplied.
+
+    A request that would exceed `max_len` tokens, prompt and output, is cut: the prompt first, to no less than half.
+    """
+    taken = rows[: max(2, round(rate * duration_s))]
+    time_factor = duration_s / (taken[-1].at_s - taken[0].at_s or duration_s)
+    resized = [_resize(row, length_factor) for row in taken]
+    clipped = [_clip(row, max_len) for row in resized]
+    return ScaledTrace(
+        rows=tuple(replace(row, at_s=(row.at_s - taken[0].at_s) * time_factor) for row in clipped),
+        block_len=max(1, round(MOONCAKE_BLOCK_LEN * length_factor)),
+        time_factor=time_factor,
+        length_factor=length_factor,
+        num_clipped=sum(row != before for row, before in zip(clipped, resized, strict=True)),
+    )
+
+
+def _mooncake_row(raw: dict[str, int | list[int]]) -> TraceRow:
+    at_ms, input_len, output_len, blocks = (
+        raw[name] for name in ("timestamp", "input_length", "output_length", "hash_ids")
+    )
+    if not isinstance(at_ms, int) or not isinstance(input_len, int) or not isinstance(output_len, int):
+        raise ValueError("a row's timestamp or length is not a number")
+    return TraceRow(at_ms / 1000, input_len, output_len, tuple(blocks) if isinstance(blocks, list) else ())
+
+
+def _azure_row(raw: dict[str, str]) -> TraceRow:
+    # Seven digits of a second: datetime takes six.
+    at = datetime.fromisoformat(raw["TIMESTAMP"][:26])
+    return TraceRow((at - _EPOCH).total_seconds(), int(raw["ContextTokens"]), int(raw["GeneratedTokens"]))
+
+
+def _resize(row: TraceRow, factor: float) -> TraceRow:
+    return replace(
+        row,
+        input_len=max(1, round(row.input_len * factor)),
+        output_len=max(1, round(row.output_len * factor)),
+    )
+
+
+def _clip(row: TraceRow, max_len: int) -> TraceRow:
+    output_len = min(row.output_len, max(1, max_len - min(row.input_len, max_len // 2)))
+    return replace(row, input_len=min(row.input_len, max_len - output_len), output_len=output_len)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-import ray
 import ray.util
 
 from deploy.plan.cluster_plan import CONTROLLER

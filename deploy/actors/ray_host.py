@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 import ray.util
 from ray._private.state import state as ray_state
 from ray.exceptions import RayActorError, RayError, RayTaskError

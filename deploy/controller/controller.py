@@ -5,36 +5,87 @@ records, and goes on with them: no request notices.
 """
 
 import asyncio
+import os
 import time
 from functools import partial
 from pathlib import Path
 
 import ray
 
+from deploy.actors.actor_host import ActorHost
 from deploy.actors.ray_host import RayHost
-from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
 from deploy.controller.frontends import ROUTER, Frontends
 from deploy.controller.key_distribution import KeyDistribution
 from deploy.controller.nodes import Nodes
-from deploy.controller.predecessor import Predecessor
+from deploy.controller.pools import Pools
 from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import Tasks, persist, repeat
+from deploy.controller.tasks import EventLog, Tasks, persist, repeat
 from deploy.deadlines import CLUSTER_START_S, ORDER_IN_CONTROLLER_S
 from deploy.local import run_dir
 from deploy.local.key_file import KeyFile, LastKeys
+from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
 from deploy.plan.resources import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
-from deploy.processes.process import record_own
+from deploy.processes.process import record_own, recorded_names
+from router.config import LOOPBACK
 from router.workers.controller_port import ControllerReport
 from wire.ids import WorkerId
-from wire.pools import OrderNumbers, SizesAsked
+from wire.pools import OrderNumbers, PoolSizes, SizesAsked
 from wire.trust.key_ring import KeyList
 from wire.typed_reader import from_json, to_json
 
 RENEW_EVERY_S = 3600.0
+
+
+class Predecessor:
+    """The actors and records in a run folder. Made before the controller that takes over records itself there."""
+
+    def __init__(self, run_dir: Path, host: ActorHost, events: EventLog) -> None:
+        self.pools_record = AtomicFile(run_dir / "pools.json")
+        self._authority_record = AtomicFile(run_dir / "authority.json")
+        self._events = events
+        self._left = [name for name in host.names() if name != CONTROLLER]
+        self._known = recorded_names(run_dir)
+        self.was_there = bool(self._left) or os.path.lexists(self.pools_record.path)
+        self.problem = ""
+
+    def pools(self, planned: PoolSizes) -> Pools:
+        """Returns the recorded pools; by the workers found where the record is damaged or lost."""
+        if (recorded := self.pools_record.recall(Pools.from_json)) is not None:
+            return recorded
+        pools = Pools.recovered(planned, self._left, self._known)
+        if self.was_there:
+            sizes = f"{pools.sizes.prefill} prefill and {pools.sizes.decode} decode workers"
+            self._events.note(f"pools.json is damaged or lost: the pools have {sizes} now, by the workers found")
+        return pools
+
+    def authority(self) -> Authority:
+        """Returns the cluster's authority; the first controller makes it, in a file that its user alone can read.
+
+        Makes another where that file is damaged or lost, which the processes of before do not trust: that is an event,
+        and the `problem` from then on. Raises OSError for a first one that cannot be written.
+        """
+        if (known := self._authority_record.recall(_usable_authority)) is not None:
+            return known
+        made = Authority.make()
+        if not self.was_there:
+            self._authority_record.write(to_json(made).encode())
+        else:
+            self._authority_record.try_write(to_json(made).encode())
+            lost = "authority.json is damaged or lost: processes that start from now on are strangers to those that run"
+            self._events.note(lost)
+            self.problem = f"{lost}: `baton down` and `baton up` mend it"
+        return made
+
+
+def _usable_authority(text: str) -> Authority:
+    """Reads an authority that can certify. Raises ConfigError or ValueError for any other."""
+    authority = from_json(Authority, text, "authority")
+    authority.issue(CONTROLLER, LOOPBACK)
+    return authority
 
 
 class Controller:
@@ -107,7 +158,7 @@ class Controller:
 
     async def worker_lost(self, worker_id: str) -> None:
         """Probes a worker that the router cannot reach, and replaces it if it is dead."""
-        await self._fleet.probe(WorkerId(worker_id))
+        await self._fleet.workers.probe(WorkerId(worker_id))
 
     async def report(self) -> str:
         """Returns a ControllerReport."""
@@ -129,7 +180,7 @@ class Controller:
     async def _take_over(self) -> None:
         self._events.note("the controller was lost, and is back")
         self._nodes.take_over()
-        await persist("the care for the workers", self._fleet.take_over, self._events)
+        await persist("the care for the workers", self._fleet.workers.take_over, self._events)
         self._tasks.begin(self._fleet.run())
         await self._frontends.take_over(on_found=self._begin_telling_keys)
         self._watch()
@@ -168,6 +219,6 @@ class Controller:
         await self.drained(node.name)
 
     async def _end(self) -> None:
-        await self._fleet.end()
+        await self._fleet.workers.end()
         await asyncio.gather(self._nodes.end(), self._frontends.end())
         ray.kill(ray.get_runtime_context().current_actor)

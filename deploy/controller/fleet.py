@@ -35,7 +35,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self._members = RouterMembers(self.pools, self.means.host, self.means.events)
-        self._workers = Workers(self.pools, self.plan, self.join, self.means, self._members, self._pools_changed)
+        self.workers = Workers(self.pools, self.plan, self.join, self.means, self._members, self._pools_changed)
         self._is_recorded = True
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -45,17 +45,13 @@ class Fleet:
         """True when both pools are as asked, and the router has all of their workers."""
         return self.pools.are_as_asked and self._members.are_announced
 
-    async def take_over(self) -> None:
-        """Goes on with the workers that an earlier controller has left, and replaces dead ones."""
-        await self._workers.take_over()
-
     async def run(self) -> None:
         """Looks after the workers until cancelled."""
         await repeat("the care for the workers", self._step, self.means.events)
 
     async def settle(self, timeout_s: float) -> None:
         """Returns when all is as asked. Raises Unavailable, with the reason, after one more failed start."""
-        failures, num_failures = self._workers.failures, len(self._workers.failures)
+        failures, num_failures = self.workers.failures, len(self.workers.failures)
         await self._wait_for(lambda: self.is_settled or len(failures) > num_failures, timeout_s, NOT_YET)
         if not self.is_settled:
             raise Unavailable(failures[-1])
@@ -66,7 +62,7 @@ class Fleet:
         Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
         """
         if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
-            nodes = await self._workers.nodes()
+            nodes = await self.workers.nodes()
             if len(nodes) == 1 and nodes[0].is_head:
                 machine = await asyncio.to_thread(self.inspect)
                 self._require_room_here(machine, self.pools.resized(prefill, decode))
@@ -83,11 +79,7 @@ class Fleet:
 
         Raises Overtaken, Unavailable with the reason for an order that was given up, or DeadlineExceeded.
         """
-
-        def are_scaled() -> bool:
-            return self.pools.have_done(numbers) and self._members.are_announced
-
-        await self._wait_for(are_scaled, timeout_s, NOT_YET)
+        await self._wait_for(lambda: self.pools.have_done(numbers) and self._members.are_announced, timeout_s, NOT_YET)
         return self.pools.num_ready
 
     def drain(self, worker_id: WorkerId) -> None:
@@ -95,7 +87,7 @@ class Fleet:
         worker = self.pools.release(worker_id)
         self._pools_changed()
         if worker is not None:
-            self._workers.begin(worker)
+            self.workers.begin(worker)
 
     async def drained(self, worker_id: WorkerId, timeout_s: float) -> None:
         """Returns when the worker is gone. Raises DeadlineExceeded."""
@@ -108,7 +100,7 @@ class Fleet:
         """
         did_leave = node.id in self.pools.leaving
         self.pools.leaving.add(node.id)  # before the look, so that no worker starts here unseen
-        here = await self._workers.on_node(node.id)
+        here = await self.workers.on_node(node.id)
         others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
         if not any(one.state is WorkerState.READY for one in others):
             if not did_leave:
@@ -121,21 +113,13 @@ class Fleet:
 
     async def drained_node(self, node: RayNode, timeout_s: float) -> None:
         """Returns when no worker is on the node. Raises DeadlineExceeded."""
-        for worker_id in await self._workers.on_node(node.id):
+        for worker_id in await self.workers.on_node(node.id):
             await self.drained(worker_id, timeout_s)
-
-    async def probe(self, worker_id: WorkerId) -> None:
-        """Probes a worker that the router cannot reach."""
-        await self._workers.probe(worker_id)
 
     def introduce(self) -> None:
         """Announces all workers to a router that knows of none."""
         self._members.are_announced = False
         self._wake.set()
-
-    async def end(self) -> None:
-        """Ends all workers, whatever they do."""
-        await self._workers.end()
 
     async def _step(self) -> None:
         self._wake.clear()
@@ -144,14 +128,14 @@ class Fleet:
         if planned := self.pools.plan(self.means.clock()):
             self._pools_changed()
         for worker in planned:
-            self._workers.begin(worker)
+            self.workers.begin(worker)
         if not self._members.are_announced:
             await self._members.announce()
         self._notify()
         with suppress(TimeoutError):
             async with asyncio.timeout(PROBE_EVERY_S):
                 await self._wake.wait()
-        await asyncio.gather(*(self._workers.probe(worker.id) for worker in self.pools))
+        await asyncio.gather(*(self.workers.probe(worker.id) for worker in self.pools))
 
     def _require_room_here(self, machine: Machine, after: PoolSizes) -> None:
         used_bytes = [self.means.host.memory_bytes(worker.id) for worker in self.pools]

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 import ray.util
 from ray.exceptions import RayError, RayTaskError
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector, backoff_s
-from deploy.controller.event_log import EventLog
-from deploy.controller.tasks import reason_of, repeat
+from deploy.controller.tasks import EventLog, reason_of, repeat
 from deploy.deadlines import SERVICE_START_S
 from deploy.plan.resources import Resources
 from deploy.processes.atomic_file import AtomicFile

@@ -1,15 +1,34 @@
-"""Tasks that outlive the calls that began them, and steps that are tried until they succeed."""
+"""Tasks that outlive the calls that began them, steps that are tried until they succeed, and the events they note."""
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 
-from deploy.controller.event_log import EventLog
+from router.workers.controller_port import ControllerEvent
 from wire.errors import BatonError
 
 PAUSE_S = 1.0
+MAX_EVENTS = 50
 
 log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """The last 50 events. `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+
+    def note(self, text: str) -> None:
+        log.info("%s", text)
+        self._events.append((self._clock(), text))
+
+    def report(self) -> tuple[ControllerEvent, ...]:
+        """Returns the events, newest last."""
+        now = self._clock()
+        return tuple(ControllerEvent(round(now - at, 3), text) for at, text in self._events)
 
 
 class Tasks:

@@ -6,10 +6,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
-from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
 from deploy.controller.supervised import SupervisedActor, Supervision
-from deploy.controller.tasks import Tasks, reason_of
+from deploy.controller.tasks import EventLog, Tasks, reason_of
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.resources import RayNode, require_node, service_of
@@ -185,7 +184,7 @@ class Workers:
         if node.id in self._pools.leaving:
             raise Unavailable(f"node {node.name} drains")
         config = self._plan.worker_config(worker, await self._join(node))
-        return (await actor.start(config.to_json(), WORKER_START_S)).public
+        return (await actor.start(to_json(config), WORKER_START_S)).public
 
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it.

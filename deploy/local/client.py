@@ -25,7 +25,7 @@ def find_cluster(name: str) -> ClusterState:
     if state is None:
         raise Unavailable(f"no cluster named {name} is running: start one with `{command_line('up', name)}`")
     if state.phase is ClusterPhase.STARTING:
-        what = "is still starting" if state.command.is_alive else f"has not come up: {_clean_up(name)}"
+        what = "is still starting" if state.command.is_alive else f"has not come up: {_anew(name)}"
         raise Unavailable(f"the cluster {name} {what}")
     if (crash := state.crash) is not None:
         raise _crashed(name, crash)
@@ -83,7 +83,3 @@ def _crashed(name: str, crash: str | None) -> Unavailable:
 
 def _anew(name: str) -> str:
     return f"`{command_line('down', name)}` cleans up, `{command_line('up', name)}` starts anew"
-
-
-def _clean_up(name: str) -> str:
-    return f"clean up with `{command_line('down', name)}`"

@@ -9,7 +9,6 @@ in a line can look like another line.
 
 import atexit
 import json
-import logging
 import logging.handlers
 import os
 import queue

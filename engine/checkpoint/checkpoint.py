@@ -7,7 +7,8 @@ Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map`
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
 PARTS = ("model.", "lm_head.")
 RECOMPUTED = "rotary_emb.inv_freq"
 """Buffers that older files have, and that follow from config.json."""
+SETTING = "speculation.draft"
 
 
 class Checkpoint:
@@ -185,3 +187,36 @@ def _open_shards(folder: Path) -> dict[str, TensorFile]:
         if tensor not in shards[shard].entries:
             raise ModelError(f"{INDEX_FILE} places {tensor[:64]} in {shard[:64]}, which lacks it")
     return {tensor: shards[shard] for tensor, shard in weight_map.items()}
+
+
+def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
+    """Opens a draft's folder. Raises ModelError for one that cannot be served, or is no draft of the target.
+
+    It has as many tokens and at least the context. A tokenizer.json of its own, which it need not have, may give no
+    token of the target another id.
+    """
+    draft = Checkpoint(folder)
+    ours, its = target.config, draft.config
+    if its.vocab_size != ours.vocab_size:
+        raise ModelError(f"config.json has a vocab_size of {its.vocab_size}, the model's is {ours.vocab_size}")
+    if its.max_context_len < ours.max_context_len:
+        problem = f"config.json has a max_position_embeddings of {its.max_context_len}"
+        raise ModelError(f"{problem}, less than the model's context of {ours.max_context_len}")
+    if os.path.lexists(folder / "tokenizer.json"):
+        _require_same_tokens(draft.load_tokenizer().vocabulary, target.load_tokenizer().vocabulary)
+    return draft
+
+
+@contextmanager
+def naming_the_draft() -> Iterator[None]:
+    """Names the setting in a ModelError about the folder of a draft."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{SETTING}: {error.message}", **error.ids) from error
+
+
+def _require_same_tokens(of_draft: dict[str, int], of_target: dict[str, int]) -> None:
+    for token, token_id in sorted(of_draft.items()):
+        if of_target.get(token, token_id) != token_id:
+            raise ModelError(f"tokenizer.json gives {token[:32]!r} the id {token_id}, the model's {of_target[token]}")

@@ -105,11 +105,9 @@ class CausalModel(Protocol):
 
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Writes the KV of the batch's tokens into `kv`, of layout.shape; returns float32 logits [R, V]."""
-        ...
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
         """Makes a buffer for the queries of `num_rows` rows, [num_layers, num_rows, ...]."""
-        ...
 
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Sums the attention of a sequence's last rows, given their queries, that falls on each of its tokens.
@@ -117,7 +115,6 @@ class CausalModel(Protocol):
         block_table: int32, of the sequence. num_tokens: with KV in it. Returns float32 [num_layers, num_kv_heads,
         num_tokens]; no bit depends on how the rows were batched.
         """
-        ...
 
 
 class DraftModel(CausalModel, Protocol):
@@ -128,7 +125,6 @@ class DraftModel(CausalModel, Protocol):
 
         Rows are all sampled, or the last of each sequence. There is room for all but the last tokens drawn.
         """
-        ...
 
 
 def decode_greedily(model: CausalModel, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:

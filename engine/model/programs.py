@@ -27,7 +27,6 @@ class StepProgram(Protocol):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
-        ...
 
 
 class RecordedProgram:

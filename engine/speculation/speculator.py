@@ -56,11 +56,9 @@ class Proposer(Protocol):
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
         """Guesses the tokens after the known ones of each sequence, at most as many as it maps to."""
-        ...
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that decodes no more. Does nothing for an unknown one."""
-        ...
 
 
 class NgramProposer:

@@ -19,23 +19,18 @@ class EvictionPolicy(Protocol):
 
     def index(self, page: int, key: BlockKey) -> None:
         """Notes that a page holds a block from now on."""
-        ...
 
     def unindex(self, page: int, key: BlockKey) -> None:
         """Notes that a page holds a block no longer: evicted, or withdrawn."""
-        ...
 
     def touch(self, page: int) -> None:
         """Counts a use of a page."""
-        ...
 
     def inherit(self, parent: int, child: int) -> None:
         """Gives a parent at least the position of a child that it outlives."""
-        ...
 
     def choose(self, heads: Sequence[int]) -> int:
         """Returns the page to evict, among the heads of queues that have one."""
-        ...
 
 
 class LeastRecentlyUsed:

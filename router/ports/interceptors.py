@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import grpc
 import grpc.aio
 from google.protobuf.descriptor_pb2 import DescriptorProto
 from google.protobuf.message import Message

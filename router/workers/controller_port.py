@@ -34,22 +34,17 @@ class ControllerPort(Protocol):
 
         Raises Overtaken once a later order sets another size of a pool, Unavailable for workers that do not start.
         """
-        ...
 
     async def drain(self, worker_id: WorkerId) -> None:
         """Returns when the worker has finished its requests and is gone, without a replacement."""
-        ...
 
     async def shutdown(self) -> None:
         """Starts to stop every actor of the cluster, the router's own among them; returns before that."""
-        ...
 
     async def reload_keys(self) -> None:
         """Returns when every door goes by the keys that are in the cluster's file now."""
-        ...
 
     async def report(self) -> ControllerReport: ...
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
         """The router cannot reach a worker. The controller finds out why, and replaces it if it is dead."""
-        ...

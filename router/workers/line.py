@@ -30,11 +30,9 @@ class Transport(Protocol):
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
         """Returns when the connection has room for more. Raises BatonError once it is broken."""
-        ...
 
     async def read(self) -> worker_pb2.ConnectResponse | None:
         """The next message; None at the end. Raises BatonError once the connection is broken."""
-        ...
 
     async def close(self) -> None: ...
 

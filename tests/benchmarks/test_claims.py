@@ -16,7 +16,7 @@ from benchmarks.claim_families.reservation import BLOCK_SIZE, Contiguous, Memory
 from benchmarks.claims import FAMILIES, choose, measure, rows_of
 from benchmarks.disaggregation import Mode
 from cli.bench.latency import Record
-from cli.bench.trace import TraceRow
+from cli.bench.schedule import TraceRow
 from engine.schedule.batcher import Candidate, Pages, Phase
 
 NOTHING = Inputs(None, Path())

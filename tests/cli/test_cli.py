@@ -433,7 +433,10 @@ def test_output_that_cannot_be_written_is_told_in_one_line(command: str, code: i
 def test_a_cluster_that_never_came_up_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     StateFile("default").write(ClusterState("default", ClusterPhase.STARTING, GONE, RUN_DIR, "secret"))
     assert main(["status"]) == 1
-    assert capsys.readouterr().err == "baton: the cluster default has not come up: clean up with `baton down`\n"
+    assert (
+        capsys.readouterr().err
+        == "baton: the cluster default has not come up: `baton down` cleans up, `baton up` starts anew\n"
+    )
 
 
 def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

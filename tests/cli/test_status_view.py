@@ -2,8 +2,7 @@ from typing import Any
 
 import pytest
 
-from cli.status import to_object
-from cli.status_view import render_status
+from cli.status import render_status, to_object
 from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb.worker_pb2 import BlockCounts

@@ -15,6 +15,7 @@ from tests.harness.known_model import MODEL, prompt_of
 from wire.convert import tiers_from_pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
+from wire.typed_reader import to_json
 
 NUM_REQUESTS = 6
 MANY_TOKENS = 3000
@@ -25,7 +26,7 @@ TIMEOUT_S = 30.0
 
 @asynccontextmanager
 async def a_router(cluster: RemoteCluster, max_files: int = 0) -> AsyncIterator[RouterProcess]:
-    order = Order(cluster.router.config.to_json(), cluster.addresses, max_files)
+    order = Order(to_json(cluster.router.config), cluster.addresses, max_files)
     async with router_process(order) as router:
         yield router
 

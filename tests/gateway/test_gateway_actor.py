@@ -15,6 +15,7 @@ from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.harness.fake_cluster import CONFIG, FakeCluster
 from wire.errors import ConfigError
+from wire.typed_reader import to_json
 
 
 async def test_from_start_to_stop() -> None:
@@ -22,7 +23,7 @@ async def test_from_start_to_stop() -> None:
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)
-    actor = GatewayActor(GatewayConfig(addresses.public, addresses.metrics).to_json())
+    actor = GatewayActor(to_json(GatewayConfig(addresses.public, addresses.metrics)))
     address = json.loads(await actor.start())["http"]
     status, answer = await ask(address, "/v1/completions", {"prompt": "hello", "max_tokens": 3})
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)

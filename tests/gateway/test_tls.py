@@ -23,6 +23,7 @@ from tests.router.test_keys import ACME_TEXT, LISTED
 from wire.errors import BatonError, ConfigError, Unavailable
 from wire.trust.certificates import Certificates, TlsFiles
 from wire.trust.identity import Identity
+from wire.typed_reader import to_json
 
 HOST = "127.0.0.1"
 OLD, NEW, CLIENTS = Authority.make(), Authority.make(), Authority.make()
@@ -83,7 +84,7 @@ async def serving(folder: Path, client_ca: bool) -> AsyncIterator[Doors]:
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)
-    actor = GatewayActor(GatewayConfig(addresses.local, keys=LISTED, tls=files).to_json())
+    actor = GatewayActor(to_json(GatewayConfig(addresses.local, keys=LISTED, tls=files)))
     http = json.loads(await actor.start())["http"]
     try:
         yield Doors(addresses.public, addresses.local, http, files)

@@ -20,6 +20,7 @@ from tests.harness.assembled_worker import TOKEN
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
+from wire.typed_reader import to_json
 from worker.assembly import Assembly, Tiers
 from worker.config import ServerSettings
 from worker.server import WorkerServer
@@ -47,7 +48,7 @@ class WiredCluster(LocalCluster):
         addresses = await server.start()
         await self.resize(1, 1)
         self._servers.push_async_callback(server.stop)
-        gateway = GatewayActor(GatewayConfig(address=addresses.public).to_json())
+        gateway = GatewayActor(to_json(GatewayConfig(address=addresses.public)))
         address: str = json.loads(await gateway.start())["http"]
         self._servers.push_async_callback(gateway.stop)
         return address

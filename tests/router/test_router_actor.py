@@ -25,11 +25,12 @@ from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.pools import PoolSizes, Role
 from wire.rpc import TOKEN_METADATA
+from wire.typed_reader import to_json
 
 
 def config_json(folder: Path) -> str:
     model = replace(CONFIG.model, folder=str(folder), vocab_size=400)
-    return replace(CONFIG, model=model).to_json()
+    return to_json(replace(CONFIG, model=model))
 
 
 def no_actor(*_: str) -> None:

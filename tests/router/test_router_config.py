@@ -6,11 +6,12 @@ import pytest
 from router.config import AdmissionBounds, Listeners, RouterConfig
 from tests.harness.fake_cluster import CONFIG
 from wire.errors import ConfigError
+from wire.typed_reader import to_json
 
 
 def changed(path: str, value: Any) -> str:
     """CONFIG as JSON with one value set, or taken out if it is None."""
-    raw = json.loads(CONFIG.to_json())
+    raw = json.loads(to_json(CONFIG))
     *parents, name = path.split(".")
     place = raw
     for parent in parents:
@@ -23,7 +24,7 @@ def changed(path: str, value: Any) -> str:
 
 
 def test_there_and_back() -> None:
-    assert RouterConfig.from_json(CONFIG.to_json()) == CONFIG
+    assert RouterConfig.from_json(to_json(CONFIG)) == CONFIG
 
 
 def test_what_is_not_given_has_its_default() -> None:

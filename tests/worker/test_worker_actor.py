@@ -28,6 +28,7 @@ from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.one_worker import Attempt, begin_of, greedy, prompt_source, tokens_of
 from wire.convert import tiers_from_pb
 from wire.errors import ConfigError, ModelError, Unavailable
+from wire.typed_reader import to_json
 from worker.config import (
     MIN_SILENCE_S,
     CheckpointSettings,
@@ -51,7 +52,7 @@ class WorkerProcess:
         command = [sys.executable, "-m", "tests.worker.worker_process", module, class_name]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin is not None
-        self.process.stdin.write(config.to_json() + "\n")
+        self.process.stdin.write(to_json(config) + "\n")
         self.process.stdin.flush()
 
     @asynccontextmanager
@@ -149,15 +150,15 @@ async def test_a_model_folder_that_has_changed_is_not_served(checkpoint: Path, d
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(ModelError, match="has changed"):
-        await DecodeActor(config.to_json()).start()
+        await DecodeActor(to_json(config)).start()
 
 
 def test_a_role_refuses_the_configuration_of_the_other() -> None:
     with pytest.raises(ConfigError):
-        PrefillActor(config_of("decode", Path("model"), "").to_json())
+        PrefillActor(to_json(config_of("decode", Path("model"), "")))
 
 
 async def test_nothing_can_be_asked_of_a_worker_before_it_has_started() -> None:
-    actor = DecodeActor(config_of("decode", Path("model"), "").to_json())
+    actor = DecodeActor(to_json(config_of("decode", Path("model"), "")))
     with pytest.raises(Unavailable):
         await actor.drain(1)

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from wire.errors import ConfigError
+from wire.typed_reader import from_json, to_json
 from worker.config import BatchSettings, CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONFIG = WorkerConfig(
@@ -18,7 +19,7 @@ CONFIG = WorkerConfig(
 
 def changed(path: str, value: Any) -> str:
     """The JSON of CONFIG with one value set, or removed if it is `...`."""
-    whole = json.loads(CONFIG.to_json())
+    whole = json.loads(to_json(CONFIG))
     *outer, last = path.split(".")
     table = whole
     for name in outer:
@@ -31,12 +32,12 @@ def changed(path: str, value: Any) -> str:
 
 
 def test_goes_to_json_and_back() -> None:
-    assert WorkerConfig.from_json(CONFIG.to_json()) == CONFIG
+    assert from_json(WorkerConfig, to_json(CONFIG), "worker") == CONFIG
     assert CONFIG.model.fingerprint == b"\xab" * 32
 
 
 def test_what_has_a_default_may_be_left_out() -> None:
-    assert WorkerConfig.from_json(changed("batch", ...)).batch == BatchSettings()
+    assert from_json(WorkerConfig, changed("batch", ...), "worker").batch == BatchSettings()
 
 
 @pytest.mark.parametrize(
@@ -69,10 +70,10 @@ def test_what_has_a_default_may_be_left_out() -> None:
 )
 def test_refuses_what_is_wrong_and_names_it(path: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        WorkerConfig.from_json(changed(path, value))
+        from_json(WorkerConfig, changed(path, value), "worker")
     assert raised.value.message.startswith(said)
 
 
 def test_refuses_what_is_not_json() -> None:
     with pytest.raises(ConfigError):
-        WorkerConfig.from_json("{")
+        from_json(WorkerConfig, "{", "worker")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.bench.schedule import PROMPT_IDS, poisson, replay
-from cli.bench.trace import ScaledTrace, TraceRow, read_trace, scale
+from cli.bench.schedule import PROMPT_IDS, ScaledTrace, TraceRow, poisson, read_trace, replay, scale
 
 
 class TestPoisson:

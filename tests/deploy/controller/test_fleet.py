@@ -11,10 +11,10 @@ from deploy.actors.liveness import Liveness
 from deploy.controller import fleet as fleet_module
 from deploy.controller import tasks
 from deploy.controller import workers as workers_module
-from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.supervised import Supervision
+from deploy.controller.tasks import EventLog
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
@@ -160,7 +160,7 @@ class World:
             yield self
         finally:
             task.cancel()
-            await self.fleet.end()
+            await self.fleet.workers.end()
 
     async def settled(self) -> None:
         await self.fleet.settle(5)
@@ -179,10 +179,10 @@ class World:
     async def silent(self, worker_id: WorkerId, for_s: int) -> None:
         """The worker does not answer when it is probed, once a second."""
         self.host.actors[worker_id] = Liveness.SILENT
-        await self.fleet.probe(worker_id)
+        await self.fleet.workers.probe(worker_id)
         for _ in range(for_s):
             self.now_s += 1
-            await self.fleet.probe(worker_id)
+            await self.fleet.workers.probe(worker_id)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -341,7 +341,7 @@ async def test_the_outcome_of_an_order_is_told_after_a_takeover(decode: int) -> 
         await world.settled()
         orders = [await world.fleet.resize(None, size) for size in (4, decode)]
         world.controller_dies()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             assert await world.fleet.resize(None, decode) == orders[1], "given again, it is the same order"
             assert await world.fleet.scaled(orders[1], 5) == PoolSizes(1, decode)
@@ -414,7 +414,7 @@ async def test_a_dead_worker_is_replaced() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.probe(P0)
+        await world.fleet.workers.probe(P0)
         await world.settled()
         assert world.router.known == {P1, D0}
         assert "worker prefill-0 was lost" in str(world.events.report())
@@ -436,7 +436,7 @@ async def test_a_worker_that_is_slow_to_end_holds_up_its_own_replacement_only() 
     async with World(1, 1, host).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.probe(P0)
+        await world.fleet.workers.probe(P0)
         world.host.actors[D0] = Liveness.DEAD
         await until(lambda: D1 in world.host.actors)
         assert P1 not in world.host.actors
@@ -450,7 +450,7 @@ async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_buria
     async with World(1, 1, host).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.probe(P0)
+        await world.fleet.workers.probe(P0)
         await until(lambda: P1 in world.pools)
         await world.scaled(0, None)
         host.may_end.set()
@@ -463,7 +463,7 @@ async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> No
     async with World(1, 1, host).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
-        await world.fleet.probe(P0)
+        await world.fleet.workers.probe(P0)
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(host.may_end.set)
     assert host.actors == {}
@@ -483,7 +483,7 @@ async def test_a_silent_worker_gets_time() -> None:
         await world.silent(P0, 29)
         assert P0 in world.pools
         world.host.actors[P0] = Liveness.ANSWERING
-        await world.fleet.probe(P0)
+        await world.fleet.workers.probe(P0)
         await world.silent(P0, 31)
         assert P0 not in world.pools
         await world.settled()
@@ -497,7 +497,7 @@ async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> Non
             await world.silent(worker_id, 1)
         world.now_s += 3600
         for worker_id in (P0, D0):
-            await world.fleet.probe(worker_id)
+            await world.fleet.workers.probe(worker_id)
         assert {P0, D0} <= {worker.id for worker in world.pools}
 
 
@@ -563,7 +563,7 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
         world.controller_dies()
         del world.host.actors[D0]
         world.router.told.clear()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             await world.settled()
             assert all({P0, D1} <= {one.id for one in told} for told in world.router.told)
@@ -578,7 +578,7 @@ async def test_workers_that_no_record_names_are_found_before_the_router_is_told_
         await world.settled()
         world.controller_dies(Pools.recovered(PoolSizes(1, 1), world.host.names()))
         world.router.told.clear()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             await world.settled()
             assert all({one.id for one in told} == {P0, D0, D1} for told in world.router.told)
@@ -592,7 +592,7 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
         world.host.keep_busy(D0)
         world.fleet.drain(D0)
         world.controller_dies()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             as_told = {D0: WorkerState.DRAINING, D1: WorkerState.READY}
             await until(lambda: {one.id: one.state for one in world.router.told[-1]} == as_told)
@@ -609,7 +609,7 @@ async def test_workers_that_were_starting_when_another_died_are_started() -> Non
         await until(lambda: world.record.text is not None)
         world.controller_dies()
         del world.host.actors[P0]
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             await world.settled()
             assert world.router.known == {P1, D0}
@@ -620,7 +620,7 @@ async def test_a_silent_worker_that_another_has_left_gets_as_much_time_as_any() 
     async with world.running():
         await world.settled()
         world.controller_dies()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             await world.silent(P0, 29)
             assert P0 in world.pools
@@ -651,7 +651,7 @@ async def test_a_worker_that_has_left_is_not_missed_after_a_takeover() -> None:
         await world.settled()
         await world.drained(D0)
         world.controller_dies()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         assert "was lost" not in str(world.events.report())
 
 
@@ -706,7 +706,7 @@ async def test_a_drain_of_a_node_that_another_has_begun_waits_for_what_its_arena
         await world.fleet.drain_node(OTHER)
         host.asked.clear()
         world.controller_dies()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             host.finish(D0)
             host.finish(P0)
@@ -754,7 +754,7 @@ async def test_a_worker_that_is_lost_amid_the_drain_of_its_node_is_replaced_else
     async with world.running():
         await world.settled()
         world.controller_dies()
-        await world.fleet.take_over()
+        await world.fleet.workers.take_over()
         async with world.running():
             host.may_tell.clear()
             host.is_asked.clear()

@@ -6,10 +6,9 @@ import pytest
 
 from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
-from deploy.controller.event_log import EventLog
 from deploy.controller.frontends import ROUTER, Frontends
 from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import Tasks
+from deploy.controller.tasks import EventLog, Tasks
 from deploy.plan.config import ClusterConfig
 from gateway.config import GatewayConfig
 from router.config import RouterConfig

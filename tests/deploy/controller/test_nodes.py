@@ -10,9 +10,9 @@ import pytest
 from deploy.actors.liveness import Liveness
 from deploy.controller import nodes as nodes_module
 from deploy.controller import supervised, tasks
-from deploy.controller.event_log import EventLog
 from deploy.controller.nodes import Nodes
 from deploy.controller.supervised import Supervision
+from deploy.controller.tasks import EventLog
 from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned

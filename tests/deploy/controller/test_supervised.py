@@ -7,8 +7,8 @@ import pytest
 
 from deploy.actors.liveness import MAX_GAP_S, Liveness
 from deploy.controller import supervised, tasks
-from deploy.controller.event_log import EventLog
 from deploy.controller.supervised import KeptActor, Supervision
+from deploy.controller.tasks import EventLog
 from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses

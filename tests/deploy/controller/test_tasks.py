@@ -4,8 +4,7 @@ import logging
 import pytest
 
 from deploy.controller import tasks
-from deploy.controller.event_log import EventLog
-from deploy.controller.tasks import Tasks, persist
+from deploy.controller.tasks import EventLog, Tasks, persist
 from wire.errors import Unavailable
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf.blocks import TYPES, StoredTensor, unpack
-from engine.checkpoint.gguf.codes import quantized
+from engine.checkpoint.gguf.table import quantized
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
 from kernels.backend import KVPages
