@@ -6,7 +6,7 @@ bytes ──▶ request_reader ──▶ connection ──▶ answer ──ASGI�
           fault behind them   at a time      framing
 ```
 
-- `server`: start and stop of a port; `port`: what its connections share: bounds on their number, turns.
+- `server`: a port, from start to stop, with limits on its connections and on the heads of an iteration.
 - `connection`: requests one after another; the good ones are answered before a fault behind them is.
 - `request_reader`: bytes to requests, with bounds on heads, trailers and lines; `answer`: one request under way.
 - `errors`: each error as status and OpenAI's envelope.

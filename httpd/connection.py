@@ -72,11 +72,11 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Reads bytes. A new request waits for a place in an iteration; bytes behind it wait in the kernel."""
         data = bytes(self._port.buffer[:nbytes])
-        if self._answer is not None or self._has_ended or self._port.turns.take():
+        if self._answer is not None or self._has_ended or self._port.heads.take():
             self._read(data)
         else:
             self._is_delayed = True
-            self._port.turns.wait(partial(self._read_later, data))
+            self._port.heads.wait(partial(self._read_later, data))
         self._set_reading()
 
     def eof_received(self) -> bool:

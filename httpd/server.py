@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 
@@ -11,7 +12,8 @@ from httpd.answer import Message
 from httpd.connection import MAX_HEAD_S, MAX_IDLE_S, MAX_STALL_S, Connection
 from httpd.errors import HttpError
 from httpd.request_reader import Scope
-from wire.errors import reached
+from wire.errors import Overloaded
+from wire.limit import Limit
 from wire.rpc import port_taken
 from wire.trust.certificates import Certificates
 
@@ -19,7 +21,7 @@ MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
 """Bound per address of a client, loopback excepted: a proxy there speaks for many clients."""
 LOOPBACK = ("127.0.0.1", "::1")
-MAX_HEADS_A_TURN = 4
+MAX_HEADS_AN_ITERATION = 4
 """Bound on requests that begin in one iteration of the event loop: streams go on between two iterations of a burst."""
 READ_BYTES = 16 << 10
 """Size of a read. asyncio's own 256 KiB would stay in memory for each connection that waits."""
@@ -29,18 +31,18 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Turns:
-    """A bound on the new work of a port in each iteration of its event loop."""
+class HeadBudget:
+    """The requests that may begin in each iteration of a port's event loop."""
 
     def __init__(self) -> None:
-        self._num_left = MAX_HEADS_A_TURN
+        self._num_left = MAX_HEADS_AN_ITERATION
         self._waiting: deque[Callable[[], None]] = deque()
 
     def take(self) -> bool:
         """Takes a place in this iteration; False if none is free."""
         if not self._num_left:
             return False
-        if self._num_left == MAX_HEADS_A_TURN:
+        if self._num_left == MAX_HEADS_AN_ITERATION:
             asyncio.get_running_loop().call_soon(self._begin)
         self._num_left -= 1
         return True
@@ -50,7 +52,7 @@ class Turns:
         self._waiting.append(work)
 
     def _begin(self) -> None:
-        self._num_left = MAX_HEADS_A_TURN
+        self._num_left = MAX_HEADS_AN_ITERATION
         while self._waiting and self.take():
             self._waiting.popleft()()
 
@@ -64,26 +66,29 @@ class Port:
     def __init__(self, app: App, hosts: Collection[str] | None) -> None:
         self.app = app
         self.hosts = hosts
-        self.turns = Turns()
+        self.heads = HeadBudget()
         self.buffer = memoryview(bytearray(READ_BYTES))
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, ExitStack] = {}
+        """Each with its units of limits."""
         self.tasks: set[asyncio.Task[None]] = set()
-        self._by_address: Counter[str] = Counter()
+        self._open = Limit(MAX_CONNECTIONS, "connections are open")
+        self._by_address: dict[str, Limit] = {}
 
     def admit(self, connection: Connection, address: str) -> None:
-        """Counts a connection. Raises HttpError if it exceeds a bound; it is counted, too."""
-        self.connections.add(connection)
-        self._by_address[address] += 1
-        if self._by_address[address] > MAX_CONNECTIONS_AN_ADDRESS and address not in LOOPBACK:
-            raise _full(MAX_CONNECTIONS_AN_ADDRESS, "connections of this address are open")
-        if len(self.connections) > MAX_CONNECTIONS:
-            raise _full(MAX_CONNECTIONS, "connections are open")
+        """Adds a connection. Raises HttpError if it exceeds a limit; it is in `connections` until `discard`, too."""
+        taken = self.connections[connection] = ExitStack()
+        try:
+            if address not in LOOPBACK:
+                new = Limit(MAX_CONNECTIONS_AN_ADDRESS, "connections of this address are open")
+                taken.enter_context(self._by_address.setdefault(address, new).taken())
+            taken.enter_context(self._open.taken())
+        except Overloaded as refusal:
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, refusal.message) from refusal
 
     def discard(self, connection: Connection, address: str) -> None:
-        """Uncounts a connection."""
-        self.connections.discard(connection)
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
+        """Removes a connection."""
+        self.connections.pop(connection).close()
+        if address in self._by_address and not self._by_address[address].num_used:
             del self._by_address[address]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -91,10 +96,6 @@ class Port:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-
-
-def _full(limit: int, what: str) -> HttpError:
-    return HttpError(HTTPStatus.SERVICE_UNAVAILABLE, reached(limit, what))
 
 
 STOP_GRACE_S = 1.0

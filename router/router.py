@@ -12,7 +12,7 @@ from router.requests.admission import Admission
 from router.requests.attempt import Services
 from router.requests.dispatch import Dispatcher
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
-from router.requests.replay import Quarantine, Suspects
+from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import TokenizerThreads
 from router.requests.validator import ServingLimits
 from router.workers.controller_port import ControllerPort
@@ -61,7 +61,7 @@ class Router:
         )
         self._threads = TokenizerThreads()
         self.membership = Membership(self.members, connect, port, self._members_changed)
-        self._suspects = Suspects()
+        self._isolated_retries = IsolatedRetries()
         self._renderer = renderer or NoRenderer()
         self._grammars = GrammarProcesses()
         services = Services(
@@ -69,7 +69,7 @@ class Router:
             self._threads,
             self._placement,
             self.holds,
-            self._suspects,
+            self._isolated_retries,
             Quarantine(),
             self.membership.mark_lost,
             self.metrics,
@@ -101,7 +101,7 @@ class Router:
         """Violated invariants of the router's books; most are known only while no request is open."""
         problems = [*self.dispatcher.check(), *self.membership.check()]
         if not self.dispatcher.num_running + self.dispatcher.num_queued:
-            problems += [*self.holds.check(), *self._suspects.check(), *self.members.check()]
+            problems += [*self.holds.check(), *self._isolated_retries.check(), *self.members.check()]
         return [f"router: {problem}" for problem in problems]
 
     def _members_changed(self) -> None:

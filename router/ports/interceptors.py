@@ -56,9 +56,8 @@ class ArrivalLimit:
     @asynccontextmanager
     async def arriving(self, method: str) -> AsyncIterator[None]:
         """While a message for that path is waited for. Raises Overloaded at once."""
-        with self._dispatcher.arriving() if method == self._generate else nullcontext():
-            async with self.messages.taken():
-                yield
+        with self._dispatcher.arriving() if method == self._generate else nullcontext(), self.messages.taken():
+            yield
 
 
 async def take_one(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> Any:

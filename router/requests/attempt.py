@@ -15,7 +15,7 @@ from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.outbox import ReplyWriter
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
-from router.requests.replay import AttemptHistory, Quarantine, Suspects
+from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
 from router.requests.tokenizing import PieceCache, TokenizerThreads
 from router.requests.validator import PreparedPrompt, ServingLimits, ValidPrompt, ValidRequest
 from router.workers.holds import HoldBudgets
@@ -49,7 +49,7 @@ class Services:
     threads: TokenizerThreads
     placement: Placement
     holds: HoldBudgets
-    suspects: Suspects
+    isolated_retries: IsolatedRetries
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
@@ -123,7 +123,7 @@ class AttemptFailed(Exception):
 
 
 class Attempt:
-    """An attempt at the choices that have not ended. is_alone: it may be the last; see Suspects.
+    """An attempt at the choices that have not ended. is_alone: it may be the last; see IsolatedRetries.
 
     has_read_cache: a worker found KV of the prompt in some tier.
     """
@@ -258,7 +258,7 @@ class Attempt:
             request.reply.send(chunk)
         request.summary.num_output_tokens = request.answer.num_tokens
         if self.is_alone and not self.attempts.is_in_vain(request.answer.num_tokens):
-            request.services.suspects.clear(request.admitted.id)
+            request.services.isolated_retries.clear(request.admitted.id)
 
     def _end_span(self, name: str) -> None:
         self.request.timeline.end_span(name, self._clock())

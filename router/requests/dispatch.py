@@ -184,7 +184,7 @@ class Dispatcher:
         prompt = valid_text(request)
         require_may_fit(prompt, services.codec, limits)
         clock = asyncio.get_running_loop().time
-        async with self._tokenizing.taken():
+        with self._tokenizing.taken():
             self._quotas.require_room(caller, clock())
             self._quotas.enter(caller, clock())
             try:

@@ -56,7 +56,7 @@ class Flow:
     async def _run(self, attempt: Attempt) -> None:
         """Makes an attempt, after the others of its kind if it is made alone."""
         self.timeline.begin_span("wait_trial")
-        async with self._services.suspects.alone(self._request.id) if attempt.is_alone else nullcontext():
+        async with self._services.isolated_retries.alone(self._request.id) if attempt.is_alone else nullcontext():
             if attempt.is_alone:
                 self._end_span("wait_trial")
             await attempt.run()

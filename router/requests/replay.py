@@ -70,43 +70,39 @@ def next_step(error: BatonError, following: AttemptHistory) -> NextStep:
     return NextStep.RETRY_ALONE if following.num_in_vain == MAX_ATTEMPTS - 1 else NextStep.RETRY
 
 
-class Suspects:
-    """Requests whose next attempt may be the last, tried one at a time.
+class IsolatedRetries:
+    """Attempts that may be the last of their requests, made one at a time.
 
     Of the requests that were on two workers when these died, one may be what they died of. Tried together, a third
     death would end them all; tried one by one, it ends the one.
     """
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[QualifiedId, asyncio.Event] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._turns)
+        self._lock = asyncio.Lock()
+        self._holder: QualifiedId | None = None
+        self._open: set[QualifiedId] = set()
 
     @asynccontextmanager
     async def alone(self, request_id: QualifiedId) -> AsyncIterator[None]:
-        """Waits for the request's turn, which lasts until `clear` or the end of the context."""
-        turn = self._turns.setdefault(request_id, asyncio.Event())
-        self._let_first_go()
+        """Waits in FIFO order to be the only such request, until `clear` or the end of the context."""
+        self._open.add(request_id)
         try:
-            await turn.wait()
+            await self._lock.acquire()
+            self._holder = request_id
             yield
         finally:
             self.clear(request_id)
 
     def clear(self, request_id: QualifiedId) -> None:
-        """Ends a request's turn, or its wait for one: its attempt leads somewhere. May be called for any, any time."""
-        self._turns.pop(request_id, None)
-        self._let_first_go()
+        """Lets the next request be tried, once this one's attempt leads somewhere. Takes any request, at any time."""
+        self._open.discard(request_id)
+        if request_id == self._holder:
+            self._holder = None
+            self._lock.release()
 
     def check(self) -> list[str]:
-        """Turns, and waits for one; none, once no request is open."""
-        return [f"request {request_id} is tried alone, or waits for it" for request_id in self._turns]
-
-    def _let_first_go(self) -> None:
-        for turn in self._turns.values():
-            turn.set()
-            return
+        """Lists requests that are tried alone, or wait for it; none, once no request is open."""
+        return [f"request {request_id} is tried alone, or waits for it" for request_id in sorted(self._open)]
 
 
 class Quarantine:

@@ -13,7 +13,7 @@ import pytest
 from gateway.config import GatewayConfig
 from httpd.connection import Connection
 from httpd.request_reader import MAX_PIPELINED
-from httpd.server import MAX_HEADS_A_TURN, HttpServer
+from httpd.server import MAX_HEADS_AN_ITERATION, HttpServer
 from tests.harness.cluster import WAIT_S, until
 from wire.errors import ConfigError
 
@@ -244,8 +244,11 @@ async def test_an_idle_connection_is_closed(served: Served, monkeypatch: pytest.
     await server.stop()
 
 
-async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_connections_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App()
     monkeypatch.setattr("httpd.server.MAX_CONNECTIONS", 2)
+    server = HttpServer(app)
+    served = Served(app, int((await server.start("127.0.0.1", 0)).rpartition(":")[2]))
     first, second, third = [await served.connect() for _ in range(3)]
     assert await third.status() == 503
     assert b'"2 connections are open, the limit (fixed)"' in third.body
@@ -257,6 +260,8 @@ async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.
     async with asyncio.timeout(WAIT_S):
         while await (await served.connect(GET)).status() != 200:
             pass
+    await served.close()
+    await server.stop()
 
 
 async def test_one_address_has_no_more_connections_than_it_may(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +362,7 @@ async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> Non
 
 
 async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> None:
-    clients = [await served.connect() for _ in range(10 * MAX_HEADS_A_TURN)]
+    clients = [await served.connect() for _ in range(10 * MAX_HEADS_AN_ITERATION)]
     begun = [0]
 
     async def watch() -> None:
@@ -373,11 +378,11 @@ async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> Non
         assert served.app.num_requests == num_bursts * len(clients)
     watching.cancel()
     # Between two looks lie the end of one turn and the beginning of another.
-    assert max(later - earlier for earlier, later in pairwise(begun)) <= 2 * MAX_HEADS_A_TURN
+    assert max(later - earlier for earlier, later in pairwise(begun)) <= 2 * MAX_HEADS_AN_ITERATION
 
 
 async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("httpd.server.MAX_HEADS_A_TURN", 1)
+    monkeypatch.setattr("httpd.server.MAX_HEADS_AN_ITERATION", 1)
     clients = [await served.connect() for _ in range(5)]
     for client in clients:
         client.writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000))

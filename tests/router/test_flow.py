@@ -454,7 +454,7 @@ async def test_only_choices_that_go_on_are_decoded(stage: Stage) -> None:
 # What is tried alone
 
 
-async def two_suspects(stage: Stage) -> tuple[Client, Client]:
+async def two_lost_twice(stage: Stage) -> tuple[Client, Client]:
     """Two requests that have lost two workers each: the first is tried alone, the second waits for that."""
     first, second = stage.open("first", text="the first prompt"), stage.open("second", text="the second prompt")
     for _ in range(MAX_ATTEMPTS - 1):
@@ -479,7 +479,7 @@ def is_open(worker: ScriptedWorker, request_id: str) -> bool:
 
 async def test_what_may_be_the_last_attempt_waits_while_another_is_tried_alone() -> None:
     async with stage_of("d0") as stage:
-        first, second = await two_suspects(stage)
+        first, second = await two_lost_twice(stage)
         stage["d0"].say(request_id="first", error=LOST)
         assert isinstance(await first.failed(), AttemptsExhausted)
         await until(lambda: is_open(stage["d0"], "second"))
@@ -489,7 +489,7 @@ async def test_what_may_be_the_last_attempt_waits_while_another_is_tried_alone()
 
 async def test_a_turn_alone_ends_as_soon_as_it_leads_somewhere() -> None:
     async with stage_of("d0") as stage:
-        first, second = await two_suspects(stage)
+        first, second = await two_lost_twice(stage)
         stage["d0"].say(tokens("x" * (MIN_PROGRESS - 1), 0), request_id="first")
         await settle()
         assert not is_open(stage["d0"], "second")
@@ -667,7 +667,7 @@ async def in_a_second_attempt(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> 
 @asynccontextmanager
 async def being_tried_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     await stage.enlist("d0")
-    first, second = await two_suspects(stage)
+    first, second = await two_lost_twice(stage)
     yield first
     second.opened.stop(ENOUGH)
 
@@ -675,7 +675,7 @@ async def being_tried_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> As
 @asynccontextmanager
 async def waiting_to_be_tried_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     await stage.enlist("d0")
-    first, second = await two_suspects(stage)
+    first, second = await two_lost_twice(stage)
     yield second
     first.opened.stop(ENOUGH)
 

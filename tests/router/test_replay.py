@@ -8,9 +8,9 @@ from router.requests.replay import (
     MAX_ATTEMPTS,
     MIN_PROGRESS,
     AttemptHistory,
+    IsolatedRetries,
     NextStep,
     Quarantine,
-    Suspects,
     next_step,
 )
 from wire.errors import (
@@ -97,7 +97,7 @@ class Turns:
     """Requests that ask for a turn alone, each in a task of its own that keeps it until `end`."""
 
     def __init__(self) -> None:
-        self.suspects = Suspects()
+        self.isolated_retries = IsolatedRetries()
         self.has_turn: set[QualifiedId] = set()
         self._ends = {request_id: asyncio.Event() for request_id in (A, B, C)}
         self._tasks: dict[QualifiedId, asyncio.Task[None]] = {}
@@ -122,12 +122,12 @@ class Turns:
             await asyncio.sleep(0)
 
     async def _be_alone(self, request_id: QualifiedId) -> None:
-        async with self.suspects.alone(request_id):
+        async with self.isolated_retries.alone(request_id):
             self.has_turn.add(request_id)
             await self._ends[request_id].wait()
 
 
-class TestSuspects:
+class TestIsolatedRetries:
     async def test_one_after_another(self) -> None:
         turns = Turns()
         await turns.ask(A, B, C)
@@ -137,7 +137,7 @@ class TestSuspects:
         await turns.end(B)
         assert turns.has_turn == {A, B, C}
         await turns.end(C)
-        assert len(turns.suspects) == 0
+        assert turns.isolated_retries.check() == []
 
     async def test_a_request_that_waits_may_go(self) -> None:
         turns = Turns()
@@ -147,7 +147,7 @@ class TestSuspects:
         await turns.end(A)
         assert turns.has_turn == {A, C}
         await turns.end(C)
-        assert len(turns.suspects) == 0
+        assert turns.isolated_retries.check() == []
 
     async def test_a_request_that_is_cancelled_in_its_turn_lets_the_next_one_in(self) -> None:
         turns = Turns()
@@ -155,31 +155,31 @@ class TestSuspects:
         await turns.cancel(A)
         assert turns.has_turn == {A, B}
         await turns.end(B)
-        assert len(turns.suspects) == 0
+        assert turns.isolated_retries.check() == []
 
     async def test_a_request_cancelled_between_its_turn_and_its_next_step_lets_the_next_one_in(self) -> None:
         turns = Turns()
         await turns.ask(A, B, C)
-        turns.suspects.clear(A)
+        turns.isolated_retries.clear(A)
         await turns.cancel(B)
         assert turns.has_turn == {A, C}
         await turns.end(A)
         await turns.end(C)
-        assert len(turns.suspects) == 0
+        assert turns.isolated_retries.check() == []
 
     async def test_a_turn_is_over_as_soon_as_it_is_cleared(self) -> None:
         turns = Turns()
         await turns.ask(A, B)
-        turns.suspects.clear(C)
+        turns.isolated_retries.clear(C)
         assert turns.has_turn == {A}
-        turns.suspects.clear(A)
-        turns.suspects.clear(A)
+        turns.isolated_retries.clear(A)
+        turns.isolated_retries.clear(A)
         await turns.settle()
         assert turns.has_turn == {A, B}
         await turns.end(A)
-        assert turns.suspects.check() == ["request b is tried alone, or waits for it"]
+        assert turns.isolated_retries.check() == ["request b is tried alone, or waits for it"]
         await turns.end(B)
-        assert turns.suspects.check() == []
+        assert turns.isolated_retries.check() == []
 
 
 def key(number: int) -> BlockKey:

@@ -13,12 +13,11 @@ from wire.limit import Limit, Pace, Share
 async def test_beyond_a_limit_a_taker_is_refused_at_once_and_told_the_setting() -> None:
     limit = Limit(2048, "requests are open", "router.max_open_requests")
     limit.take(2047)
-    async with limit.taken():
+    with limit.taken():
         with pytest.raises(Overloaded) as refused:
             limit.take()
-        with pytest.raises(Overloaded):
-            async with limit.taken():
-                raise AssertionError("taken beyond the limit")
+        with pytest.raises(Overloaded), limit.taken():
+            raise AssertionError("taken beyond the limit")
     assert refused.value.message == "2,048 requests are open, the limit (router.max_open_requests)"
     assert refused.value.retry_after_s == 1.0
     assert limit.num_used == 2047
@@ -39,9 +38,8 @@ async def test_a_refused_weight_takes_nothing() -> None:
 async def test_units_are_given_back_where_a_context_fails() -> None:
     limit = Limit(1, "texts are being read")
     for _ in range(3):
-        with pytest.raises(KeyError):
-            async with limit.taken():
-                raise KeyError
+        with pytest.raises(KeyError), limit.taken():
+            raise KeyError
     assert limit.num_used == 0
 
 
