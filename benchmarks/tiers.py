@@ -52,12 +52,12 @@ from kv_store.node.block_reader import BlockReader
 from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import Block
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
-from wire.directory import Block
 from wire.ids import BlockKey, NamespaceRoot, PageId, SlotId
 from wire.layout import KVLayout
 from wire.names import BlockName, cover

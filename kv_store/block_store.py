@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from wire.directory import DirectoryStatus
+from kv_store.node.directory_port import DirectoryStatus
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import FarStatus, Tier

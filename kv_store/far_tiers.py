@@ -9,9 +9,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import compress
 
-from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_port import Block, DirectoryPort
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
-from wire.directory import Block
 from wire.ids import BlockKey, SlotId
 from wire.names import BlockName
 from wire.tier import COLD_TIERS, READ_COUNTS, FarStatus, Tier

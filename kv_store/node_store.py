@@ -20,9 +20,8 @@ from kv_store.device_pool import DevicePool
 from kv_store.far_tiers import FarTiers, Promotion
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import DirectoryPort, EpochChanged
+from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, EpochChanged, Hold, Lease
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
-from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
 from wire.ids import AttemptId, PageId, SlotId
 from wire.layout import KVLayout

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from router.config import RouterConfig
 from router.ports.server import RouterServer
-from router.requests.public_prefixes import PublicPrefixes
+from router.requests.tokenizing import PublicPrefixes
 from router.router import Router
 from router.workers.controller_port import KEYS_TIMEOUT_S, ORDER_TIMEOUT_S, REPORT_TIMEOUT_S, ControllerReport
 from router.workers.grpc_transport import GrpcTransport

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -164,7 +164,7 @@ class Placement:
         self._conditional = None if decode_slowdown is None else ConditionalPrefill(decode_slowdown)
         self._changed = asyncio.Event()
 
-    def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, has_room: Callable[[str], bool]) -> Route:
+    def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, full_nodes: Set[str]) -> Route:
         """Draws up the route of an attempt. A node with room for the prompt's blocks comes before one without."""
         matches = self._prefixes.match(keys).items()
         cached = {worker: min(num_blocks * self._block_size, num_prompt_tokens) for worker, num_blocks in matches}
@@ -172,7 +172,7 @@ class Placement:
         if not self._uses_prefill(route):
             return route
         ready = self._members.ready(Role.PREFILL)
-        roomy = [member for member in ready if has_room(member.info.node_id)]
+        roomy = [member for member in ready if member.info.node_id not in full_nodes]
         chosen = PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens)
         return replace(route, prefill_node=chosen.info.node_id)
 

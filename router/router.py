@@ -11,9 +11,8 @@ from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
 from router.requests.dispatch import Dispatcher
-from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import IsolatedRetries, Quarantine
-from router.requests.tokenizing import TokenizerThreads
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes, TokenizerThreads
 from router.requests.validator import ServingLimits
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
@@ -52,6 +51,7 @@ class Router:
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = HoldBudgets(self.members)
+        self._layout = layout
         self._placement = Placement(
             self.members,
             PrefixMap(config.max_prefix_keys),
@@ -110,7 +110,7 @@ class Router:
 
     def _limits(self) -> ServingLimits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, layout = self.config.model, self.config.model.layout
+        model, layout = self.config.model, self._layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = Window(layout).num_needed(model.max_context_len)

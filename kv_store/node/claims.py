@@ -11,7 +11,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from kv_store.ledger import Ledger
-from wire.directory import Hold
+from kv_store.node.directory_port import Hold
 from wire.ids import AttemptId, SlotId
 from wire.names import BlockName
 

@@ -23,8 +23,16 @@ from kv_store.frame import CHECKSUM_BYTES
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
-from kv_store.node.directory_port import DirectoryPort
-from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
+from kv_store.node.directory_port import (
+    Block,
+    DirectoryInfo,
+    DirectoryPort,
+    DirectoryStatus,
+    Entry,
+    Hold,
+    Lease,
+    Reservation,
+)
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
 from wire.tier import COLD_TIERS, FarStatus, Tier, Write

@@ -15,13 +15,13 @@ from kv_store.node.directory_port import (
     CALLS_OF_ANY_EPOCH,
     GREETING,
     LENGTH,
+    DirectoryInfo,
     DirectoryPort,
     EpochChanged,
     RefusedCall,
     ServiceCodec,
     body_len,
 )
-from wire.directory import DirectoryInfo
 from wire.errors import StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import CALLS, GREETING, LENGTH, RefusedCall, ServiceCall, body_len
-from wire.directory import ClientName
+from kv_store.node.directory_port import CALLS, GREETING, LENGTH, ClientName, RefusedCall, ServiceCall, body_len
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 

@@ -14,9 +14,8 @@ from router.observe.timeline import TimelineRecorder
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.outbox import ReplyWriter
-from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
-from router.requests.tokenizing import PieceCache, TokenizerThreads
+from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes, TokenizerThreads
 from router.requests.validator import PreparedPrompt, ServingLimits, ValidPrompt, ValidRequest
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
@@ -144,7 +143,7 @@ class Attempt:
         if is_fresh:
             request.summary.prefill_worker = request.summary.cached = None
         keys, num_prompt = request.prepared.keys, len(request.prepared.prompt_ids)
-        route = placement.route(keys, num_prompt, lambda node: holds.budgets[node].has_room)
+        route = placement.route(keys, num_prompt, holds.full_nodes)
         if route.prefill_node is None or not (is_fresh and self.attempts.reads_cache):
             await self._decode(route)
             return

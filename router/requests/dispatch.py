@@ -14,8 +14,7 @@ from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
 from router.requests.flow import Flow
 from router.requests.outbox import Outbox, ReplyWriter
-from router.requests.public_prefixes import NO_PREFIXES
-from router.requests.tokenizing import PieceCache
+from router.requests.tokenizing import NO_PREFIXES, PieceCache
 from router.requests.validator import (
     ServingLimits,
     ValidPrompt,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
-from router.requests.tokenizing import PieceCache
+from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes
 from text.chat import ROLES, Chat, ChatTurn, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb

@@ -10,7 +10,7 @@ A node with a cold tier moves blocks there before that, and ends their holds: th
 import asyncio
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager
 
 from router.workers.line import Line
@@ -105,6 +105,11 @@ class HoldBudgets:
         self._nodes: dict[AttemptId, str] = {}
         self._waiters: dict[AttemptId, asyncio.Future[None]] = {}
         self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def full_nodes(self) -> Set[str]:
+        """The nodes where the next attempt that asks has to wait."""
+        return {node for node, budget in self.budgets.items() if not budget.has_room}
 
     def start(self) -> None:
         self._renewing = asyncio.create_task(self._renew_for_ever())

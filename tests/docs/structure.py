@@ -29,9 +29,7 @@ PACKAGES = (
 SMALL_LINES = 60
 MAX_ENTRIES = 15
 SEAMS = (
-    "decode_worker.behaviour",
     "engine.schedule.continuous_batcher",
-    "prefill_worker.behaviour",
     "router.workers.grpc_transport",
 )
 """Small files that keep a room of their own: a policy, a transport."""

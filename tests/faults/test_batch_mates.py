@@ -3,6 +3,7 @@
 import pytest
 
 from kv_store.frame import checksum_of
+from kv_store.node.directory_port import Block
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
 from tests.harness.cluster import until
@@ -10,7 +11,6 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import SPOILT
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
-from wire.directory import Block
 from wire.errors import BatonError, NonFiniteLogits
 from wire.names import BlockName
 from worker.config import BatchSettings

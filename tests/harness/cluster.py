@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from router.config import RouterConfig
 from router.requests.dispatch import OpenRequest
-from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.router import Router
 from router.workers.line import Transport
 from tests.harness.answer import Reader

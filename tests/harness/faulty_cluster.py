@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from engine.model.batch import CausalModel
+from kv_store.node.directory_port import Block, Hold
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
 from tests.harness.answer import ChoiceAnswer, Reader
@@ -15,7 +16,6 @@ from tests.harness.faulty_transport import Faults, FaultyTransport
 from tests.harness.fragments import FragmentTokenizer
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.harness.mortal_transport import MortalTransport
-from wire.directory import Block, Hold
 from wire.ids import DEFAULT_TENANT, AttemptId, NamespaceRoot
 from wire.names import BlockName, cover
 from wire.pb import inference_pb2 as pb

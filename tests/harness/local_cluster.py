@@ -10,7 +10,7 @@ from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
-from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.harness.cluster import Cluster, role_of
 from tests.twins.local_transport import WorkerPort

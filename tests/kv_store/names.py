@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Sequence
 
 from kv_store.frame import MAC_KEY_BYTES, checksum_of
+from kv_store.node.directory_port import Block
 from kv_store.tiers.cold_tier import ColdTier
-from wire.directory import Block
 from wire.ids import NamespaceRoot, SlotId
 from wire.layout import KVLayout
 from wire.names import BlockName, cover

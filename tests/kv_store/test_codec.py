@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_store.node import directory_port
-from kv_store.node.directory_port import LENGTH, RefusedCall, ServiceCodec, body_len
-from wire.directory import Hold, TtlS
+from kv_store.node.directory_port import LENGTH, Hold, RefusedCall, ServiceCodec, TtlS, body_len
 from wire.errors import WireError
 from wire.ids import AttemptId
 

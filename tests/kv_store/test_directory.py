@@ -8,11 +8,10 @@ import pytest
 
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_port import Block, DirectoryPort, Entry, Hold
 from kv_store.node.directory_server import DirectoryServer
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
-from wire.directory import Block, Entry, Hold
 from wire.ids import AttemptId, BlockKey, NamespaceRoot, SlotId
 from wire.names import BlockName, cover, digest_of
 from wire.tier import COLD_TIERS, FarStatus, Tier, Write

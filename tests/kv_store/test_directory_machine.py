@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_store.node.directory import Directory
+from kv_store.node.directory_port import Block, Hold
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import names_of
-from wire.directory import Block, Hold
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
 from wire.tier import COLD_TIERS, Tier, Write

@@ -9,7 +9,7 @@ import pytest
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.files_tier import FilesTier
-from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from tests.harness.cluster import collect, until
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import MAC_KEY

@@ -34,8 +34,8 @@ class Pools:
             self.members.add(Member(listed, await line.info(5.0), line))
         self.placement.wake()
 
-    def route(self, roomy: Sequence[str] = ("", "a", "b", "other")) -> Route:
-        return self.placement.route(KEYS, NUM_PROMPT, lambda node_id: node_id in roomy)
+    def route(self, full: Sequence[str] = ()) -> Route:
+        return self.placement.route(KEYS, NUM_PROMPT, frozenset(full))
 
     def prefill(self) -> str | None:
         member = self.placement.choose_prefill(self.route())
@@ -107,7 +107,7 @@ async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pool
     conditional = Placement(pools.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0)
 
     def uses_prefill() -> bool:
-        return conditional.route(KEYS, NUM_PROMPT, lambda _: True).prefill_node is not None
+        return conditional.route(KEYS, NUM_PROMPT, frozenset()).prefill_node is not None
 
     with pools.members[WorkerId("p0")].assigned(1, 13):
         assert not uses_prefill()
@@ -132,8 +132,8 @@ async def test_a_prompt_goes_to_a_node_with_room(pools: Pools) -> None:
     await pools.join("p0", "p1", "d0")
     pools.members[WorkerId("p1")].info.node_id = "other"
     assert pools.route().prefill_node == ""
-    assert pools.route(roomy=()).prefill_node == "", "there it waits"
-    there = pools.route(roomy=["other"])
+    assert pools.route(full=["", "other"]).prefill_node == "", "there it waits"
+    there = pools.route(full=[""])
     assert there.prefill_node == "other"
     assert pools.placement.choose_prefill(there) is pools.members[WorkerId("p1")]
     pools.members.remove(WorkerId("p1"))
@@ -151,7 +151,7 @@ async def test_blocks_are_looked_for_on_the_nodes_of_workers_that_had_the_prefix
     assert addresses(route.through(prefill.id), decode) == addresses(pools.route(), decode) == ["a:1"]
     assert addresses(pools.route(), prefill) == [], "its own node is none of the others"
     assert await pools.decode(prefill.id) == "d0"
-    next_turn = pools.placement.route([*KEYS, KEYS[0]], NUM_PROMPT, lambda _: True)
+    next_turn = pools.placement.route([*KEYS, KEYS[0]], NUM_PROMPT, frozenset())
     assert addresses(next_turn, prefill) == ["b:1"]
     pools.members.remove(WorkerId("d0"))
     assert addresses(next_turn, prefill) == []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from router.config import RouterConfig
-from router.requests.public_prefixes import NO_PREFIXES, PUBLIC, PublicPrefixes
+from router.requests.tokenizing import NO_PREFIXES, PUBLIC, PublicPrefixes
 from tests.harness.fake_cluster import CONFIG
 from tests.twins.byte_tokenizer import ByteTokenizer
 from tests.twins.plain_renderer import PlainRenderer

@@ -14,8 +14,8 @@ from kernels.backend import KVPages
 from kv_store.eviction.order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
+from kv_store.node.directory_port import Block
 from tests.twins.hash_model import HashModel
-from wire.directory import Block
 from wire.ids import BlockKey, NamespaceRoot
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout

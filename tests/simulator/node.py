@@ -13,11 +13,20 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Channel
-from kv_store.node.directory_port import LENGTH, RefusedCall, ServiceCodec
+from kv_store.node.directory_port import (
+    LENGTH,
+    Block,
+    ClientName,
+    DirectoryInfo,
+    Hold,
+    Lease,
+    RefusedCall,
+    Reservation,
+    ServiceCodec,
+)
 from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
-from wire.directory import Block, ClientName, DirectoryInfo, Hold, Lease, Reservation
 from wire.errors import StoreError
 from wire.ids import AttemptId, BlockKey
 from wire.layout import KVLayout

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.node.arena import Arena
+from kv_store.node.directory_port import Block
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind
 from tests.simulator.redis import MAC_KEY
-from wire.directory import Block
 from wire.names import BlockName
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import pytest
 from engine.events import EngineStats
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
+from kv_store.node.directory_port import DirectoryStatus
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
-from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
