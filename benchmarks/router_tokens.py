@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.result_file import write_result
 from router.requests.dispatch import OpenRequest
 from router.router import Router
+from router.workers.controller_port import LocalController
+from router.workers.local_transport import LocalTransport
 from tests.harness.fake_cluster import CONFIG
 from tests.harness.fake_worker import FakeWorker
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.local_controller import LocalController
-from tests.twins.local_transport import LocalTransport
+from text.byte_tokenizer import ByteTokenizer
 from wire.ids import AttemptId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2

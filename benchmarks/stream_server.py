@@ -34,14 +34,14 @@ from kv_store.node_store import NodeStore
 from router.config import AdmissionBounds
 from router.ports.server import RouterServer
 from router.router import Router
+from router.workers.controller_port import LocalController
 from router.workers.grpc_transport import GrpcTransport
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.fake_cluster import CONFIG
 from tests.harness.known_model import LAYOUT
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, greedy, timeless_node
 from tests.router.worker_server import served
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.local_controller import LocalController
+from text.byte_tokenizer import ByteTokenizer
 from wire.errors import Overloaded
 from wire.ids import AttemptId, NamespaceRoot, WorkerId
 from wire.pb import inference_pb2 as pb

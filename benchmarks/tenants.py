@@ -19,9 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
+from engine.model.hash_model import HashModel
 from router.requests.dispatch import OpenRequest
 from tests.harness.local_cluster import LocalCluster, Sizes
-from tests.twins.hash_model import HashModel
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import Allowance, Key, Scope, make_key

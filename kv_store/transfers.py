@@ -131,6 +131,18 @@ class NoStore:
         self._done.clear()
 
 
+class InlineTransfers(NoStore):
+    """Transfers on the caller's thread; `begin` raises an error of the store."""
+
+    def __init__(self, store: BlockStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def begin(self, transfer: Transfer) -> None:
+        self._store.fence()
+        self._done.append(transfer.run(self._store))
+
+
 class ThreadTransfers:
     """Transfers in order on one thread, between `start` and `close`; `wake` is called from there after each.
 

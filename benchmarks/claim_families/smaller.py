@@ -8,11 +8,11 @@ import torch
 from benchmarks.claim_families.engines import BLOCK_SIZE
 from benchmarks.claim_families.finding import Family, Finding, Inputs, Report
 from engine.core import EngineCore
+from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from tests.twins.hash_model import HashModel
 from wire.ids import AttemptId, NamespaceRoot, PageId
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout

@@ -1,1 +1,1 @@
-"""The model that an engine runs: the native decoder, its programs and its weights."""
+"""The model that an engine runs: the native decoder, its weights, and the twin made of hashes."""

@@ -61,7 +61,7 @@ _NO_BUFFERS = Buffers()
 
 
 class Decoder:
-    """A `CausalModel` with weights. Its twin is `tests.twins.hash_model.HashModel`."""
+    """A `CausalModel` with weights. Its twin is `engine.model.hash_model.HashModel`."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Tiers outside of the node's memory: the protocol, Redis, and files."""
+"""Tiers outside of the node's memory: the protocol, its in-memory twin, and Redis."""

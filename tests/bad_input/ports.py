@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from engine.model.hash_model import HashModel
 from router.ports.server import RouterServer
 from tests.bad_input.refusal import Refusal, refused
 from tests.faults.rest import at_rest
@@ -16,7 +17,6 @@ from tests.harness.assembled_worker import TOKEN
 from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
-from tests.twins.hash_model import HashModel
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA

@@ -31,6 +31,8 @@ MAX_ENTRIES = 15
 SEAMS = (
     "engine.schedule.continuous_batcher",
     "router.workers.grpc_transport",
+    "kv_store.tiers.memory_tier",
+    "text.byte_tokenizer",
 )
 """Small files that keep a room of their own: a policy, a transport."""
 

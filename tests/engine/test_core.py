@@ -7,14 +7,14 @@ import torch
 
 from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Started
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
 from tests.harness.node import Node
-from tests.twins.hash_model import HashModel
-from tests.twins.memory_tier import MemoryTier
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import AttemptId
 from wire.layout import KVLayout

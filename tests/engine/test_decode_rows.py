@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from engine.decode_rows import DecodeRows
 from engine.kv.retention import BlockTable
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.sequence import Sequence
 from tests.harness.engines import ROOT
-from tests.twins.hash_model import HashModel
 from wire.ids import AttemptId, PageId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

@@ -10,13 +10,13 @@ import torch
 from engine.core import EngineCore
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
+from engine.model.hash_model import HashModel
 from engine.sequence import Sequence
 from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.speculation.speculator import Speculator
 from kernels.backend import KVPages
 from tests.harness.engines import drive, make_core, request, serve
 from tests.harness.model_alone import generate
-from tests.twins.hash_model import HashModel
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
 

@@ -16,6 +16,7 @@ from engine.events import Failed
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.model.batch import CausalModel
 from engine.model.decoder import Decoder
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
@@ -26,7 +27,6 @@ from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.engines import drive, make_core, request
 from tests.harness.node import Node
 from tests.kernels.backends import make_backend
-from tests.twins.hash_model import HashModel
 from wire.errors import InvalidRequest
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from engine.events import HandedOff
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
-from kv_store.transfers import Transfer, WriteThrough
+from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.transfers import InlineTransfers, Transfer, WriteThrough
 from tests.harness.engines import ROOT, Run, drive, make_core, release, request
 from tests.harness.node import Node
-from tests.twins.hash_model import HashModel
-from tests.twins.inline_transfers import InlineTransfers
-from tests.twins.memory_tier import MemoryTier
 from wire.ids import BlockKey
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout

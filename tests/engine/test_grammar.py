@@ -10,14 +10,14 @@ import pytest
 from engine.core import EngineCore
 from engine.events import Failed
 from engine.grammar.grammars import Grammars
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.speculation.speculator import NgramProposer, Speculator
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import Run, drive, gained, make_core, release, request, rest_of
 from tests.harness.node import Node
 from tests.harness.oracle_proposer import oracle_drafts
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.hash_model import HashModel
-from tests.twins.memory_tier import MemoryTier
+from text.byte_tokenizer import ByteTokenizer
 from wire.errors import InvalidRequest, Unsupported
 from wire.layout import KVLayout
 from wire.sampling import FormatKind, Logprobs, ResponseFormat, SamplingParams

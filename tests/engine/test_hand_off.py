@@ -2,13 +2,13 @@ import pytest
 
 from engine.core import EngineCore
 from engine.events import Abandoned, HandedOff, StepOutput
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Done, Fetch, NoStore
 from tests.harness.engines import ROOT, make_core, prefill
 from tests.harness.node import Node
-from tests.twins.hash_model import HashModel
 from wire.ids import AttemptId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

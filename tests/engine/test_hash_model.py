@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from tests.harness.model_alone import PagedRun, generate
-from tests.twins.hash_model import HashModel
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")

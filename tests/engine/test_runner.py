@@ -4,6 +4,7 @@ import torch
 
 from engine.decode_rows import DecodeRows
 from engine.kv.cache import KVCache
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import Runner
 from engine.sequence import Sequence
@@ -11,7 +12,6 @@ from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT
-from tests.twins.hash_model import HashModel
 from wire.ids import AttemptId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.events import Drafted, Failed, Finished
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.sequence import Sequence
@@ -27,11 +28,10 @@ from engine.speculation.speculator import (
 )
 from engine.work import Drafts
 from kernels.backend import KVPages
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import drive, gained, make_core, prefill, release, request, resume, serve
 from tests.harness.node import Node
 from tests.harness.oracle_proposer import OracleProposer, oracle_drafts
-from tests.twins.hash_model import HashModel
-from tests.twins.memory_tier import MemoryTier
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.events import Failed
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from kernels.backend import KVPages
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import ROOT, drive, make_core, prefill, request, rest_of, resume, serve
 from tests.harness.node import Node
 from tests.pairs import RUNS_ALL
-from tests.twins.hash_model import HashModel
-from tests.twins.memory_tier import MemoryTier
 from wire.errors import InvalidRequest
 from wire.ids import BlockKey
 from wire.layout import KVLayout, Window

@@ -19,13 +19,13 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.harness.engines import Run, make_core, prefill, release, request, rest_of
 from tests.harness.node import Node
 from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.backends import ISAS, make_backend
 from tests.pairs import RUNS_ALL, covering
-from tests.twins.memory_tier import MemoryTier
 from wire.ids import AttemptId
 from wire.sampling import Logprobs, SamplingParams
 

@@ -11,11 +11,11 @@ import torch
 from engine.events import PromptTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
 from tests.harness.engines import Run, drive, make_core, prefill, release, request, rest_of, resume, serve
 from tests.harness.node import Node
 from tests.kv_store.names import MAC_KEY
-from tests.twins.memory_tier import MemoryTier
 from wire.names import namespace_root
 from wire.sampling import SamplingParams
 

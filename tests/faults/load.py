@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 
+from engine.model.hash_model import HashModel
 from tests.harness.answer import ask
 from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster
-from tests.twins.hash_model import HashModel
 
 
 @dataclass

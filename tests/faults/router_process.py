@@ -17,9 +17,9 @@ import psutil
 from router.config import RouterConfig
 from router.ports.server import RouterServer
 from router.router import Router
+from router.workers.controller_port import LocalController
 from router.workers.grpc_transport import GrpcTransport
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.local_controller import LocalController
+from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
-from tests.twins.hash_model import HashModel
 from worker.config import BatchSettings
 
 SIZES = Sizes(batch=BatchSettings(max_step_tokens=64, max_running=16, max_chunk_tokens=16))

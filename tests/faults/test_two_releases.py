@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import redis
 
+from engine.model.hash_model import HashModel
 from kv_store.tiers.redis_tier import RedisTier
 from tests.faults.rest import at_rest
 from tests.harness import assembled_worker, local_cluster
@@ -14,7 +15,6 @@ from tests.harness.answer import ask
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from tests.kv_store.names import MAC_KEY
-from tests.twins.hash_model import HashModel
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 

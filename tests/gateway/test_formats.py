@@ -9,7 +9,7 @@ from baton.request import make_request
 from gateway import fields, formats
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from text.grammar import new_matcher
 from wire.convert import sampling_from_pb
 from wire.errors import InvalidRequest

@@ -8,10 +8,10 @@ import torch
 
 from engine.model.decoder import Decoder
 from kv_store.node.arena import Arena
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, prefill, release, request, resume
 from tests.harness.node import Node
-from tests.twins.memory_tier import MemoryTier
 from wire.ids import SlotId
 from wire.sampling import SamplingParams
 

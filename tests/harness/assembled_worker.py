@@ -6,7 +6,7 @@ from dataclasses import replace
 from decode_worker.behaviour import decode_behaviour
 from engine.model.batch import CausalModel, DraftModel
 from prefill_worker.behaviour import prefill_behaviour
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from wire.pools import Role
 from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
 from worker.config import (

@@ -10,13 +10,13 @@ from router.config import RouterConfig
 from router.requests.dispatch import OpenRequest
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.router import Router
+from router.workers.controller_port import LocalController
 from router.workers.line import Transport
+from router.workers.local_transport import WorkerPort
 from tests.harness.answer import Reader
 from tests.harness.faulty_transport import Faults, FaultyTransport
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.local_controller import LocalController
-from tests.twins.local_transport import WorkerPort
-from tests.twins.plain_renderer import PlainRenderer
+from text.byte_tokenizer import ByteTokenizer
+from text.chat import PlainRenderer
 from text.codec import TextCodec
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2

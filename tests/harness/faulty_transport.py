@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.twins.local_transport import LocalTransport, WorkerPort
+from router.workers.local_transport import LocalTransport, WorkerPort
 from wire.errors import Unavailable
 from wire.pb import worker_pb2
 

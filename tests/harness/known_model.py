@@ -1,7 +1,7 @@
 """What clusters of these tests serve: a model whose every answer is known beforehand, and prompts for it."""
 
+from engine.model.hash_model import HashModel
 from tests.harness.answer import Reader
-from tests.twins.hash_model import HashModel
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

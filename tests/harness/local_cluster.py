@@ -9,12 +9,12 @@ from typing import Self
 from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
+from kv_store.tiers.memory_tier import MemoryTier
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
+from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.harness.cluster import Cluster, role_of
-from tests.twins.local_transport import WorkerPort
-from tests.twins.memory_tier import MemoryTier
 from text.codec import TextCodec
 from worker.assembly import Assembly, Tiers
 from worker.config import MAX_SILENCE_S, BatchSettings

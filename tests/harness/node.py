@@ -8,8 +8,7 @@ from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
-from kv_store.transfers import Transfers
-from tests.twins.inline_transfers import InlineTransfers
+from kv_store.transfers import InlineTransfers, Transfers
 from wire.layout import KVLayout
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.node.directory import Directory
 from router.workers.line import Line
@@ -15,7 +16,6 @@ from tests.harness.assembled_worker import local_worker
 from tests.harness.faulty_transport import Faults, FaultyTransport
 from tests.harness.known_model import LAYOUT
 from tests.harness.node import Node
-from tests.twins.hash_model import HashModel
 from wire.convert import sampling_to_pb, status_of
 from wire.errors import Unavailable
 from wire.ids import AttemptId, number_of

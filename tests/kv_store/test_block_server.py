@@ -15,12 +15,11 @@ from deploy.plan.authority import Authority
 from kv_store.frame import checksum_of
 from kv_store.node import block_reader, block_server
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
+from kv_store.node.block_reader import BlockReader, LocalBlocks
 from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
-from tests.twins.local_blocks import LocalBlocks
 from wire.ids import BlockKey
 from wire.names import BlockName
 from wire.trust.identity import Identity

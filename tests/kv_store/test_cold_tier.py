@@ -10,9 +10,9 @@ import redis
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
+from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
-from tests.twins.memory_tier import MemoryTier
 from wire.names import BlockName
 
 

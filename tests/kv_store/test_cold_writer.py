@@ -9,11 +9,11 @@ import pytest
 from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
+from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock
 from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
-from tests.twins.memory_tier import MemoryTier
 from wire.ids import BlockKey
 from wire.names import BlockName
 from wire.tier import Tier, Write

@@ -10,6 +10,7 @@ import torch
 
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
+from kv_store.node.block_reader import LocalBlocks
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
@@ -17,12 +18,11 @@ from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import HOLD_TTL_S, NodeStore
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
-from tests.twins.local_blocks import LocalBlocks
-from tests.twins.memory_tier import MemoryTier
 from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey, PageId, SlotId
 from wire.layout import KVLayout

@@ -5,10 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kv_store.block_store import StoreStatus
-from kv_store.transfers import Done, Fetch, NoStore, Purge, ThreadTransfers, Transfers, WriteThrough
+from kv_store.transfers import (
+    Done,
+    Fetch,
+    InlineTransfers,
+    NoStore,
+    Purge,
+    ThreadTransfers,
+    Transfers,
+    WriteThrough,
+)
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
-from tests.twins.inline_transfers import InlineTransfers
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import Tier

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from engine.model.hash_model import HashModel
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.pairs import RUNS_ALL
-from tests.twins.hash_model import HashModel
 from wire.errors import InvalidRequest
 from wire.layout import KVLayout, Window
 from wire.pb import inference_pb2 as pb

@@ -7,9 +7,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from engine.model.hash_model import HashModel
 from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes
-from tests.twins.hash_model import HashModel
 from wire.errors import BatonError, InvalidRequest
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb

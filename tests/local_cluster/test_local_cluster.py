@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 import engine.core
+from engine.model.hash_model import HashModel
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.files_tier import FilesTier
 from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import MAC_KEY
-from tests.twins.hash_model import HashModel
 from wire.convert import status_of, tiers_from_pb
 from wire.ids import RequestId, SlotId
 from wire.layout import KVLayout

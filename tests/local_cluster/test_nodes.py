@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine.model.hash_model import HashModel
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
+from kv_store.node.block_reader import BlockReader, LocalBlocks
 from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import BlockSource
@@ -15,8 +16,6 @@ from tests.harness.assembled_worker import TOKEN
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
-from tests.twins.hash_model import HashModel
-from tests.twins.local_blocks import LocalBlocks
 from wire.convert import tiers_from_pb
 from worker.assembly import PEER_TIMEOUT_S, Tiers
 

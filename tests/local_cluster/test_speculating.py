@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.model.hash_model import HashModel
 from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes
-from tests.twins.hash_model import HashModel
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb

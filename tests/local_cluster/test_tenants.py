@@ -9,13 +9,13 @@ import pytest
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.files_tier import FilesTier
+from kv_store.tiers.memory_tier import MemoryTier
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from tests.harness.cluster import collect, until
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, PROMPT, ask, at_rest
 from tests.local_cluster.test_nodes import Nodes
-from tests.twins.memory_tier import MemoryTier
 from wire.convert import tiers_from_pb
 from wire.ids import BlockKey, NamespaceRoot, WorkerId
 from wire.names import cover

@@ -6,7 +6,7 @@ import pytest
 
 from router.requests.answer import MAX_PART_TOKENS, ChoiceStreams, PromptAnswer
 from tests.harness.scripted_worker import chunk, so_far, tokens
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from wire.errors import WireError
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2

@@ -11,7 +11,7 @@ from router.requests.dispatch import LAST_WORD_S, MAX_TOKENIZING
 from tests.harness.cluster import Output, collect, until
 from tests.harness.fake_cluster import CONFIG, PROMPT, expected, request, running
 from tests.harness.fake_worker import FakeWorker
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from wire.convert import tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from router.workers.holds import LOOK_EVERY_S, HoldBudget, HoldBudgets
 from router.workers.line import Line
+from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
 from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT
 from tests.harness.scripted_worker import ScriptedWorker
-from tests.twins.local_transport import LocalTransport
 from wire.errors import Unavailable
 from wire.ids import AttemptId, BlockKey, WorkerId
 from wire.pools import Role, Worker, WorkerState

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from router.workers.controller_port import LocalController
 from router.workers.line import Line
 from router.workers.members import Member, Members
 from router.workers.membership import Membership
 from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from tests.harness.faulty_transport import Faults, FaultyTransport
-from tests.twins.local_controller import LocalController
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2

@@ -7,9 +7,9 @@ import pytest
 
 from router.placement import Placement, PrefixMap, Route
 from router.workers.line import Line
+from router.workers.local_transport import LocalTransport
 from router.workers.members import LONG_STEP_S, Member, Members
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
-from tests.twins.local_transport import LocalTransport
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pb import worker_pb2

@@ -7,9 +7,8 @@ import pytest
 from router.config import RouterConfig
 from router.requests.tokenizing import NO_PREFIXES, PUBLIC, PublicPrefixes
 from tests.harness.fake_cluster import CONFIG
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.plain_renderer import PlainRenderer
-from text.chat import NoRenderer
+from text.byte_tokenizer import ByteTokenizer
+from text.chat import NoRenderer, PlainRenderer
 from wire.errors import ConfigError
 from wire.ids import TENANT
 from wire.names import PublicPart

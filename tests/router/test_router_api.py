@@ -22,7 +22,7 @@ from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import CONFIG, FakeCluster, expected, request
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from text.chat import Chat, NoRenderer
 from wire.convert import status_of, tiers_from_pb
 from wire.errors import ConfigError, Unsupported

@@ -13,9 +13,8 @@ from router.requests.tokenizing import ENTRY_BYTES, MAX_SHORT_LEN, PieceCache, T
 from router.requests.validator import encode
 from tests.harness.cluster import WAIT_S, until
 from tests.text.backends import byte_level
-from tests.twins.byte_tokenizer import ByteTokenizer
-from tests.twins.plain_renderer import PlainRenderer
-from text.chat import Chat, ChatTurn, Rendered
+from text.byte_tokenizer import ByteTokenizer
+from text.chat import Chat, ChatTurn, PlainRenderer, Rendered
 from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot

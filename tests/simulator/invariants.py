@@ -10,12 +10,12 @@ from unittest.mock import patch
 import torch
 
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.eviction.order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from kv_store.node.directory_port import Block
-from tests.twins.hash_model import HashModel
 from wire.ids import BlockKey, NamespaceRoot
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout

@@ -5,11 +5,11 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from kv_store.connection import Breaker
+from kv_store.node.block_reader import LocalBlocks
 from kv_store.node.directory_port import DirectoryPort
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.node import Caller, Node
 from tests.simulator.virtual_time import Process
-from tests.twins.local_blocks import LocalBlocks
 from wire.ids import BlockKey
 from wire.names import BlockName
 from wire.tier import FarStatus, Tier

@@ -8,10 +8,10 @@ from router.config import RouterConfig
 from router.ports.inference import InferenceApi
 from router.ports.interceptors import CALLER
 from router.router import Router
+from router.workers.controller_port import LocalController
 from tests.harness.fragments import FragmentTokenizer
 from tests.simulator.network import Connection
 from tests.simulator.virtual_time import Process
-from tests.twins.local_controller import LocalController
 from wire.errors import Unavailable
 from wire.pools import PoolSizes, Worker
 from wire.trust.key_ring import ANYONE

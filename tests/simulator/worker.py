@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
 from kv_store.frame import checksum_of
@@ -21,7 +22,6 @@ from tests.simulator.peers import SimPeer
 from tests.simulator.plan import POISON
 from tests.simulator.redis import SimRedis, SimRedisTier
 from tests.simulator.virtual_time import Process
-from tests.twins.hash_model import HashModel
 from wire.pools import Role
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings

@@ -14,9 +14,8 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
-from tests.twins.plain_renderer import PlainRenderer
 from text import child_processes, template_processes
-from text.chat import Chat, ChatTurn, Rendered, Renderer
+from text.chat import Chat, ChatTurn, PlainRenderer, Rendered, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.backends import KINDS
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from text.codec import Detokenizer, TokenKind
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from tests.text.backends import KINDS, byte_level, metaspace
 from tests.text.test_token_bound import changed, like_llama_2, like_llama_3, like_qwen
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from text.tokenizer import Tokenizer
 
 TURNS = ("<|im_start|>", "<|im_end|>", "<|im_start|>x")

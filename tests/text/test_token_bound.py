@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from tests.text.backends import CORPUS, KINDS, byte_fallback, byte_level, metaspace, with_bos
-from tests.twins.byte_tokenizer import ByteTokenizer
+from text.byte_tokenizer import ByteTokenizer
 from text.token_bound import SLICE_CHARS, STABLE
 from text.tokenizer import Tokenizer
 

@@ -20,8 +20,8 @@ from tests.text.backends import (
     with_bos,
     write_folder,
 )
-from tests.twins.byte_tokenizer import ByteTokenizer
 from text import tokenizer as tokenizer_module
+from text.byte_tokenizer import ByteTokenizer
 from text.codec import TextCodec, TokenKind
 from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest, ModelError

@@ -9,13 +9,13 @@ import torch
 from engine.core import EngineCore
 from engine.events import Event, Failed, Fetched, Finished
 from engine.model.batch import Batch, CausalModel
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from kernels.backend import KVPages
 from tests.harness.engines import ROOT, make_core
 from tests.harness.fake_clock import FakeClock
 from tests.harness.known_model import LAYOUT
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, greedy
-from tests.twins.hash_model import HashModel
 from wire.errors import BatonError, InvalidRequest, Unavailable
 from wire.ids import AttemptId
 from wire.sampling import FinishReason

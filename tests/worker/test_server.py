@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.plan.authority import Authority
+from engine.model.hash_model import HashModel
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
 from tests.harness.known_model import LAYOUT
@@ -28,7 +29,6 @@ from tests.harness.one_worker import (
     timeless_node,
     tokens_of,
 )
-from tests.twins.hash_model import HashModel
 from wire import rpc
 from wire.convert import status_of
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable

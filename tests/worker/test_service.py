@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from decode_worker.behaviour import DecodeJob
+from engine.model.hash_model import HashModel
 from tests.harness.known_model import LAYOUT
 from tests.harness.node import Node
 from tests.harness.one_worker import (
@@ -21,7 +22,6 @@ from tests.harness.one_worker import (
     timeless_node,
     tokens_of,
 )
-from tests.twins.hash_model import HashModel
 from wire.convert import error_from_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import (
     BatonError,

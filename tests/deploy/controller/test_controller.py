@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from deploy.actors.actor_host import LocalHost
 from deploy.controller import controller as controller_module
 from deploy.controller import tasks
 from deploy.controller.controller import Controller
@@ -16,7 +17,6 @@ from deploy.local.key_file import KeyFile
 from deploy.plan.config import ClusterConfig
 from router.workers.controller_port import ControllerReport
 from tests.deploy.plan.test_cluster_plan import planned
-from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, OrderNumbers, RefusedWorkers
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key

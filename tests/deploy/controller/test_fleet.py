@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import fleet as fleet_module
 from deploy.controller import tasks
@@ -21,7 +22,6 @@ from deploy.plan.machine import Machine
 from deploy.plan.resources import RayNode, Resources
 from deploy.processes.atomic_file import AtomicFile
 from tests.deploy.plan.test_cluster_plan import MACHINE, planned
-from tests.twins.local_host import LocalHost
 from wire.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
 from deploy.controller.frontends import ROUTER, Frontends
@@ -13,7 +14,6 @@ from deploy.plan.config import ClusterConfig
 from gateway.config import GatewayConfig
 from router.config import RouterConfig
 from tests.deploy.plan.test_cluster_plan import planned
-from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError
 from wire.pools import Addresses
 from wire.typed_reader import from_json, to_json

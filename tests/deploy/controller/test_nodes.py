@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import nodes as nodes_module
 from deploy.controller import supervised, tasks
@@ -16,7 +17,6 @@ from deploy.controller.tasks import EventLog
 from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
-from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, InvalidRequest, Unavailable
 from wire.names import digest_of
 from wire.pools import Addresses, Shares

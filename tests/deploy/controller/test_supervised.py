@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import MAX_GAP_S, Liveness
 from deploy.controller import supervised, tasks
 from deploy.controller.supervised import KeptActor, Supervision
 from deploy.controller.tasks import EventLog
-from tests.twins.local_host import LocalHost
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
 from wire.typed_reader import to_json
