@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -24,10 +25,38 @@ PROBE_EVERY_S = 1.0
 """Interval of probes while nothing is read, so that no end of a connection is seen."""
 PIECE_BYTES = 64 << 10
 """Size of a write."""
+MAX_HEADS_AN_ITERATION = 4
+"""Bound on requests that begin in one iteration of the event loop: streams go on between two iterations of a burst."""
 MAX_BODY_BYTES = 64 << 10
 """Bound on buffered bodies; further bytes wait in the kernel."""
 
 log = logging.getLogger(__name__)
+
+
+class HeadBudget:
+    """The requests that may begin in each iteration of a port's event loop."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_HEADS_AN_ITERATION
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def take(self) -> bool:
+        """Takes a place in this iteration; False if none is free."""
+        if not self._num_left:
+            return False
+        if self._num_left == MAX_HEADS_AN_ITERATION:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._num_left -= 1
+        return True
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """Queues work for a later iteration, after `take` returned False."""
+        self._waiting.append(work)
+
+    def _begin(self) -> None:
+        self._num_left = MAX_HEADS_AN_ITERATION
+        while self._waiting and self.take():
+            self._waiting.popleft()()
 
 
 class Connection(asyncio.BufferedProtocol):

@@ -2,14 +2,13 @@
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 
 from httpd.answer import Message
-from httpd.connection import MAX_HEAD_S, MAX_IDLE_S, MAX_STALL_S, Connection
+from httpd.connection import MAX_HEAD_S, MAX_IDLE_S, MAX_STALL_S, Connection, HeadBudget
 from httpd.errors import HttpError
 from httpd.request_reader import Scope
 from wire.errors import Overloaded
@@ -21,40 +20,23 @@ MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
 """Bound per address of a client, loopback excepted: a proxy there speaks for many clients."""
 LOOPBACK = ("127.0.0.1", "::1")
-MAX_HEADS_AN_ITERATION = 4
-"""Bound on requests that begin in one iteration of the event loop: streams go on between two iterations of a burst."""
 READ_BYTES = 16 << 10
 """Size of a read. asyncio's own 256 KiB would stay in memory for each connection that waits."""
+STOP_GRACE_S = 1.0
+BACKLOG = 1024
+MAX_ACCEPTED = 16
+"""Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
+_KERNELS_BOUNDS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(MAX_IDLE_S)),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(MAX_HEAD_S)),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MAX_STALL_S)),
+)
+"""For a client that vanished without a word: the kernel ends what it does not acknowledge."""
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-class HeadBudget:
-    """The requests that may begin in each iteration of a port's event loop."""
-
-    def __init__(self) -> None:
-        self._num_left = MAX_HEADS_AN_ITERATION
-        self._waiting: deque[Callable[[], None]] = deque()
-
-    def take(self) -> bool:
-        """Takes a place in this iteration; False if none is free."""
-        if not self._num_left:
-            return False
-        if self._num_left == MAX_HEADS_AN_ITERATION:
-            asyncio.get_running_loop().call_soon(self._begin)
-        self._num_left -= 1
-        return True
-
-    def wait(self, work: Callable[[], None]) -> None:
-        """Queues work for a later iteration, after `take` returned False."""
-        self._waiting.append(work)
-
-    def _begin(self) -> None:
-        self._num_left = MAX_HEADS_AN_ITERATION
-        while self._waiting and self.take():
-            self._waiting.popleft()()
 
 
 class Port:
@@ -96,19 +78,6 @@ class Port:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-
-
-STOP_GRACE_S = 1.0
-BACKLOG = 1024
-MAX_ACCEPTED = 16
-"""Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
-_KERNELS_BOUNDS = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(MAX_IDLE_S)),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(MAX_HEAD_S)),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MAX_STALL_S)),
-)
-"""For a client that vanished without a word: the kernel ends what it does not acknowledge."""
 
 
 class HttpServer:

@@ -3,6 +3,7 @@
 python -m tests.docs.request_path            # prints the steps and counts
 python -m tests.docs.request_path --write    # puts the steps into docs/architecture.md, which a test holds
 python -m tests.docs.request_path --json     # prints the way of each request, function by function
+python -m tests.docs.request_path --returns  # prints how often a reader comes back to each file, and from which
 
 A chat over HTTP, streamed, no block of its prompt cached, goes through a whole cluster in this process: gateway,
 router, a prefill and a decode worker, and the directory, all behind their own ports; only templates are rendered in
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Set
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import ceil
 from pathlib import Path
 from types import CodeType, FrameType
@@ -107,6 +109,17 @@ class Way:
     def num_returns(self) -> int:
         """Returns to a file left before."""
         return sum(1 for _ in groupby(self.stays)) - len(set(self.stays))
+
+    @property
+    def returns(self) -> dict[str, Counter[str]]:
+        """Files before each return, by the file returned to, the one most returned to first."""
+        runs, left = [file for file, _ in groupby(self.stays)], set[str]()
+        returns: dict[str, Counter[str]] = defaultdict(Counter)
+        for before, file in pairwise(runs):
+            left.add(before)
+            if file in left:
+                returns[file][before] += 1
+        return dict(sorted(returns.items(), key=lambda one: -one[1].total()))
 
     @property
     def steps(self) -> dict[str, list[str]]:
@@ -206,6 +219,10 @@ def main() -> int:
     if sys.argv[1:] == ["--json"]:
         sys.stdout.write(json.dumps([asdict(way) for way in ways]))
         return 0
+    if sys.argv[1:] == ["--returns"]:
+        for file, before in ways[0].returns.items():
+            told = ", ".join(f"{one} {num}" for one, num in before.most_common())
+            sys.stdout.write(f"{before.total():3} {file}: {told}\n")
     if sys.argv[1:] == ["--write"]:
         generated.write(COMMAND, table)
     sys.stdout.write(f"{table}\n")

@@ -31,3 +31,9 @@ def test_the_page_has_every_file_that_a_request_enters() -> None:
 def test_a_table_is_read_as_it_was_written() -> None:
     steps = {"in": ["gateway/app.py", "gateway/chat.py", "wire/ids.py", "gateway/app.py"], ALWAYS: ["wire/rpc.py"]}
     assert from_table(to_table(steps)) == steps
+
+
+def test_a_return_is_counted_for_the_file_that_was_left_before() -> None:
+    way = Way(("a.py", "a.py", "b.py", "a.py", "c.py", "b.py"), ())
+    assert way.returns == {"a.py": {"b.py": 1}, "b.py": {"c.py": 1}}
+    assert way.num_returns == 2

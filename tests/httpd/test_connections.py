@@ -11,9 +11,9 @@ import httptools
 import pytest
 
 from gateway.config import GatewayConfig
-from httpd.connection import Connection
+from httpd.connection import MAX_HEADS_AN_ITERATION, Connection
 from httpd.request_reader import MAX_PIPELINED
-from httpd.server import MAX_HEADS_AN_ITERATION, HttpServer
+from httpd.server import HttpServer
 from tests.harness.cluster import WAIT_S, until
 from wire.errors import ConfigError
 
@@ -382,7 +382,7 @@ async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> Non
 
 
 async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("httpd.server.MAX_HEADS_AN_ITERATION", 1)
+    monkeypatch.setattr("httpd.connection.MAX_HEADS_AN_ITERATION", 1)
     clients = [await served.connect() for _ in range(5)]
     for client in clients:
         client.writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000))
