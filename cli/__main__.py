@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from cli.command import Parser
+from cli.terminal import Parser
 from wire.errors import BatonError
 
 COMMANDS = {

@@ -5,8 +5,8 @@ import sys
 
 from baton import Client
 from baton.request import Message, Options
-from cli.command import Subparsers, add_command
 from cli.generate import read_stdin, read_timeout
+from cli.terminal import Subparsers, add_command
 from deploy.local.client import explained, find_cluster
 from deploy.plan.model import DEMO_MODEL
 from wire.errors import BatonError

@@ -22,9 +22,8 @@ from cryptography import x509
 from baton import Client, Completion
 from baton.request import API_KEY, Options, credentials
 from cli.bench.schedule import PROMPT_IDS
-from cli.command import Subparsers, add_command
 from cli.status import COLD_STATES, state_with_advice
-from cli.table import COLORS, show
+from cli.terminal import COLORS, Subparsers, add_command, show
 from deploy.local.client import call_operator, find_cluster
 from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterState, StateFile, command_line, load_secret

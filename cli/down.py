@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from cli.command import Subparsers, add_command
+from cli.terminal import Subparsers, add_command
 from deploy.local.shutdown import shut_down
 from deploy.local.state import ClusterState, StateFile, command_line
 from deploy.processes.interrupts import Interrupts

@@ -2,7 +2,7 @@
 
 import argparse
 
-from cli.command import Subparsers, add_command
+from cli.terminal import Subparsers, add_command
 from deploy.deadlines import ORDER_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from wire.pb import cluster_pb2

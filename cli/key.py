@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from cli.command import Subparsers, add_command
-from cli.table import render
+from cli.terminal import Subparsers, add_command, render
 from deploy.deadlines import KEYS_IN_COMMAND_S
 from deploy.local.client import call_operator
 from deploy.local.key_file import KeyFile

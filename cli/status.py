@@ -10,8 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cli.command import Subparsers, add_command
-from cli.table import NOT_KNOWN, render
+from cli.terminal import NOT_KNOWN, Subparsers, add_command, render
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster

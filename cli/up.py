@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cli.command import Parser, Subparsers, read_whole
+from cli.terminal import Parser, Subparsers, read_whole
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes

@@ -28,9 +28,8 @@ from cli.bench.latency import (
 )
 from cli.bench.open_loop import ChatsClient, CompletionsClient, LoadClient, OpenLoopClient, chat, token_ids
 from cli.bench.schedule import Arrival, poisson_process, read_trace, replay, scale
-from cli.command import Subparsers, add_command, read_count, read_number, read_whole
 from cli.generate import read_timeout
-from cli.table import COLORS, NOT_KNOWN, is_drawn, show
+from cli.terminal import COLORS, NOT_KNOWN, Subparsers, add_command, is_drawn, read_count, read_number, read_whole, show
 from deploy.local.client import find_cluster
 from wire.errors import InvalidRequest
 
@@ -142,11 +141,10 @@ def _draw_poisson(args: argparse.Namespace) -> list[Arrival]:
 
 def _latency_rows(summary: ModeSummary) -> list[tuple[str, ...]]:
     picked = [(name, pick(summary)) for name, pick in LATENCIES]
-    return [(name, *(_latency(value) for value in (of.p50, of.p90, of.p99))) for name, of in picked]
-
-
-def _latency(value_ms: float) -> str:
-    return NOT_KNOWN if isnan(value_ms) else f"{value_ms:.1f}"
+    return [
+        (name, *(NOT_KNOWN if isnan(value_ms) else f"{value_ms:.1f}" for value_ms in (of.p50, of.p90, of.p99)))
+        for name, of in picked
+    ]
 
 
 def _to_json(args: argparse.Namespace, load: str, summary: ModeSummary, records: Sequence[Record]) -> str:

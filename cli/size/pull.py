@@ -3,8 +3,7 @@
 import argparse
 import signal
 
-from cli.command import Subparsers
-from cli.table import render
+from cli.terminal import Subparsers, render
 from cli.up import Console
 from deploy.plan.byte_size import format_bytes
 from engine.checkpoint.pulled import MODELS

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cli.command import Subparsers, read_count
 from cli.size.capacity import Fit, RequestKV, Technique, techniques
 from cli.size.shape import BITS, ModelShape
-from cli.table import render
+from cli.terminal import Subparsers, read_count, render
 from deploy.plan.byte_size import format_bytes, parse_any_bytes, parse_bytes
 from deploy.plan.config import ModelSettings
 from deploy.plan.sizing import GPU_RESERVE_BYTES

@@ -19,8 +19,7 @@ from deploy.controller.frontends import ROUTER, Frontends
 from deploy.controller.key_distribution import KeyDistribution
 from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools
-from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import EventLog, Tasks, persist, repeat
+from deploy.controller.supervised import EventLog, Supervision, Tasks, persist, repeat
 from deploy.deadlines import CLUSTER_START_S, ORDER_IN_CONTROLLER_S
 from deploy.local import run_dir
 from deploy.local.key_file import KeyFile, LastKeys

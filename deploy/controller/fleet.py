@@ -7,8 +7,7 @@ from dataclasses import astuple, dataclass
 
 from deploy.actors.liveness import PROBE_EVERY_S
 from deploy.controller.pools import Pools
-from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import repeat
+from deploy.controller.supervised import Supervision, repeat
 from deploy.controller.workers import RouterMembers, Workers
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import Machine, inspect_machine

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from deploy.actors.actor_host import ActorHost
-from deploy.controller.supervised import KeptActor, Supervision
-from deploy.controller.tasks import Tasks
+from deploy.controller.supervised import KeptActor, Supervision, Tasks
 from deploy.deadlines import KEYS_AT_DOOR_S
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import GATEWAY

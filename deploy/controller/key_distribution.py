@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from deploy.controller.tasks import EventLog, Tasks, persist
+from deploy.controller.supervised import EventLog, Tasks, persist
 from deploy.local.key_file import LastKeys
 from wire.errors import BatonError, ConfigError
 from wire.trust.key_ring import NO_CALLER, KeyList

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from deploy.controller.supervised import KeptActor, Supervision
-from deploy.controller.tasks import Tasks, persist, repeat
+from deploy.controller.supervised import KeptActor, Supervision, Tasks, persist, repeat
 from deploy.deadlines import KEYS_AT_DOOR_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.resources import RayNode

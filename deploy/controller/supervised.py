@@ -5,28 +5,105 @@
                 +--- back off, under the same name <-------+   KeptActor: router, gateways, services of nodes
 
 A worker has one life: `Pools` backs off by the same rule, and names another worker for its place. The answer to a
-start of a kept actor is recorded, so that a controller that takes over knows its address.
+start of a kept actor is recorded, so that a controller that takes over knows its address. Tasks outlive the calls that
+began them; `repeat` and `persist` try a step again, and note its failures as events.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector, backoff_s
-from deploy.controller.tasks import EventLog, reason_of, repeat
 from deploy.deadlines import SERVICE_START_S
 from deploy.plan.resources import Resources
 from deploy.processes.atomic_file import AtomicFile
+from router.workers.controller_port import ControllerEvent
+from wire.errors import BatonError
 from wire.pools import Addresses
 from wire.typed_reader import from_json, to_json
 
-NO_RESOURCES = Resources()
+PAUSE_S = 1.0
+MAX_EVENTS = 50
 
 log = logging.getLogger(__name__)
+NO_RESOURCES = Resources()
+
+
+class EventLog:
+    """The last 50 events. `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+
+    def note(self, text: str) -> None:
+        log.info("%s", text)
+        self._events.append((self._clock(), text))
+
+    def report(self) -> tuple[ControllerEvent, ...]:
+        """Returns the events, newest last."""
+        now = self._clock()
+        return tuple(ControllerEvent(round(now - at, 3), text) for at, text in self._events)
+
+
+class Tasks:
+    """The tasks begun here that have not ended yet. A failure is logged; waiting for the tasks does not raise it."""
+
+    def __init__(self) -> None:
+        self._unended: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._unended.add(task)
+        task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        """Cancels all tasks. Does not wait for their end."""
+        for task in self._unended:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Returns when all tasks that are under way now have ended, in whatever way."""
+        if self._unended:
+            await asyncio.wait(self._unended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._unended.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task failed", exc_info=task.exception())
+
+
+async def repeat(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """Takes one step after another, until cancelled; notes failures as `persist` does, and goes on a second later."""
+    while True:
+        await persist(what, step, events)
+
+
+async def persist(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """Takes the same step until it succeeds, and tries again a second after a failure.
+
+    Notes a failure as an event unless it is for the reason of the one before.
+    """
+    noted = ""
+    while True:
+        try:
+            return await step()
+        except Exception as error:
+            log.exception("%s failed", what)
+            if (reason := reason_of(error)) != noted:
+                events.note(f"{what} failed, and goes on: {reason}")
+            noted = reason
+            await asyncio.sleep(PAUSE_S)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the words of an error for an event."""
+    return error.message if isinstance(error, BatonError) else repr(error)
 
 
 @dataclass

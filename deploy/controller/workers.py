@@ -7,8 +7,7 @@ from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
 from deploy.controller.pools import Pools
-from deploy.controller.supervised import SupervisedActor, Supervision
-from deploy.controller.tasks import EventLog, Tasks, reason_of
+from deploy.controller.supervised import EventLog, SupervisedActor, Supervision, Tasks, reason_of
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.resources import RayNode, require_node, service_of

@@ -23,7 +23,6 @@ class RedisServer:
     """A server that answers. It leads a session of its own, which `end_session` ends."""
 
     process: ProcessRef
-    program: str
     url: str
 
 
@@ -57,7 +56,7 @@ def start(program: str, folder: Path, max_bytes: int) -> RedisServer:
     except BaseException:
         end_session(process, grace_s=0)
         raise
-    return RedisServer(process, program, f"unix://{path}")
+    return RedisServer(process, f"unix://{path}")
 
 
 def _options(path: Path, max_bytes: int) -> list[str]:

@@ -243,6 +243,25 @@ RANGES: dict[str, tuple[float, float]] = {
 """Least and most of each number. A setting that is no number is not decided yet, or off."""
 
 
+PLACES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "redis.url": (
+        lambda url: _REDIS_URL.fullmatch(url) and _names_a_host(url),
+        "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH",
+    ),
+    "files.folder": (lambda folder: Path(folder).is_absolute(), "an absolute path"),
+    "ray.address": (
+        lambda address: _RAY_ADDRESS.fullmatch(address) and _names_a_host(f"ray://{address}"),
+        "HOST:PORT or auto (without it, Ray is started)",
+    ),
+    "http.host_names": (lambda names: all(map(_HOST_NAME.fullmatch, names)), "names without ports"),
+    "router.host": (lambda host: _is_made(IPv4Address, host), "an IPv4 address"),
+    "ray.plain_network": (lambda network: _is_made(ip_network, network), "like 10.0.0.0/24"),
+}
+"""URLs, addresses and folders: a check of each that is given, and its words."""
+SECRET = ("redis.url",)
+"""Settings whose value, which may have a password, no message shows."""
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """The settings of a cluster: valid once made, and never changed afterwards.
@@ -317,18 +336,9 @@ class ClusterConfig:
 
     def _require_places(self) -> None:
         """Checks URLs, addresses and folders."""
-        is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
-        _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
-        folder = self.files.folder
-        _require(folder is None or Path(folder).is_absolute(), "files.folder", "an absolute path", folder)
-        ray = self.ray.address
-        is_address = ray is None or (_RAY_ADDRESS.fullmatch(ray) and _names_a_host(f"ray://{ray}"))
-        _require(is_address, "ray.address", "HOST:PORT or auto (without it, Ray is started)", ray)
-        are_hosts = all(_HOST_NAME.fullmatch(name) for name in self.http.host_names)
-        _require(are_hosts, "http.host_names", "names without ports", "")
-        host, network = self.router.host, self.ray.plain_network
-        _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
-        _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
+        for name, (is_one, what) in PLACES.items():
+            value = attrgetter(name)(self)
+            _require(value is None or is_one(value), name, what, "" if name in SECRET else value)
 
     def _require_ports(self) -> None:
         port = self.router.metrics_port

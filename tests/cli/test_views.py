@@ -1,6 +1,6 @@
 from baton.results import Completion, Draft
 from cli.generate import render_timeline, to_object
-from cli.table import render
+from cli.terminal import render
 from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb
 

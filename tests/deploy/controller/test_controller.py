@@ -11,7 +11,7 @@ import ray
 
 from deploy.actors.actor_host import LocalHost
 from deploy.controller import controller as controller_module
-from deploy.controller import tasks
+from deploy.controller import supervised
 from deploy.controller.controller import Controller
 from deploy.local.key_file import KeyFile
 from deploy.plan.config import ClusterConfig
@@ -100,7 +100,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(controller_module, "RayHost", lambda _: made.host)
     monkeypatch.setattr(controller_module, "start_logging", lambda _: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
-    monkeypatch.setattr(tasks, "PAUSE_S", 0.01)
+    monkeypatch.setattr(supervised, "PAUSE_S", 0.01)
     yield made
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()

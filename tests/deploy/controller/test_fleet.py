@@ -10,12 +10,11 @@ import pytest
 from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import fleet as fleet_module
-from deploy.controller import tasks
+from deploy.controller import supervised
 from deploy.controller import workers as workers_module
 from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
-from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import EventLog
+from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
@@ -196,7 +195,7 @@ async def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "PROBE_EVERY_S", 0.005)
-    monkeypatch.setattr(tasks, "PAUSE_S", 0.005)
+    monkeypatch.setattr(supervised, "PAUSE_S", 0.005)
 
 
 async def test_workers_start_and_the_router_hears_of_them() -> None:

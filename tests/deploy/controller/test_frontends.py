@@ -8,8 +8,7 @@ from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
 from deploy.controller.frontends import ROUTER, Frontends
-from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import EventLog, Tasks
+from deploy.controller.supervised import EventLog, Supervision, Tasks
 from deploy.plan.config import ClusterConfig
 from gateway.config import GatewayConfig
 from router.config import RouterConfig

@@ -10,10 +10,9 @@ import pytest
 from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import nodes as nodes_module
-from deploy.controller import supervised, tasks
+from deploy.controller import supervised
 from deploy.controller.nodes import Nodes
-from deploy.controller.supervised import Supervision
-from deploy.controller.tasks import EventLog
+from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
@@ -80,7 +79,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
     monkeypatch.setattr(supervised, "backoff_s", lambda _: 0.001)
     monkeypatch.setattr(nodes_module, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
+    monkeypatch.setattr(supervised, "PAUSE_S", 0.001)
 
 
 async def test_workers_of_a_node_share_one_service_on_it(tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ async def test_a_later_controller_goes_on_with_the_same_services(tmp_path: Path)
 
 
 async def test_a_node_that_is_lost_is_told_no_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
+    monkeypatch.setattr(supervised, "PAUSE_S", 0.0)
     world = World(tmp_path)
     told: list[str] = []
 

@@ -7,9 +7,8 @@ import pytest
 
 from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import MAX_GAP_S, Liveness
-from deploy.controller import supervised, tasks
-from deploy.controller.supervised import KeptActor, Supervision
-from deploy.controller.tasks import EventLog
+from deploy.controller import supervised
+from deploy.controller.supervised import EventLog, KeptActor, Supervision
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
 from wire.typed_reader import to_json
@@ -82,7 +81,7 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
     monkeypatch.setattr(supervised, "backoff_s", lambda _: 0.001)
-    monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
+    monkeypatch.setattr(supervised, "PAUSE_S", 0.001)
     return World(tmp_path)
 
 

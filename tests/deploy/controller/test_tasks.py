@@ -3,8 +3,8 @@ import logging
 
 import pytest
 
-from deploy.controller import tasks
-from deploy.controller.tasks import EventLog, Tasks, persist
+from deploy.controller import supervised
+from deploy.controller.supervised import EventLog, Tasks, persist
 from wire.errors import Unavailable
 
 
@@ -40,7 +40,7 @@ async def test_a_wait_that_is_cancelled_does_not_end_tasks() -> None:
 
 async def test_a_step_that_fails_for_one_reason_is_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would push all other events out within a minute."""
-    monkeypatch.setattr(tasks, "PAUSE_S", 0)
+    monkeypatch.setattr(supervised, "PAUSE_S", 0)
     failures = [Unavailable("away")] * 60 + [Unavailable("elsewhere")] * 60
 
     async def step() -> None:
