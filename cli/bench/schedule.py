@@ -141,9 +141,6 @@ def _random_tokens(draw: random.Random, length: int) -> tuple[int, ...]:
 
 
 def _trace_tokens(row: TraceRow, block_len: int, draw: random.Random, seed: int) -> tuple[int, ...]:
-    known = [token for name in row.blocks for token in _block_tokens(name, block_len, seed)][: row.input_len]
+    blocks = (_random_tokens(random.Random(f"{seed} block {name}"), block_len) for name in row.blocks)
+    known = [token for block in blocks for token in block][: row.input_len]
     return (*known, *_random_tokens(draw, row.input_len - len(known)))
-
-
-def _block_tokens(name: int, length: int, seed: int) -> Sequence[int]:
-    return _random_tokens(random.Random(f"{seed} block {name}"), length)

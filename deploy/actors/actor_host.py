@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from deploy.actors.liveness import Liveness
-from deploy.plan.machine import Machine
-from deploy.plan.resources import RayNode, Resources
+from deploy.plan.machine import Machine, RayNode, Resources
 from wire.errors import Unavailable
 from wire.pools import Addresses, Drained
 from wire.typed_reader import from_json, to_json

@@ -11,7 +11,7 @@ from typing import Any
 import ray.util
 
 from deploy.plan.cluster_plan import CONTROLLER
-from deploy.plan.resources import SERVICE_PREFIX
+from deploy.plan.machine import SERVICE_PREFIX
 
 STOP_TIMEOUT_S = 5.0
 

@@ -16,8 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeL
 
 from deploy.actors.liveness import Liveness
 from deploy.deadlines import PLACE_S, PROBE_S, STOP_S
-from deploy.plan.machine import Machine, inspect_machine
-from deploy.plan.resources import RayNode, Resources
+from deploy.plan.machine import Machine, RayNode, Resources, inspect_machine
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded, wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable

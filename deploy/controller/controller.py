@@ -25,7 +25,7 @@ from deploy.local import run_dir
 from deploy.local.key_file import KeyFile, LastKeys
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
-from deploy.plan.resources import RayNode
+from deploy.plan.machine import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded_names

@@ -10,8 +10,7 @@ from deploy.controller.pools import Pools
 from deploy.controller.supervised import Supervision, repeat
 from deploy.controller.workers import RouterMembers, Workers
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
-from deploy.plan.machine import Machine, inspect_machine
-from deploy.plan.resources import RayNode
+from deploy.plan.machine import Machine, RayNode, inspect_machine
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerNotFound

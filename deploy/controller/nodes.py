@@ -7,7 +7,7 @@ from dataclasses import replace
 from deploy.controller.supervised import KeptActor, Supervision, Tasks, persist, repeat
 from deploy.deadlines import KEYS_AT_DOOR_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
-from deploy.plan.resources import RayNode
+from deploy.plan.machine import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, Unavailable
 from wire.pools import Shares

@@ -27,7 +27,7 @@ from deploy.actors.ray_host import actor_options
 from deploy.controller.controller import Controller
 from deploy.local import run_dir
 from deploy.plan.cluster_plan import CONTROLLER, namespace
-from deploy.plan.resources import Resources
+from deploy.plan.machine import Resources
 from wire.errors import BatonError, ConfigError
 from wire.pools import Addresses, HeadAnswer
 from wire.typed_reader import from_json, to_json

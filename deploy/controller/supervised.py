@@ -20,7 +20,7 @@ from pathlib import Path
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector, backoff_s
 from deploy.deadlines import SERVICE_START_S
-from deploy.plan.resources import Resources
+from deploy.plan.machine import Resources
 from deploy.processes.atomic_file import AtomicFile
 from router.workers.controller_port import ControllerEvent
 from wire.errors import BatonError

@@ -10,7 +10,7 @@ from deploy.controller.pools import Pools
 from deploy.controller.supervised import EventLog, SupervisedActor, Supervision, Tasks, reason_of
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
-from deploy.plan.resources import RayNode, require_node, service_of
+from deploy.plan.machine import RayNode, require_node, service_of
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState

@@ -3,14 +3,13 @@
 import importlib.util
 import shutil
 import socket
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deploy.local.run_dir import log_tail
-from deploy.processes.process import POLL_S, ProcessRef, end_session, spawn_leader
+from deploy.processes.process import ProcessRef, end_session, spawn_leader, wait_until
 from wire.errors import ConfigError
 
 PROGRAMS = ("redis-server", "valkey-server")
@@ -67,11 +66,9 @@ def _options(path: Path, max_bytes: int) -> list[str]:
 
 
 def _wait_until_up(process: ProcessRef, program: str, path: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not _answers(path):
-        if not process.is_alive or time.monotonic() > deadline:
-            raise ConfigError(f"{program} did not start:\n{log_tail(path.parent / 'redis.log')}")
-        time.sleep(POLL_S)
+    wait_until(lambda: _answers(path) or not process.is_alive, START_TIMEOUT_S)
+    if not _answers(path):
+        raise ConfigError(f"{program} did not start:\n{log_tail(path.parent / 'redis.log')}")
 
 
 def _answers(path: Path) -> bool:

@@ -18,9 +18,8 @@ from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_li
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
 from deploy.plan.config import ALLOW, ClusterConfig
-from deploy.plan.machine import Machine, inspect_machine, require_limits
+from deploy.plan.machine import Machine, RayNode, inspect_machine, require_limits
 from deploy.plan.model import ModelFacts, inspect_model, require_folders
-from deploy.plan.resources import RayNode
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
 from engine.checkpoint.pulled import MODELS

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from deploy.local import run_dir
 from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
-from deploy.processes.process import POLL_S, ProcessRef, recorded_living
+from deploy.processes.process import ProcessRef, recorded_living, wait_until
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
 from wire.trust.certificates import TlsFiles
@@ -104,14 +103,11 @@ class StateFile:
 
         Raises Unavailable if another command has it until the timeout, ConfigError if there can be no lock.
         """
-        deadline = time.monotonic() + timeout_s
         with explained_path(self.path.with_suffix(".lock")) as path:
             descriptor = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600)
         try:
-            while not _try_lock(descriptor):
-                if time.monotonic() >= deadline:
-                    raise Unavailable(f"another `baton up` or `baton down` of {self.name} is at work: wait for its end")
-                time.sleep(POLL_S)
+            if not wait_until(lambda: _try_lock(descriptor), timeout_s):
+                raise Unavailable(f"another `baton up` or `baton down` of {self.name} is at work: wait for its end")
             yield
         finally:
             os.close(descriptor)

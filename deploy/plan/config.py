@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
-from deploy.plan.resources import RESERVED
+from deploy.plan.machine import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
 from wire.kv_policy import Sinks, parse_kv_policy

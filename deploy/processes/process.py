@@ -125,10 +125,10 @@ def end_session(leader: ProcessRef, grace_s: float) -> None:
     if leader.is_alive:
         _signal(leader.pid, signal.SIGTERM)
         wait_for_end(leader.pid, grace_s)
-        _wait(lambda: not leader.session(), ORPHANS_GRACE_S)
+        wait_until(lambda: not leader.session(), ORPHANS_GRACE_S)
     for pid in leader.session():
         _signal(pid, signal.SIGKILL)
-    if not _wait(lambda: not leader.session(), KILL_TIMEOUT_S):
+    if not wait_until(lambda: not leader.session(), KILL_TIMEOUT_S):
         raise TimeoutError(f"processes {leader.session()} cannot be ended")
 
 
@@ -145,10 +145,11 @@ def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:
     """Waits for a process; returns whether it is gone."""
-    return _wait(lambda: not _runs(pid), timeout_s)
+    return wait_until(lambda: not _runs(pid), timeout_s)
 
 
-def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
+def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Blocks until a condition holds; returns False where it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not (is_held := holds()) and time.monotonic() <= deadline:
         time.sleep(POLL_S)

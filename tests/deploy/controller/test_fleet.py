@@ -17,8 +17,7 @@ from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
-from deploy.plan.machine import Machine
-from deploy.plan.resources import RayNode, Resources
+from deploy.plan.machine import Machine, RayNode, Resources
 from deploy.processes.atomic_file import AtomicFile
 from tests.deploy.plan.test_cluster_plan import MACHINE, planned
 from wire.errors import (

@@ -14,7 +14,7 @@ from deploy.controller import supervised
 from deploy.controller.nodes import Nodes
 from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.config import ClusterConfig
-from deploy.plan.resources import RayNode
+from deploy.plan.machine import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError, InvalidRequest, Unavailable
 from wire.names import digest_of

@@ -16,7 +16,7 @@ from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import TEXTS, ClusterConfig
-from deploy.plan.resources import RayNode
+from deploy.plan.machine import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
 from kv_store.frame import mac_key_of
 from tests.harness.checkpoints import make_checkpoint

@@ -7,9 +7,8 @@ from cryptography import x509
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
-from deploy.plan.machine import Machine
+from deploy.plan.machine import Machine, RayNode
 from deploy.plan.model import DraftFacts, ModelFacts
-from deploy.plan.resources import RayNode
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError, Unauthenticated

@@ -1,6 +1,6 @@
 import pytest
 
-from deploy.plan.resources import RayNode, Resources, num_fitting, require_node
+from deploy.plan.machine import RayNode, Resources, num_fitting, require_node
 from wire.errors import ConfigError
 
 SMALL = RayNode("s", "10.0.0.1", {"CPU": 2.0, "memory": 4 << 30})
