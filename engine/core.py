@@ -338,7 +338,7 @@ class EngineCore:
         """Counts the tokens of chunks as computed; returns where each began."""
         starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
         for chunk in chunks:
-            sequence, num_prompt = chunk.sequence, chunk.sequence.num_prompt
+            sequence, num_prompt = chunk.sequence, chunk.sequence.request.num_prompt
             self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
             sequence.advance(chunk.num_tokens)
         return starts
@@ -351,7 +351,7 @@ class EngineCore:
             if leader in ending and heir is not None and isinstance(leader.request, HandOff):
                 heir.kv, leader.kv = leader.kv, heir.kv
         for sequence in ending:
-            choice, (reason, stop_token_id) = sequence.choice, sequence.end
+            choice, (reason, stop_token_id) = sequence.choice, sequence.ending.after(sequence.output_ids[-1])
             self._end(sequence)
             self._events.append(Finished(choice.attempt_id, choice.index, reason, stop_token_id))
             self._close_if_over(choice.attempt_id)

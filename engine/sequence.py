@@ -33,6 +33,10 @@ class Ending:
         early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
         return cls(frozenset(ids), early_ids, min(sampling.max_tokens, max_output))
 
+    def after(self, last: int) -> tuple[FinishReason, int | None]:
+        """Returns the reason of an end after this token, and the token if it is a stop token."""
+        return (FinishReason.STOP, last) if last in self.ids else (FinishReason.LENGTH, None)
+
 
 class Sequence:
     """A choice with its known tokens, prompt plus output; `num_computed` of them have run, never the last known one.
@@ -46,7 +50,6 @@ class Sequence:
         self.choice = ChoiceId(request.attempt_id, choice.index)
         self.output_ids = list(choice.output_ids)
         self.matcher = choice.matcher
-        self.num_prompt = request.num_prompt
         self.ending = Ending.of(request, model)
         self.kv = retention_of(request, model.layout)
         self.phase = Phase.WAITING
@@ -57,7 +60,7 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        return self.num_prompt + len(self.output_ids)
+        return self.request.num_prompt + len(self.output_ids)
 
     @property
     def num_computed(self) -> int:
@@ -72,7 +75,7 @@ class Sequence:
     @property
     def wants_scores(self) -> bool:
         """Whether tokens of the prompt are still to be scored; the leader's run does it before the first output."""
-        return 0 < self.num_scored < self.num_prompt and not self.output_ids
+        return 0 < self.num_scored < self.request.num_prompt and not self.output_ids
 
     @property
     def prefix(self) -> Prefix:
@@ -107,12 +110,6 @@ class Sequence:
         return Draw(sampling, self.choice.index, self.request.prompt_ids, output_ids, banned, self.matcher)
 
     @property
-    def end(self) -> tuple[FinishReason, int | None]:
-        """The end that the last token makes: by itself, a stop token, or for max_tokens or a full context."""
-        last = self.output_ids[-1]
-        return (FinishReason.STOP, last) if last in self.ending.ids else (FinishReason.LENGTH, None)
-
-    @property
     def candidate(self) -> Candidate:
         """The sequence as batchers see it while it has pages; while it fetches, it has no token to run."""
         num_run = self.num_known if self.phase is Phase.FETCHING else self.num_computed
@@ -126,7 +123,7 @@ class Sequence:
         Reserved pages count as further tokens, which have run.
         """
         prefix, block_size = self.prefix, self.kv.window.layout.block_size
-        num_shared = 0 if leader is self else min(self.num_prompt, prefix.num_stored) // block_size
+        num_shared = 0 if leader is self else min(self.request.num_prompt, prefix.num_stored) // block_size
         num_computed, num_more = num_shared * block_size, prefix.num_reserved * block_size
         num_behind = len(self.kv.window.behind(num_computed))
         num_known = self.num_known + num_more - prefix.num_dropped
@@ -135,7 +132,7 @@ class Sequence:
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """Slices `num_tokens` known tokens from position `start` on."""
         from_prompt = self.request.prompt_ids[start : start + num_tokens]
-        first_output = max(0, start - self.num_prompt)
+        first_output = max(0, start - self.request.num_prompt)
         return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
 
 
@@ -171,7 +168,9 @@ class SequenceTable:
     def admissible(self) -> list[Candidate]:
         """Waiting leaders, and waiting followers that would find their prompt, with the blocks that they share."""
         pairs = ((one, self._leader(one)) for one in self.waiting)
-        return [one.applicant(first) for one, first in pairs if one is first or first.num_computed >= one.num_prompt]
+        return [
+            one.applicant(first) for one, first in pairs if one is first or first.num_computed >= one.request.num_prompt
+        ]
 
     @property
     def running(self) -> list[Sequence]:

@@ -98,7 +98,7 @@ class PromptChunk:
         """The positions of the prompt whose tokens this chunk scores: each by the logits of the position before."""
         if not self.sequence.wants_scores:
             return range(0)
-        return range(self.sequence.num_scored, min(self.context_len + 1, self.sequence.num_prompt))
+        return range(self.sequence.num_scored, min(self.context_len + 1, self.sequence.request.num_prompt))
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -169,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _go_on(self) -> None:
-        """Begins the next request; without one, says what is wrong with the bytes behind the last, or waits."""
+        """Begins the next request; without one, answers with the fault of the bytes behind the last, or waits."""
         if self._reader.waiting:
             self._begin(self._reader.waiting.popleft())
         elif self._reader.fault is not None:

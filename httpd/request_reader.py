@@ -69,7 +69,7 @@ class RequestReader:
             self._end(_too_long())
 
     def feed_eof(self) -> None:
-        """Ends the bytes: what is amid a head or a body has a fault then."""
+        """Ends the bytes: an unfinished head or body is a fault then."""
         if self.is_in_head or self._incoming is not None:
             self._end(_fault(_BAD))
 

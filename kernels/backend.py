@@ -106,7 +106,7 @@ class KVPages:
 
 @dataclass(frozen=True)
 class Tables:
-    """Where the sequences of a batch have their KV; the first `num_decodes` have one row each.
+    """The block tables of a batch, and the rows of its sequences; the first `num_decodes` have one row each.
 
     block_tables: int32 [S, N], pages; context_lens: int32 [S], the batch's own tokens included; cu_query_lens: int32
     [S + 1], where each sequence's rows start. turns: of `Angles`, for variants with num_sinks.

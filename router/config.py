@@ -49,7 +49,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Where the router listens. Port 0 takes a free one; without a port for metrics, there are none to scrape.
+    """Host and ports of the router. Port 0 takes a free one; without a port for metrics, there are none to scrape.
 
     host: of the ports for clients and metrics; the operator's port is on this machine only.
     max_connections: that either of the gRPC ports takes; more are closed at once.

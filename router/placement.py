@@ -111,7 +111,7 @@ class PrefixMap:
             self._workers.popitem(last=False)
 
     def match(self, keys: Iterable[BlockKey]) -> dict[WorkerId, int]:
-        """For each worker, how many of the leading blocks it was sent. Workers with none are left out."""
+        """Counts, for each worker, the leading blocks that it was sent. Workers with none are left out."""
         matches: dict[WorkerId, int] = {}
         going: set[WorkerId] | None = None
         for num_blocks, key in enumerate(keys, start=1):

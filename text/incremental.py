@@ -112,7 +112,7 @@ class StopMatcher:
 
 
 class _Pattern:
-    """How much of one string the text seen so far ends with."""
+    """The length of a stop string's part with which the text so far ends."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Status:
-    """How an error looks from outside: gRPC code name, HTTP status, and whether the same request may succeed later."""
+    """An error seen from outside: gRPC code name, HTTP status, and whether the same request may succeed later."""
 
     grpc: str
     http: int

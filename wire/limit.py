@@ -20,7 +20,7 @@ class Limit:
     max_units: int
     what: str
     setting: str = FIXED
-    retry_after_s: float = RETRY_AFTER_S
+    retry_after_s: float | None = RETRY_AFTER_S
     num_used: int = 0
 
     @property

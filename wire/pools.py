@@ -46,7 +46,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where an actor, or a cluster, serves: the answer to each start; "" where it does not.
+    """Addresses of an actor, or of a cluster: the answer to each start; "" for none.
 
     public: gRPC of router or worker, block port of a node's service. local: where clients on this machine need no TLS;
     the public address, where that is so there. operator: the command line's. metrics: Prometheus'. http: OpenAI's.

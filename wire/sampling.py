@@ -1,4 +1,4 @@
-"""How the next token is chosen: every setting with its default and its range."""
+"""Settings by which the next token is chosen, each with its default and its range."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -33,7 +33,7 @@ class Record:
 
     @property
     def late_s(self) -> float:
-        """How long after its time it was sent: the client's doing."""
+        """Returns the client's delay: from the time at which it was due to its sending."""
         return self.sent_s - self.scheduled_s
 
     @property

@@ -1,4 +1,4 @@
-"""When which request is sent: decided before the first one is, so that no answer can delay a later request.
+"""The schedule of requests, drawn before the first is sent, so that no answer can delay a later request.
 
 Published traces of real services are made smaller to suit the machine and the model at hand. Known are Mooncake's JSON
 lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per 512 tokens) and Azure's CSV (`TIMESTAMP`,

@@ -63,28 +63,28 @@ class KVCache:
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        lookup = Lookup(prefix, names, found, sequence.kv.window)
-        pages = self._take(lookup)
-        if pages is None and lookup.starts is not None:
-            lookup = lookup.cut()  # windows that begin later have no room beside the one on the device
-            pages = self._take(lookup)
-        if pages is None:
+        taken = self._take(Lookup(prefix, names, found, sequence.kv.window))
+        if taken is None:
             return False
+        lookup, pages = taken
         sequence.kv.reserved, to_fill = pages[: prefix.num_reserved], pages[prefix.num_reserved :]
         sequence.kv.begin(BlockTable([*lookup.hits, *to_fill], num_dropped=prefix.num_dropped))
         sequence.phase = Phase.FETCHING
         self._fetch(sequence, lookup, to_fill, siblings)
         return True
 
-    def _take(self, lookup: Lookup) -> list[PageId] | None:
-        """Acquires the pages found, and allocates reserved ones and ones to fill; None, and no change, without room."""
+    def _take(self, lookup: Lookup) -> tuple[Lookup, list[PageId]] | None:
+        """Acquires the pages found, and allocates reserved ones and ones to fill; None, and no change, without room.
+
+        Windows that begin later may have no room beside the one on the device: they are cut from the search.
+        """
         for page in lookup.hits:
             self._ledger.acquire(page)
         try:
-            return self._ledger.allocate(lookup.prefix.num_reserved + lookup.num_to_fill)
+            return lookup, self._ledger.allocate(lookup.prefix.num_reserved + lookup.num_to_fill)
         except OutOfBlocks:
             self._free(lookup.hits)
-            return None
+            return self._take(lookup.cut()) if lookup.starts else None
 
     def _fetch(self, sequence: Sequence, lookup: Lookup, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
         """Begins a fetch; a tail is copied from a sibling's page instead, if all else is on the device."""
@@ -99,7 +99,7 @@ class KVCache:
     def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
         """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
         for one in siblings:
-            is_same = sequence.num_known - 1 == sequence.num_prompt <= one.num_computed
+            is_same = sequence.num_known - 1 == sequence.request.num_prompt <= one.num_computed
             if is_same and place not in one.kv.table.behind:
                 [source] = one.kv.table[place : place + 1]
                 self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
@@ -187,7 +187,7 @@ class KVCache:
 
         The attempt holds them. The other blocks of a prompt that does not stay whole follow, and are not held.
         """
-        kv, num_prompt = sequence.kv, sequence.num_prompt
+        kv, num_prompt = sequence.kv, sequence.request.num_prompt
         names = kv.names(sequence.tokens, num_prompt, kv.table.num_dropped)
         places = kv.window.needed(len(names), num_prompt)
         pages = [kv.table[place : place + 1][0] for place in places]
@@ -277,11 +277,11 @@ class KVCache:
 
         Dropped tokens count with the first kept block.
         """
-        covered, num_dropped = min(sequence.num_computed, sequence.num_prompt), sequence.kv.table.num_dropped
+        covered, num_dropped = min(sequence.num_computed, sequence.request.num_prompt), sequence.kv.table.num_dropped
         found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
         for index, tier in enumerate(tiers[: -(-num_stored // self._layout.block_size)]):
             found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
-        return PromptTokens(found, sequence.num_prompt - covered)
+        return PromptTokens(found, sequence.request.num_prompt - covered)
 
     def _write_delayed(self, sequence: Sequence) -> None:
         """Writes the delayed blocks of a sequence's prompt through."""

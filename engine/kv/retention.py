@@ -1,6 +1,6 @@
-r"""Retention: which KV of a sequence stays, in the layers of one group; a sequence has one group today.
+r"""Retention: the KV of a sequence that stays, in the layers of one group; a sequence has one group today.
 
-    Retention   what some later row reads: all KV, or of layers with windows the blocks of sinks and window
+    Retention   KV that a later row reads: all, or of layers with windows the blocks of sinks and window
     SnapKV      the whole prompt up to its end, then chosen tokens of it, and all that follows
     H2O         the same, and behind the prompt a page is dropped whenever one is full
 

@@ -61,7 +61,7 @@ class Copies:
         return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
 
     def unindex(self, slot: SlotId) -> None:
-        """Drops what is known of a block that is not indexed any more."""
+        """Drops the flags of a block that is not indexed any more."""
         if self._flags[slot]:
             self._flags[slot] = 0
             for slots in self._to_write.values():

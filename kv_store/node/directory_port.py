@@ -73,7 +73,7 @@ class DirectoryInfo:
 
 @dataclass(frozen=True)
 class Reservation:
-    """For each name a slot to write, or None if the block is there or no room is left; `num_resident` are there."""
+    """A slot to write for each name, or None if the block is there or no room is left; `num_resident` are there."""
 
     slots: list[SlotId | None]
     num_resident: int
@@ -81,7 +81,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Lease:
-    """For each key its entry, or None. The slots keep their blocks until the release or the end of the lease."""
+    """An entry for each key, or None. The slots keep their blocks until the release or the end of the lease."""
 
     lease_id: int
     entries: list[Entry | None]

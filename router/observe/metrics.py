@@ -38,7 +38,7 @@ GATES = (
 
 @dataclass
 class RequestSummary:
-    """How far a request has come, kept while it runs.
+    """The progress of a request that runs.
 
     cached: prompt tokens by the tier that had their KV; None before that is known.
     """
@@ -171,7 +171,7 @@ class RequestMetrics:
 
 
 class TokenTiming:
-    """When the tokens of one request come. Times are readings of one monotonic clock."""
+    """The times at which a request's tokens come, of one monotonic clock."""
 
     def __init__(self, metrics: RequestMetrics, arrived_s: float) -> None:
         self.first_token_s: float | None = None

@@ -1,4 +1,4 @@
-"""Where the time of one request went: every millisecond from its arrival to its end stands in some span.
+"""The timeline of one request: every millisecond from its arrival to its end stands in some span.
 
     router    |check|tokenize|wait_*|                     |wait_decode|
     worker                         .  |prefill.*| prefill.* |.           .|decode.*   ...   |.

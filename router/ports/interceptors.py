@@ -55,7 +55,7 @@ class ArrivalLimit:
 
     @asynccontextmanager
     async def arriving(self, method: str) -> AsyncIterator[None]:
-        """While a message for that path is waited for. Raises Overloaded at once."""
+        """Has a unit taken while a message for that path is waited for. Raises Overloaded at once."""
         with self._dispatcher.arriving() if method == self._generate else nullcontext(), self.messages.taken():
             yield
 

@@ -1,4 +1,4 @@
-"""Which requests may come in: bounds on open and queued ones, and the use of keys against their allowances. Pure."""
+"""Admission of requests: limits on open and queued ones, and the use of keys against their allowances. Pure."""
 
 import sys
 from dataclasses import dataclass

@@ -162,7 +162,7 @@ class ChoiceStreams:
 
     @property
     def finishes(self) -> list[pb.Choice]:
-        """How each choice that has ended did."""
+        """Lists the ends of the choices that have ended."""
         return [choice.finish for choice in self._choices if choice.finish is not None]
 
     def accept(self, gained: Iterable[worker_pb2.ChoiceTokens]) -> Iterator[pb.Chunk]:

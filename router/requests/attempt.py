@@ -247,7 +247,7 @@ class Attempt:
         return take
 
     def _pass_on(self, update: worker_pb2.Update) -> None:
-        """Sends to the client what is new to it. Raises WireError for an update that no worker may send."""
+        """Sends the news of an update to the client. Raises WireError for an update that no worker may send."""
         request = self.request
         if update.HasField("scores") and (part := request.prompt_answer.accept(update.scores)) is not None:
             request.reply.send_prompt(part)

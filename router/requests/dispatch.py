@@ -159,7 +159,7 @@ class Dispatcher:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """While a request is on its way. Raises Overloaded at once if none may come in, whatever it is."""
+        """Counts a refusal of a request on its way. Raises Overloaded at once if none may come in, whatever it is."""
         with self._refusals_counted():
             self._admission.require_room()
             yield

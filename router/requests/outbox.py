@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable
 
 from router.observe.metrics import TokenTiming
-from wire.errors import BatonError, Overloaded, reached
+from wire.errors import BatonError, Overloaded
 from wire.ids import RequestId
+from wire.limit import Limit
 from wire.pb import inference_pb2 as pb
 
 
@@ -21,47 +22,45 @@ class Outbox:
 
     def __init__(self, max_tokens: int) -> None:
         self.writing_since: float | None = None
-        self.max_tokens = max_tokens
-        self._num_waiting = 0
+        what = "tokens wait for a client that reads more slowly than they come"
+        self._tokens = Limit(max_tokens, what, "router.max_buffered_tokens", None)
         self._events: deque[pb.GenerateResponse] = deque()
         self._chunks: dict[int, pb.GenerateResponse] = {}
         self._error: Exception | None = None
         self._closed = False
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, event: pb.GenerateResponse) -> bool:
-        """False if there is no room: the reader is too slow, and the event is not taken."""
-        if self._num_waiting >= self.max_tokens:
-            return False
+    def put(self, event: pb.GenerateResponse) -> None:
+        """Adds an event. Raises Overloaded while the tokens that wait reach the limit: the reader is too slow."""
+        self._tokens.require()
         waiting = self._chunks.get(event.chunk.index) if event.HasField("chunk") else None
         if waiting is None:
             self._append(event)
         else:
-            self._num_waiting -= _weight(waiting)
+            self._tokens.release(_weight(waiting))
             _join(waiting.chunk, event.chunk)
-            self._num_waiting += _weight(waiting)
-        return True
+            self._tokens.num_used += _weight(waiting)
 
     def complete(self, last: pb.GenerateResponse) -> None:
-        """For the last message there is always room."""
+        """Adds the last message, for which there is always room."""
         self._append(last)
         self._close()
 
     def fail(self, error: Exception) -> None:
-        """The reader gets the messages that are there already, and then this error."""
+        """Ends with this error, after the messages that are there already."""
         self._error = error
         self._close()
 
     def _append(self, event: pb.GenerateResponse) -> None:
         self._events.append(event)
-        self._num_waiting += _weight(event)
+        self._tokens.num_used += _weight(event)  # of one event, or of the last, beyond the limit too
         if event.HasField("chunk"):
             self._chunks[event.chunk.index] = event
         self._wake()
 
     def _take(self) -> pb.GenerateResponse:
         event = self._events.popleft()
-        self._num_waiting -= _weight(event)
+        self._tokens.release(_weight(event))
         if event.HasField("chunk"):
             del self._chunks[event.chunk.index]
         return event
@@ -122,9 +121,10 @@ class ReplyWriter:
         self._put(pb.GenerateResponse(request_id=self._request_id, prompt=part))
 
     def _put(self, response: pb.GenerateResponse) -> None:
-        if not self._outbox.put(response):
-            limit = "tokens wait for a client that reads more slowly than they come"
-            self._stop(Overloaded(reached(self._outbox.max_tokens, limit, "router.max_buffered_tokens")))
+        try:
+            self._outbox.put(response)
+        except Overloaded as refusal:
+            self._stop(refusal)
 
 
 def _weight(event: pb.GenerateResponse) -> int:

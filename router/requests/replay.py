@@ -31,7 +31,7 @@ class NextStep(Enum):
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """How often a request was tried, the attempt under way included, and how many of the last ones were in vain.
+    """The attempts at a request: their number, the one under way included, and the number of the last in vain.
 
     reads_cache: until an attempt that had read cached KV has ended without a number.
 

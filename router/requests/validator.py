@@ -1,4 +1,4 @@
-"""The one place where a client's request is checked, and made ready for workers. What passes is within every range."""
+"""Checks of clients' requests, and their preparation for workers. A valid request is within every range."""
 
 import json
 import secrets
@@ -189,7 +189,7 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
 
 
 def _room(prompt_ids: Sequence[int], limits: ServingLimits) -> int:
-    """How many output tokens fit after the prompt, at least one."""
+    """Counts the output tokens that fit after the prompt, at least one."""
     num_tokens = len(prompt_ids)
     _require(num_tokens > 0, "prompt", "has no tokens")
     _require_room(num_tokens, limits)

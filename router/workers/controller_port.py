@@ -1,4 +1,4 @@
-"""How the router reaches the controller, which owns the pools. Twins: `RayController` (actor.py), `LocalController`."""
+"""The router's port to the controller, which owns the pools. Twins: `RayController` (actor.py), `LocalController`."""
 
 from dataclasses import dataclass
 from typing import Protocol

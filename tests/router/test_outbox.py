@@ -3,8 +3,16 @@ import asyncio
 import pytest
 
 from router.requests.outbox import Outbox
-from wire.errors import DeadlineExceeded
+from wire.errors import DeadlineExceeded, Overloaded
 from wire.pb import inference_pb2 as pb
+
+
+def takes(outbox: Outbox, one: pb.GenerateResponse) -> bool:
+    try:
+        outbox.put(one)
+    except Overloaded:
+        return False
+    return True
 
 
 def event(name: str) -> pb.GenerateResponse:
@@ -19,7 +27,7 @@ async def test_events_come_in_order_and_end_with_the_last() -> None:
     outbox = Outbox(10)
     reading = asyncio.create_task(read(outbox))
     for name in "ab":
-        assert outbox.put(event(name))
+        outbox.put(event(name))
         await asyncio.sleep(0)
     outbox.complete(event("c"))
     assert await reading == ["a", "b", "c"]
@@ -37,7 +45,7 @@ async def test_an_error_comes_after_what_is_there() -> None:
 
 async def test_it_is_bounded_but_for_the_last_message() -> None:
     outbox = Outbox(2)
-    assert [outbox.put(event(name)) for name in "abc"] == [True, True, False]
+    assert [takes(outbox, event(name)) for name in "abc"] == [True, True, False]
     outbox.complete(event("d"))
     assert await read(outbox) == ["a", "b", "d"]
 
@@ -51,18 +59,18 @@ def chunk(index: int, *token_ids: int) -> pb.GenerateResponse:
 async def test_chunks_of_a_choice_join_the_one_that_waits() -> None:
     outbox = Outbox(10)
     for one in (chunk(0, 65), chunk(1, 66), chunk(0, 67, 68), chunk(1, 69)):
-        assert outbox.put(one)
+        outbox.put(one)
     assert await anext(outbox) == chunk(0, 65, 67, 68)
-    assert outbox.put(chunk(0, 70)), "the one that was taken grows no more"
+    assert takes(outbox, chunk(0, 70)), "the one that was taken grows no more"
     outbox.complete(event("last"))
     assert [one async for one in outbox] == [chunk(1, 66, 69), chunk(0, 70), event("last")]
 
 
 async def test_tokens_are_bounded_however_they_come() -> None:
     outbox = Outbox(3)
-    assert [outbox.put(chunk(0, token_id)) for token_id in (65, 66, 67, 68)] == [True, True, True, False]
+    assert [takes(outbox, chunk(0, token_id)) for token_id in (65, 66, 67, 68)] == [True, True, True, False]
     assert await anext(outbox) == chunk(0, 65, 66, 67)
-    assert [outbox.put(chunk(0, 68, 69, 70)), outbox.put(chunk(0, 71))] == [True, False]
+    assert [takes(outbox, chunk(0, 68, 69, 70)), takes(outbox, chunk(0, 71))] == [True, False]
 
 
 async def test_it_tells_since_when_the_reader_has_been_away() -> None:
@@ -81,3 +89,10 @@ async def test_it_tells_since_when_the_reader_has_been_away() -> None:
     outbox.complete(event("b"))
     await waiting
     assert is_away()
+
+
+async def test_a_slow_reader_is_refused_by_the_setting() -> None:
+    outbox = Outbox(1)
+    outbox.put(event("a"))
+    with pytest.raises(Overloaded, match=r"^1 tokens wait .*, the limit \(router\.max_buffered_tokens\)$"):
+        outbox.put(event("b"))
