@@ -55,7 +55,8 @@ class Choice:
 class Usage:
     """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0.
 
-    guessed_tokens: of the answer, by speculation; accepted_tokens: the guesses that came true.
+    guessed_tokens: of the answer, by speculation; accepted_tokens: the guesses that came true. reasoning_tokens: of
+    the answer, in its channel of reasoning.
     """
 
     prompt_tokens: int
@@ -63,6 +64,7 @@ class Usage:
     cached_tokens: Mapping[str, int]
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Model:
     fingerprint: str
     tool_format: str = ""
     """Format of tool calls in answers; "" if the model's template knows no tools."""
+    reasoning_format: str = ""
+    """Format of the channel of reasoning before answers; "" if the model's template has none."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,8 @@ class _ChoiceDraft:
 
 def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(
-        Model(one.name, one.max_context_len, one.dtype, one.fingerprint, one.tool_format) for one in response.models
+        Model(one.name, one.max_context_len, one.dtype, one.fingerprint, one.tool_format, one.reasoning_format)
+        for one in response.models
     )
 
 
@@ -227,6 +232,7 @@ def _read_usage(usage: pb.Usage) -> Usage:
         tiers_from_pb(usage.cached_tokens),
         usage.guessed_tokens,
         usage.accepted_tokens,
+        usage.reasoning_tokens,
     )
 
 

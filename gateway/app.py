@@ -22,6 +22,7 @@ from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.metrics import Metrics
 from httpd.errors import HttpError
+from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
 from wire.limit import Limit, Pace, Share
@@ -132,10 +133,10 @@ class Gateway:
             self.reading.release(request.num_bytes)
 
     async def _chat(self, request: Request) -> "bytes | Pieces | Events":
-        """Asks for the model's format of tool calls where a request has tools."""
-        has_tools = bool(request.body.get("tools"))
-        tool_format = (await self._served_model(self._client(request))).tool_format if has_tools else ""
-        return await self._generate(partial(ChatDialect, tool_format), request)
+        model = await self._served_model(self._client(request))
+        return await self._generate(
+            partial(ChatDialect, AnswerFormats(model.tool_format, model.reasoning_format)), request
+        )
 
     async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Pieces | Events":
         client, dialect = self._client(request), make_dialect()

@@ -10,7 +10,9 @@ from baton import Chunk
 from baton.results import Choice, TokenLogprobs
 from gateway import fields, formats
 from gateway.generation import Dialect
-from gateway.tool_calls import FORMATS, CallParser, ToolCall
+from text.answer.answer import AnswerParser, Part, Reasoning
+from text.answer.calls import CallBegun
+from text.answer.formats import NO_FORMATS, AnswerFormats
 from wire.errors import InvalidRequest
 
 FIELDS = {
@@ -28,19 +30,19 @@ MAX_CALLS = 128
 
 
 class ChatDialect(Dialect):
-    """The objects of chats. `tool_format`: of calls in the model's answers."""
+    """The objects of chats. `answer_formats`: of the model."""
 
     fields = FIELDS
     object_name = "chat.completion"
     event_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, tool_format: str = "") -> None:
+    def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
         self._begun: set[int] = set()
-        self._tool_format = tool_format
+        self._formats = answer_formats
         self._tool_names: frozenset[str] = frozenset()
         self._max_calls = MAX_CALLS
-        self._answers: dict[int, _Calls] = {}
+        self._answers: dict[int, _Message] = {}
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         if "messages" not in taken:
@@ -59,26 +61,22 @@ class ChatDialect(Dialect):
         return {"content": _logprobs(chunk.logprobs)} if chunk.logprobs else None
 
     def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
-        calls = self._calls_of(number)
-        first, last = calls.feed(text), calls.end()
-        message = {"role": "assistant", "content": first["content"] + last, "refusal": None}
-        if "tool_calls" in first:
-            listed = [{name: one for name, one in call.items() if name != "index"} for call in first["tool_calls"]]
-            message |= {"content": message["content"] or None, "tool_calls": listed}
-        return {"index": number, "message": message, "finish_reason": calls.reason_of(choice)}
+        answer = self._answer_of(number)
+        message = {"role": "assistant", "refusal": None, **answer.whole(text)}
+        return {"index": number, "message": message, "finish_reason": answer.reason_of(choice)}
 
     def event(self, text: str, number: int, logprobs: str) -> str:
         role = "" if number in self._begun else '"role":"assistant",'
         self._begun.add(number)
-        gained = self._calls_of(number).feed(text) if self._tool_names else {"content": text}
-        delta = f"{{{role}{json.dumps(gained)[1:]}"
+        delta = f"{{{role}{json.dumps(self._answer_of(number).feed(text))[1:]}"
         return f'{{"index":{number},"delta":{delta},"logprobs":{logprobs},"finish_reason":null}}'
 
     def last_event(self, choice: Choice, number: int) -> str:
-        calls = self._calls_of(number)
-        rest = calls.end()
-        delta, reason = {"content": rest} if rest else {}, calls.reason_of(choice)
-        return json.dumps({"index": number, "delta": delta, "logprobs": None, "finish_reason": reason})
+        answer = self._answer_of(number)
+        delta = answer.flush()
+        return json.dumps(
+            {"index": number, "delta": delta, "logprobs": None, "finish_reason": answer.reason_of(choice)}
+        )
 
     def _take_tools(self, taken: dict[str, Any]) -> None:
         """Gives the tools the router's form; without tools, or without a choice of them, nothing is looked for."""
@@ -88,43 +86,61 @@ class ChatDialect(Dialect):
             taken["tools"] = [json.dumps(one) for one in tools]
             self._tool_names = frozenset(one["function"]["name"] for one in tools)
 
-    def _calls_of(self, number: int) -> "_Calls":
+    def _answer_of(self, number: int) -> "_Message":
         if number not in self._answers:
-            form = FORMATS.get(self._tool_format) if self._tool_names else None
-            parser = None if form is None else CallParser(form, self._tool_names)
-            self._answers[number] = _Calls(parser, self._max_calls)
+            parser = AnswerParser(self._formats, self._tool_names)
+            self._answers[number] = _Message(parser, self._max_calls)
         return self._answers[number]
 
 
-class _Calls:
-    """Text and tool calls of one choice in OpenAI's form. Calls beyond `max_calls` are left out."""
+class _Message:
+    """The answer of one choice in OpenAI's form, in parts as they come. Calls beyond `max_calls` are left out."""
 
-    def __init__(self, parser: CallParser | None, max_calls: int) -> None:
+    def __init__(self, parser: AnswerParser, max_calls: int) -> None:
         self._parser = parser
         self._max_calls = max_calls
         self._num_calls = 0
 
     def feed(self, text: str) -> dict[str, Any]:
-        """Returns the delta that new text makes."""
-        found = [text] if self._parser is None else self._parser.feed(text)
-        calls = [one for one in found if isinstance(one, ToolCall)][: self._max_calls - self._num_calls]
-        numbered = [_call(one, index) for index, one in enumerate(calls, self._num_calls)]
-        self._num_calls += len(calls)
-        content = "".join(one for one in found if isinstance(one, str))
-        return {"content": content, "tool_calls": numbered} if numbered else {"content": content}
+        """Returns the delta that new text makes, which has content."""
+        return {"content": "", **self._delta(self._parser.feed(text))}
 
-    def end(self) -> str:
-        """Returns the text that was held back."""
-        return "" if self._parser is None else self._parser.flush()
+    def flush(self) -> dict[str, Any]:
+        """Returns the delta that was held back."""
+        return self._delta(self._parser.flush())
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """Returns the parts of a message of this text. Without a content it has None for one beside calls."""
+        delta = self._delta([*self._parser.feed(text), *self._parser.flush()])
+        for one in delta.get("tool_calls", ()):
+            del one["index"]
+        return {"content": None if "tool_calls" in delta else "", **delta}
 
     def reason_of(self, choice: Choice) -> str | None:
         reason = choice.finish_reason and choice.finish_reason.value
         return "tool_calls" if self._num_calls and reason == "stop" else reason
 
+    def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        texts, calls = {"content": "", "reasoning_content": ""}, dict[int, dict[str, Any]]()
+        for part in parts:
+            if isinstance(part, str):
+                texts["content"] += part
+            elif isinstance(part, Reasoning):
+                texts["reasoning_content"] += part.text
+            elif isinstance(part, CallBegun):
+                calls[self._num_calls] = _call(part.name, self._num_calls)
+                self._num_calls += 1
+            else:
+                last = self._num_calls - 1
+                call = calls.setdefault(last, {"index": last, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        told = {name: text for name, text in texts.items() if text}
+        kept = [call for index, call in calls.items() if index < self._max_calls]
+        return {**told, "tool_calls": kept} if kept else told
 
-def _call(call: ToolCall, index: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": index, "id": _new_id(), "type": "function", "function": function}
+
+def _call(name: str, index: int) -> dict[str, Any]:
+    return {"index": index, "id": _new_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _new_id() -> str:

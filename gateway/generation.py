@@ -156,11 +156,14 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """Sums the tokens of all prompts."""
     num_prompt = sum(one.usage.prompt_tokens for one in completions)
     num_new = sum(one.usage.completion_tokens for one in completions)
+    num_reasoning = sum(one.usage.reasoning_tokens for one in completions)
+    details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}} if num_reasoning else {}
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": sum(sum(one.usage.cached_tokens.values()) for one in completions)},
+        **details,
     }
 
 

@@ -12,20 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+from text.answer.formats import NO_FORMATS, AnswerFormats
+from text.answer.frame import NO_FRAME, AnswerFrame
 from text.codec import TextCodec
 from wire.errors import InvalidRequest, Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode's noncharacters, which are for use within a program only."""
-
-
-CALL_MARKS = {
-    "llama": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    "qwen": ("<tool_call>", "</tool_call>"),
-}
-"""The formats of tool calls in answers, and the tokens that mark calls, which are special in some vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +59,12 @@ class Chat:
     async def render(self, renderer: "Renderer", special_tokens: Sequence[str], max_added_chars: int) -> "Rendered":
         """Renders the messages with marks in their special tokens. Raises InvalidRequest or Unsupported."""
         uses_tools = self.tools or any(one.tool_calls or one.role == "tool" for one in self.messages)
-        if uses_tools and not renderer.tool_format:
+        if uses_tools and not renderer.formats.tool:
             param = "tools" if self.tools else "messages"
             raise Unsupported(f"{param}: the model's chat template knows no tools", param=param)
         marked, mark = await asyncio.to_thread(self._marked, special_tokens)
-        call_marks = CALL_MARKS.get(renderer.tool_format, ()) if self.tools else ()
-        return Rendered(await renderer.render(marked, max_added_chars), mark, call_marks)
+        text = await renderer.render(marked, max_added_chars)
+        return Rendered(text, mark, AnswerFrame.behind(text, renderer.formats, bool(self.tools)))
 
     def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
         """Returns the chat with marks in it, and the mark. Takes as long as it and the tokens are many."""
@@ -94,11 +88,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template wrote it, with marks in it. call_marks: of its answer's calls, if it has tools."""
+    """A conversation as its template wrote it, with marks in it. frame: of its answer."""
 
     text: str
     mark: str
-    call_marks: tuple[str, ...] = ()
+    frame: AnswerFrame = NO_FRAME
 
     def __len__(self) -> int:
         return len(self.text)
@@ -115,8 +109,8 @@ class Renderer(Protocol):
     """A model's chat template. Implementations are `TemplateProcesses`, its twin `PlainRenderer`, and `NoRenderer`."""
 
     @property
-    def tool_format(self) -> str:
-        """The format of the calls that it asks for, of CALL_MARKS; "" if it knows no tools."""
+    def formats(self) -> AnswerFormats:
+        """The formats that it asks for; one without that of calls knows no tools."""
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         """Renders a chat up to the assistant's next turn. Raises InvalidRequest for what the template does not take.
@@ -130,7 +124,7 @@ class Renderer(Protocol):
 class PlainRenderer:
     """The in-memory twin: a line for each tool and turn."""
 
-    tool_format = "qwen"
+    formats = AnswerFormats("qwen", "think")
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         tools = "".join(f"tool: {json.dumps(one)}\n" for one in chat.tools)
@@ -147,7 +141,7 @@ class PlainRenderer:
 class NoRenderer:
     """The template of a model that has none."""
 
-    tool_format = ""
+    formats = NO_FORMATS
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         raise Unsupported("messages: the model has no chat template; send a text prompt", param="messages")

@@ -1,12 +1,12 @@
 """A chat template from a model's folder, and the processes that render it."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from text.answer.formats import AnswerFormats
 from text.chat import Chat
 from text.child_processes import ChildProcesses, Task
 from text.model_file import read_text
@@ -24,14 +24,6 @@ class Template:
 
     source: str
     variables: Mapping[str, str]
-
-    @property
-    def tool_format(self) -> str:
-        """Returns the format of tool calls that the template asks for, a key of CALL_MARKS; "" if it knows no tools."""
-        if not re.search(r"\btools\b", self.source):
-            return ""
-        asked = {"qwen": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": '"parameters":'}
-        return next((name for name, sign in asked.items() if sign in self.source), "")
 
     @classmethod
     def load(cls, folder: Path) -> "Template | None":
@@ -66,7 +58,7 @@ class TemplateProcesses:
     """A Renderer over processes, which begin with it."""
 
     def __init__(self, template: Template) -> None:
-        self.tool_format = template.tool_format
+        self.formats = AnswerFormats.of(template.source)
         self._variables = dict(template.variables)
         first = {"template": template.source, "memory_bytes": MEMORY_BYTES}
         too_long = "the model's chat template takes too long for them"

@@ -50,7 +50,8 @@ class InferenceApi(InferenceServicer):
             max_context_len=self._model.max_context_len,
             dtype=self._model.dtype,
             fingerprint=self._model.fingerprint_hex,
-            tool_format=self._dispatcher.tool_format,
+            tool_format=self._dispatcher.formats.tool,
+            reasoning_format=self._dispatcher.formats.reasoning,
         )
         response = pb.ListModelsResponse()
         for name in (self._model.name, *self._model.aliases):

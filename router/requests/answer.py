@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from text.answer.frame import NO_FRAME, AnswerFrame
 from text.codec import TextCodec
 from text.incremental import IncrementalText, Piece
 from wire.errors import WireError
@@ -16,16 +17,26 @@ MAX_PART_TOKENS = 512
 class ChoiceStream:
     """A choice. Positions decide which tokens are new, whatever worker they come from.
 
-    includes_stop: a token that ends it has text, too.
+    includes_stop: a token that ends it has text, too. frame: says with what its text opens, and where it reasons.
     """
 
-    def __init__(self, index: int, text: IncrementalText, codec: TextCodec, includes_stop: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        text: IncrementalText,
+        codec: TextCodec,
+        includes_stop: bool = False,
+        frame: AnswerFrame = NO_FRAME,
+    ) -> None:
         self.index = index
         self._codec = codec
         self.token_ids: list[int] = []
         self.finish: pb.Choice | None = None
         self._text = text
         self._includes_stop = includes_stop
+        self._opening = frame.opening
+        self.reasoning = frame.new_count()
+        self._may_reason = self.reasoning is not None
 
     @property
     def so_far(self) -> worker_pb2.UnfinishedChoice:
@@ -46,17 +57,32 @@ class ChoiceStream:
             return None
         new = tokens.token_ids[num_repeated:]
         is_silent_end = tokens.HasField("stop_token_id") and not self._includes_stop
-        piece = self._text.feed(new[:-1] if is_silent_end else new)
+        piece = self._feed(new[:-1] if is_silent_end else new)
         taken = new if piece.matched_stop is None else new[: piece.num_tokens]
         self.token_ids.extend(taken)
         text = piece.text + self._end(tokens, piece)
         if not taken and not text:
             return None
-        chunk = pb.Chunk(index=self.index, token_ids=taken, text=text)
+        chunk = pb.Chunk(index=self.index, token_ids=taken, text=self._opening + text)
+        self._opening = ""
         if tokens.logprobs:
             chunk.logprobs.extend(tokens.logprobs[num_repeated : num_repeated + len(taken)])
             name_tokens(chunk.logprobs, self._codec)
         return chunk
+
+    def _feed(self, token_ids: Sequence[int]) -> Piece:
+        """Feeds tokens, one by one while they may be reasoning, and counts these."""
+        texts, num_tokens = "", 0
+        while self._may_reason and num_tokens < len(token_ids):
+            piece = self._text.feed(token_ids[num_tokens : num_tokens + 1])
+            texts += piece.text
+            num_tokens += piece.num_tokens
+            assert self.reasoning is not None
+            self._may_reason = self.reasoning.add(piece.text)
+            if piece.matched_stop is not None:
+                return Piece(texts, piece.matched_stop, num_tokens)
+        rest = self._text.feed(token_ids[num_tokens:])
+        return Piece(texts + rest.text, rest.matched_stop, num_tokens + rest.num_tokens)
 
     def _end(self, tokens: worker_pb2.ChoiceTokens, piece: Piece) -> str:
         """Decides whether and how the choice has ended; the text that was held back until its end."""
@@ -130,16 +156,22 @@ def name_tokens(logprobs: Iterable[pb.TokenLogprobs], codec: TextCodec) -> None:
 class ChoiceStreams:
     """All choices of a request. Pure. `shown`: special tokens that are part of the text."""
 
-    def __init__(self, sampling: SamplingParams, codec: TextCodec, shown: Sequence[str] = ()) -> None:
+    def __init__(
+        self, sampling: SamplingParams, codec: TextCodec, shown: Sequence[str] = (), frame: AnswerFrame = NO_FRAME
+    ) -> None:
         self.num_tokens = 0
         self._stopped: list[int] = []
         self._num_unfinished = sampling.n
         decoding = codec.spelling(shown) if shown else codec
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output
         self._choices = [
-            ChoiceStream(index, IncrementalText(decoding, *settings), codec, sampling.include_stop_str_in_output)
+            ChoiceStream(index, IncrementalText(decoding, *settings), codec, sampling.include_stop_str_in_output, frame)
             for index in range(sampling.n)
         ]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(one.reasoning.num_tokens for one in self._choices if one.reasoning)
 
     @property
     def has_ended(self) -> bool:

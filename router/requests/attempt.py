@@ -108,6 +108,7 @@ class PreparedRequest:
                 cached_tokens=tiers_to_pb(self.summary.cached or {}),
                 guessed_tokens=self.timeline.count("tokens_guessed"),
                 accepted_tokens=self.timeline.count("tokens_accepted"),
+                reasoning_tokens=self.answer.num_reasoning_tokens,
             ),
             seed=self.prepared.sampling.seed,
         )

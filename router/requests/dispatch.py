@@ -24,6 +24,7 @@ from router.requests.validator import (
     valid_text,
     validate,
 )
+from text.answer.formats import AnswerFormats
 from text.codec import TextCodec
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
@@ -153,9 +154,9 @@ class Dispatcher:
         return self._admission.num_running
 
     @property
-    def tool_format(self) -> str:
-        """The format of tool calls in the model's answers; "" if its template knows no tools."""
-        return self._services.renderer.tool_format
+    def formats(self) -> AnswerFormats:
+        """The formats of the model's answers to chats."""
+        return self._services.renderer.formats
 
     @contextmanager
     def arriving(self) -> Iterator[None]:

@@ -94,7 +94,7 @@ class Flow:
     def _begin_answer(self, prepared: PreparedPrompt) -> PreparedRequest:
         """Sends the parts of the prompt that need no scores."""
         codec = self._services.codec
-        answer = ChoiceStreams(prepared.sampling, codec, prepared.shown)
+        answer = ChoiceStreams(prepared.sampling, codec, prepared.shown, prepared.frame)
         prompt_answer = PromptAnswer(prepared.prompt_ids, prepared.sampling, codec, prepared.echo)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes
+from text.answer.frame import NO_FRAME, AnswerFrame
 from text.chat import ROLES, Chat, ChatTurn, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
@@ -69,7 +70,7 @@ class PreparedPrompt:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
     held_keys: the ones that a decode worker fetches. public: the part whose names are no tenant's.
-    echo: the prompt's text, if it was asked for. shown: special tokens that are part of the answer's text.
+    echo: the prompt's text, if it was asked for. shown: special tokens that are part of the answer's text. frame: its.
     """
 
     prompt_ids: tuple[int, ...]
@@ -79,6 +80,7 @@ class PreparedPrompt:
     echo: str = ""
     shown: Sequence[str] = ()
     public: PublicPart | None = None
+    frame: AnswerFrame = NO_FRAME
 
 
 def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest:
@@ -140,9 +142,9 @@ def prepare(
     keys = tuple(name.key for name in chain.cover(len(prompt_ids)))
     held_keys = _held_keys(chain, limits.layout, valid.dropping)
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
-    marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
-    shown = marks if sampling.skip_special_tokens else codec.special_tokens
-    return PreparedPrompt(prompt_ids, sampling, keys, held_keys, echo, shown, public)
+    frame = valid.prompt.frame if isinstance(valid.prompt, Rendered) else NO_FRAME
+    shown = frame.marks if sampling.skip_special_tokens else codec.special_tokens
+    return PreparedPrompt(prompt_ids, sampling, keys, held_keys, echo, shown, public, frame)
 
 
 def _held_keys(prompt: NameChain, layout: KVLayout, dropping: Dropping | None) -> tuple[BlockKey, ...]:

@@ -62,7 +62,8 @@ class LocalClient(AsyncClient):
                 model.max_context_len,
                 model.dtype,
                 model.fingerprint_hex,
-                self._router.dispatcher.tool_format,
+                self._router.dispatcher.formats.tool,
+                self._router.dispatcher.formats.reasoning,
             )
             for name in (model.name, *model.aliases)
         )

@@ -9,6 +9,7 @@ from baton.request import make_request
 from gateway import fields, formats
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
+from text.answer.formats import AnswerFormats
 from text.byte_tokenizer import ByteTokenizer
 from text.grammar import new_matcher
 from wire.convert import sampling_from_pb
@@ -93,7 +94,7 @@ def test_forms_that_are_refused(body: dict[str, Any], param: str) -> None:
 
 
 def test_a_format_beside_tools_is_refused() -> None:
-    dialect = ChatDialect("qwen")
+    dialect = ChatDialect(AnswerFormats("qwen"))
     body = {"messages": [TURN], "tools": [TOOL], "response_format": {"type": "json_object"}}
     taken = fields.take(body, dialect.fields)
     dialect.take_prompts(taken)

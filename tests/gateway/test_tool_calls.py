@@ -1,112 +1,14 @@
-"""Calls of tools: found in any text however it is split, told as OpenAI does, whole and streamed."""
+"""Calls of tools and reasoning, told as OpenAI does, whole and streamed."""
 
 import json
-import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gateway.tool_calls import FORMATS, CallParser, ToolCall
 from tests.gateway.local_gateway import LocalGateway
 
 CHAT = "/v1/chat/completions"
-F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
-QWEN_F, QWEN_G = (
-    f'<tool_call>\n{{"name": "{one.name}", "arguments": {one.arguments}}}\n</tool_call>' for one in (F, G)
-)
-LLAMA_F, LLAMA_G = (f'{{"name": "{one.name}", "parameters": {one.arguments}}}' for one in (F, G))
-MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
-HEADED = '[TOOL_CALLS]f[ARGS]{"a": 1}\n[TOOL_CALLS]g[CALL_ID]Ab1[ARGS] {}'
-BRACKETS = '{"name": "f", "arguments": {"a": "}\\"] </tool_call> {"}}'
-CASES: list[tuple[str, str, list[str | ToolCall] | None]] = [
-    ("qwen", QWEN_F, [F]),
-    ("qwen", f"{QWEN_F}\n{QWEN_G}\n", [F, G]),
-    ("qwen", f"Let me see.\n{QWEN_F}", ["Let me see.\n", F]),
-    ("qwen", f"{QWEN_F} done", [F, " done"]),
-    ("qwen", f"<tool_call>{BRACKETS}</tool_call>", [ToolCall("f", json.dumps({"a": '}"] </tool_call> {'}))]),
-    ("qwen", "a < b <tool", ["a < b <tool"]),
-    ("qwen", "<tool_call>not JSON</tool_call>", ["<tool_call>not JSON</tool_call>"]),
-    ("qwen", '<tool_call>{"name": "f", "argum', ['<tool_call>{"name": "f", "argum']),
-    ("qwen", '<tool_call>{"name": "h", "arguments": {}}</tool_call>', None),
-    ("qwen", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
-    ("qwen", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', None),
-    ("qwen", '<tool_call>{"a": ]}</tool_call>', None),
-    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None),
-    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', None),
-    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', None),
-    ("qwen", LLAMA_F, [LLAMA_F]),
-    ("llama", LLAMA_F, [F]),
-    ("llama", f"<|python_tag|>{LLAMA_F}; {LLAMA_G}", [F, G]),
-    ("llama", f"\n{LLAMA_F}\n", [F]),
-    ("llama", f"Like this: {LLAMA_F}", [f"Like this: {LLAMA_F}"]),
-    ("llama", "<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
-    ("llama", '{"answer": 42} is what I found', ['{"answer": 42} is what I found']),
-    ("mistral", MISTRAL, [F, G]),
-    ("mistral", f"Well. {MISTRAL}", ["Well. ", F, G]),
-    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, 3]', None),
-    ("mistral", "[TOOL_CALLS] {}", ["[TOOL_CALLS] {}"]),
-    ("mistral", HEADED, [F, G]),
-    ("mistral", f"Well. {HEADED} [TOOL_CALLS]done", ["Well. ", F, G, " [TOOL_CALLS]done"]),
-    ("mistral", "[TOOL_CALLS]h[ARGS]{}", None),
-    ("mistral", "[TOOL_CALLS]f[ARGS][]", None),
-    ("mistral", "[TOOL_CALLS]f[ARGS]{", None),
-    ("mistral", f"[TOOL_CALLS]f [ARGS]{MISTRAL}", ["[TOOL_CALLS]f [ARGS]", F, G]),
-    ("qwen", "<tool_call>f[ARGS]{}", None),
-]
-"""A format, a text, and what is found in it; None is the text itself."""
-TEXTS = [(name, text, expected or [text]) for name, text, expected in CASES]
-PIECES = (
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]"),
-    *("{", "}", "[", "]", '"', "\\", ";", "a", " "),
-)
-VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL, HEADED)
-
-
-def parsed(tool_format: str, pieces: list[str]) -> list[str | ToolCall]:
-    """The calls, and the texts between them."""
-    parser = CallParser(FORMATS[tool_format], {"f", "g"})
-    found = [one for piece in pieces for one in parser.feed(piece)]
-    joined: list[str | ToolCall] = []
-    for one in [*found, parser.flush()]:
-        if isinstance(one, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += one
-        elif one:
-            joined.append(one)
-    return joined
-
-
-@pytest.mark.parametrize(("tool_format", "text", "expected"), TEXTS)
-def test_texts_and_calls(tool_format: str, text: str, expected: list[str | ToolCall]) -> None:
-    assert parsed(tool_format, [text]) == expected
-    assert parsed(tool_format, list(text)) == expected
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from([*FORMATS]), st.lists(st.sampled_from((*PIECES, *VALID)), max_size=20), st.data())
-def test_any_text_in_any_pieces(tool_format: str, parts: list[str], data: st.DataObject) -> None:
-    text = "".join(parts)
-    whole = parsed(tool_format, [text])
-    size = data.draw(st.integers(1, 9))
-    assert parsed(tool_format, [text[start : start + size] for start in range(0, len(text), size)]) == whole
-    if not any(isinstance(one, ToolCall) for one in whole):
-        assert whole == [text] * bool(text)
-
-
-def test_arguments_of_any_depth_are_a_call_or_text() -> None:
-    for depth in range(sys.getrecursionlimit()):
-        arguments = f'{{"a": {"[" * depth}{"]" * depth}}}'
-        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}'
-        assert parsed("qwen", [text]) in ([ToolCall("f", arguments)], [text])
-
-
-def test_text_is_told_as_soon_as_it_is_no_call() -> None:
-    parser = CallParser(FORMATS["qwen"], {"f"})
-    assert [parser.feed(piece) for piece in ("hello ", "<tool", "s> ", "<")] == [["hello "], [], ["<tools> "], []]
-    assert parser.flush() == "<"
-
-
+QWEN_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "max_tokens": 400}
 
@@ -127,7 +29,13 @@ async def test_an_answer_with_calls(gateway: LocalGateway) -> None:
     *events, last, _ = (await gateway.post(CHAT, {**SAID, "stream": True})).events
     deltas = [event["choices"][0]["delta"] for event in events]
     streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [(one["index"], one["function"]) for one in streamed] == list(enumerate(call["function"] for call in calls))
+    first = streamed[0]
+    assert [*first] == ["index", "id", "type", "function"]
+    assert (first["index"], first["function"]) == (0, {"name": "f", "arguments": "{"})
+    assert len(streamed) > 4  # arguments as they come
+    for index, call in enumerate(calls):
+        written = [one["function"]["arguments"] for one in streamed if one["index"] == index]
+        assert "".join(written) == call["function"]["arguments"]
     assert "".join(delta.get("content", "") for delta in deltas) == "Now. "
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "tool_calls")
 
@@ -179,3 +87,22 @@ async def test_tools_are_bounded(gateway: LocalGateway) -> None:
         deep = {"a": deep}
     nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
     assert (await gateway.post(CHAT, {**SAID, "tools": [nested]})).error["param"] == "tools"
+
+
+async def test_reasoning_is_told_beside_the_content(gateway: LocalGateway) -> None:
+    say(gateway, f"<think>\nOne.\n</think>\n\nNow. {QWEN_F}")
+    answer = (await gateway.post(CHAT, SAID)).json
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("One.", "Now. ", 1)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nOne.\n</think>")}
+    *events, _, _ = (await gateway.post(CHAT, {**SAID, "stream": True})).events
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "One."
+    assert "".join(delta["content"] for delta in deltas) == "Now. "
+
+
+async def test_an_answer_without_reasoning_tells_none(gateway: LocalGateway) -> None:
+    say(gateway, "No. <think>so</think>")
+    answer = (await gateway.post(CHAT, SAID)).json
+    assert "reasoning_content" not in answer["choices"][0]["message"]
+    assert "completion_tokens_details" not in answer["usage"]

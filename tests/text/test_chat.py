@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
 from text import child_processes, template_processes
+from text.answer.formats import AnswerFormats
 from text.chat import Chat, ChatTurn, PlainRenderer, Rendered, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
@@ -252,7 +253,7 @@ async def test_tools_are_rendered_and_their_special_tokens_are_text() -> None:
     assert rendered.text.replace(rendered.mark, "") == (
         f"{json.dumps(tool)}\nuser:hi\nassistant:<tool_call>{json.dumps(call['function'])}</tool_call>\ntool:x1\n"
     )
-    assert rendered.call_marks == ("<tool_call>", "</tool_call>")
+    assert rendered.frame.marks == ("<tool_call>", "</tool_call>")
     assert not any(token in piece for token in SPECIAL for piece in rendered.text.split(rendered.mark))
 
 
@@ -280,7 +281,7 @@ async def test_a_template_that_knows_no_tools() -> None:
     ],
 )
 def test_the_format_of_calls_is_the_templates(source: str, tool_format: str) -> None:
-    assert Template(source, {}).tool_format == tool_format
+    assert AnswerFormats.of(source).tool == tool_format
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:

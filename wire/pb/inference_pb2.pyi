@@ -202,18 +202,20 @@ class Complete(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "guessed_tokens", "accepted_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "guessed_tokens", "accepted_tokens", "reasoning_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GUESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: _containers.RepeatedCompositeFieldContainer[TierTokens]
     guessed_tokens: int
     accepted_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., guessed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    reasoning_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., guessed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class TierTokens(_message.Message):
     __slots__ = ("tier", "tokens")
@@ -277,18 +279,20 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_context_len", "dtype", "fingerprint", "tool_format")
+    __slots__ = ("name", "max_context_len", "dtype", "fingerprint", "tool_format", "reasoning_format")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_context_len: int
     dtype: str
     fingerprint: str
     tool_format: str
-    def __init__(self, name: _Optional[str] = ..., max_context_len: _Optional[int] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tool_format: _Optional[str] = ...) -> None: ...
+    reasoning_format: str
+    def __init__(self, name: _Optional[str] = ..., max_context_len: _Optional[int] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages")

@@ -1,0 +1,185 @@
+"""Answers in parts: the same however their text is split, and all of it but marks and the ends of calls."""
+
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from text.answer.answer import AnswerParser, Part, Reasoning
+from text.answer.calls import Arguments, CallBegun
+from text.answer.formats import CALL_FORMATS, AnswerFormats
+
+F, G = ("f", '{"a": 1}'), ("g", "{}")
+QWEN_F, QWEN_G = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in (F, G))
+LLAMA_F, LLAMA_G = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (F, G))
+MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+BARE = '[TOOL_CALLS]f[ARGS]{"a": 1}\n[TOOL_CALLS]g[CALL_ID]Ab1[ARGS] {}'
+NESTED = '{"a": "}\\"] </tool_call> {"}'
+Told = list[str | tuple[str, str]]
+CASES: list[tuple[str, str, Told | None]] = [
+    ("qwen", QWEN_F, [F]),
+    ("qwen", f"{QWEN_F}\n{QWEN_G}\n", [F, G]),
+    ("qwen", f"Let me see.\n{QWEN_F}", ["Let me see.\n", F]),
+    ("qwen", f"{QWEN_F} done", [F, " done"]),
+    ("qwen", f'<tool_call>{{"name": "f", "arguments": {NESTED}, "id": "}}"}}</tool_call>', [("f", NESTED)]),
+    ("qwen", '<tool_call>{"arguments": {"a":1}, "name": "f"}</tool_call>', [F]),
+    ("qwen", '<tool_call>{"id": 1, "name": "f", "arguments": {"a": "\\ud800"}}', None),
+    ("qwen", '<tool_call>{"id": 1, "name": "f", "arguments": {"a": 1e999}}', None),
+    ("qwen", "a < b <tool", ["a < b <tool"]),
+    ("qwen", "<tool_call>not JSON</tool_call>", None),
+    ("qwen", '<tool_call>{"name": "f", "argum', None),
+    ("qwen", '<tool_call>{"name": "f", "arguments": {"a', [("f", '{"a')]),
+    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": NaN}', [("f", '{"a": NaN}')]),
+    ("qwen", '<tool_call>{"name": "h", "arguments": {}}</tool_call>', None),
+    ("qwen", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
+    ("qwen", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', None),
+    ("qwen", '<tool_call>{"a": ]}</tool_call>', None),
+    ("qwen", LLAMA_F, None),
+    ("llama", LLAMA_F, [F]),
+    ("llama", f"<|python_tag|>{LLAMA_F}; {LLAMA_G}", [F, G]),
+    ("llama", f"\n{LLAMA_F}\n", [F]),
+    ("llama", f"Like this: {LLAMA_F}", None),
+    ("llama", "<|python_tag|>print(1)", None),
+    ("llama", '{"answer": 42} is what I found', None),
+    ("mistral", MISTRAL, [F, G]),
+    ("mistral", f"Well. {MISTRAL}", ["Well. ", F, G]),
+    ("mistral", f"{MISTRAL}{MISTRAL}", [F, G, F, G]),
+    ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "g"}, {"name": "f", "arguments": {"a": 1}}]', [G, F]),
+    ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": {}}, 3]', [G, ", 3]"]),
+    ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": {}} and', [G, "and"]),
+    ("mistral", "[TOOL_CALLS] {}", None),
+    ("mistral", "[TOOL_CALLS]", None),
+    ("mistral-args", BARE, [F, G]),
+    ("mistral", f"Well. {BARE} [TOOL_CALLS]done", ["Well. ", F, G, " [TOOL_CALLS]done"]),
+    ("mistral", "[TOOL_CALLS]h[ARGS]{}", None),
+    ("mistral", "[TOOL_CALLS]f[ARGS][]", None),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{", [("f", "{")]),
+    ("mistral", f"[TOOL_CALLS]f [ARGS]{MISTRAL}", ["[TOOL_CALLS]f [ARGS]", F, G]),
+    ("qwen", "<tool_call>f[ARGS]{}", None),
+]
+"""A format, a text, and what is found in it; None is the text itself."""
+TEXTS = [(name, text, expected or [text]) for name, text, expected in CASES]
+THOUGHTS: list[tuple[str, str, str, Told]] = [
+    ("think", "<think>\nso\n</think>\n\nyes", "so", ["yes"]),
+    ("think", "\n<think> so < </thin k </think>yes", "so < </thin k", ["yes"]),
+    ("think", "<think>\n\n</think>\n\n", "", []),
+    ("think", "<think>cut </thi", "cut </thi", []),
+    ("think", "<think>cut \n", "cut", []),
+    ("think", "no <think>so</think>", "", ["no <think>so</think>"]),
+    ("think", " <thi", "", [" <thi"]),
+    ("think", f"<think>{QWEN_F}</think>{QWEN_F} ok", QWEN_F, [F, " ok"]),
+    ("think", f"<think>so</think>\n{QWEN_F}", "so", [F]),
+    ("magistral", "[THINK]so[/THINK]yes", "so", ["yes"]),
+    ("", "<think>so</think>", "", ["<think>so</think>"]),
+]
+PIECES = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>", "</think>"),
+    *("{", "}", "[", "]", '"', "\\", ";", ",", "a", " "),
+)
+VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL, BARE)
+
+
+def parsed(tool_format: str, pieces: list[str], reasoning_format: str = "") -> tuple[str, Told]:
+    """The reasoning; the calls, and the texts between them."""
+    parser = AnswerParser(AnswerFormats(tool_format, reasoning_format), {"f", "g"})
+    parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
+    reasoning, told = "", Told()
+    for part in [*parts, *parser.flush()]:
+        last = told[-1] if told else None
+        if isinstance(part, Reasoning):
+            reasoning += part.text
+        elif isinstance(part, CallBegun):
+            told.append((part.name, ""))
+        elif isinstance(part, Arguments):
+            assert isinstance(last, tuple)
+            told[-1] = (last[0], last[1] + part.text)
+        elif isinstance(last, str):
+            told[-1] = last + part
+        else:
+            told.append(part)
+    return reasoning, told
+
+
+@pytest.mark.parametrize(("tool_format", "text", "expected"), TEXTS)
+def test_texts_and_calls_split_anywhere(tool_format: str, text: str, expected: Told) -> None:
+    assert parsed(tool_format, [text]) == ("", expected)
+    assert parsed(tool_format, list(text)) == ("", expected)
+    for at in range(len(text)):
+        assert parsed(tool_format, [text[:at], text[at:]]) == ("", expected)
+
+
+@pytest.mark.parametrize(("reasoning_format", "text", "thought", "expected"), THOUGHTS)
+def test_reasoning_and_content_split_anywhere(reasoning_format: str, text: str, thought: str, expected: Told) -> None:
+    assert parsed("qwen", list(text), reasoning_format) == (thought, expected)
+    for at in range(len(text)):
+        assert parsed("qwen", [text[:at], text[at:]], reasoning_format) == (thought, expected)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from([*CALL_FORMATS]),
+    st.sampled_from(["", "think"]),
+    st.lists(st.sampled_from((*PIECES, *VALID)), max_size=20),
+    st.data(),
+)
+def test_any_text_in_any_pieces(tool_format: str, reasoning_format: str, parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    whole = parsed(tool_format, [text], reasoning_format)
+    size = data.draw(st.integers(1, 9))
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    assert parsed(tool_format, pieces, reasoning_format) == whole
+    if not reasoning_format and not any(isinstance(one, tuple) for one in whole[1]):
+        assert whole[1] == [text] * bool(text)
+
+
+def test_arguments_of_any_depth_are_a_call_or_text() -> None:
+    for depth in range(0, sys.getrecursionlimit(), 7):
+        arguments = f'{{"a": {"[" * depth}{"]" * depth}}}'
+        assert parsed("qwen", [f'<tool_call>{{"name": "f", "arguments": {arguments}}}']) == ("", [("f", arguments)])
+        text = f'<tool_call>{{"arguments": {arguments}, "name": "f"}}'
+        assert parsed("qwen", [text]) in (("", [("f", arguments)]), ("", [text]))
+
+
+def test_parts_are_told_as_they_come() -> None:
+    parser = AnswerParser(AnswerFormats("qwen", "think"), {"f"})
+    told = [
+        ("<think>a", [Reasoning("a")]),
+        (" b", [Reasoning(" b")]),
+        ("</", []),
+        ("think>\n", []),
+        ("hello ", ["hello "]),
+        ("<tool", []),
+        ("s> ", ["<tools> "]),
+        ('<tool_call>\n{"name": "f", ', []),
+        ('"arguments": {', [CallBegun("f"), Arguments("{")]),
+        ('"a": ', [Arguments('"a": ')]),
+        ("1}", [Arguments("1}")]),
+        ("}\n</tool", []),
+    ]
+    assert [parser.feed(piece) for piece, _ in told] == [expected for _, expected in told]
+    assert parser.flush() == []
+
+
+@pytest.mark.parametrize(
+    ("template", "tool", "reasoning"),
+    [
+        ("{% if tools %}<tool_call>", "qwen", ""),
+        ('{% if tools %}{"name": , "parameters": {', "llama", ""),
+        ("{{ tools }}[TOOL_CALLS]", "mistral", ""),
+        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", "mistral-args", ""),
+        ("<tool_call>", "", ""),
+        ("{{ tools }}", "", ""),
+        ("{{ content.split('</think>')[-1] }}", "", "think"),
+        ("{{ tools }}<tool_call></think>", "qwen", "think"),
+    ],
+)
+def test_templates_tell_their_formats(template: str, tool: str, reasoning: str) -> None:
+    assert AnswerFormats.of(template) == AnswerFormats(tool, reasoning)
+
+
+@pytest.mark.parametrize("tool_format", CALL_FORMATS)
+def test_calls_are_read_as_they_are_written(tool_format: str) -> None:
+    form = CALL_FORMATS[tool_format]
+    calls = form.between.join(f"{form.head(name)}{given}{form.tail}" for name, given in (F, G))
+    assert parsed(tool_format, [f"{form.opener}{form.lead}{calls}{form.trail}"]) == ("", [F, G])

@@ -1,0 +1,230 @@
+"""Calls of tools, found in the text of an answer as it grows. Pure; no text raises."""
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from text.answer.formats import CallFormat
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    """A call of a function, whose arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Further arguments of the call that has begun, as the model writes them: together an object in JSON."""
+
+    text: str
+
+
+Found = str | CallBegun | Arguments
+_BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
+_BEGUN_BARE_HEAD = re.compile(
+    r"\s{0,8}(?:[A-Za-z0-9_-]{1,64}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
+    r"|\[CALL_ID\][A-Za-z0-9]{0,64}(?:\[[A-Z]{0,4}|\[ARGS\]\s{0,8})?)?)?"
+)
+"""Matches all that may become such a head."""
+
+
+class _Place(Enum):
+    """The place of the next character: at the start, in text, in a part of a call, behind a call or between two."""
+
+    START = "start"
+    TEXT = "text"
+    HEAD = "head"
+    ARGUMENTS = "arguments"
+    TAIL = "tail"
+    LIST = "list"
+    BEHIND = "behind"
+
+
+class CallParser:
+    """Splits an answer into text and calls. A call begins as soon as it names a known function; all else is text.
+
+    START, BEHIND ──opener──▶ HEAD ──name──▶ ARGUMENTS ──last bracket──▶ TAIL ──▶ BEHIND, or LIST ──comma──▶ HEAD
+         └──other text──▶ TEXT ──opener──▶ HEAD ──no call──▶ TEXT
+    """
+
+    def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
+        self._format = call_format
+        self._names = names
+        self._place = _Place.START
+        self._held = ""
+        self._scan = _JsonScan()
+        self._is_in_list = False
+        key = re.escape(call_format.arguments)
+        self._head = re.compile(
+            r'\s{0,8}{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\]{1,64})"\s{0,8},'
+            rf'\s{{0,8}}"{key}"\s{{0,8}}:\s{{0,8}}(?={{)'
+        )
+        self._steps = {
+            _Place.START: self._take_start,
+            _Place.BEHIND: self._take_start,
+            _Place.TEXT: self._take_text,
+            _Place.HEAD: self._take_head,
+            _Place.ARGUMENTS: self._take_arguments,
+            _Place.TAIL: self._take_tail,
+            _Place.LIST: self._take_comma,
+        }
+
+    def feed(self, text: str) -> list[Found]:
+        """Feeds text; returns what has become certain, in order."""
+        self._held += text
+        found: list[Found] = []
+        while (certain := self._steps[self._place]()) is not None:
+            found += certain
+        return [one for one in found if one != ""]
+
+    def flush(self) -> str:
+        """Returns the text held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        is_behind = self._place in (_Place.BEHIND, _Place.LIST)
+        is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._format.skipped))
+        return "" if is_rest_of_call else held
+
+    def _take_start(self) -> list[Found] | None:
+        """Looks for a call where one may stand without text before it; None where more text is needed."""
+        stripped, form = self._held.lstrip(), self._format
+        if self._place is _Place.BEHIND:
+            for one in form.skipped:
+                if stripped.startswith(one):
+                    self._held = stripped[len(one) :]
+                    return []
+        num_spaces = len(self._held) - len(stripped)
+        if stripped.startswith(form.opener):
+            return self._go_to(_Place.HEAD, num_spaces + len(form.opener))
+        if not form.needs_opener and stripped.startswith(form.bracket):
+            return self._go_to(_Place.HEAD, num_spaces)
+        if any(one.startswith(stripped) for one in (form.opener, *form.skipped)):
+            return None
+        return self._go_to(_Place.TEXT)
+
+    def _take_text(self) -> list[Found] | None:
+        before, opener, _ = self._held.partition(self._format.opener)
+        if opener:
+            self._held = self._held[len(before) :]
+            return [before, *self._go_to(_Place.HEAD, len(opener))]
+        kept = overlap(self._held, self._format.opener)
+        certain, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return [certain] if certain else None
+
+    def _take_head(self) -> list[Found] | None:
+        """Begins a call where its name and the first bracket of its arguments have come, in this order."""
+        first = self._scan.first
+        if self._format.bracket == "[" and not self._is_in_list:
+            if head := _BARE_HEAD.match(self._held, first):
+                return self._begin_call(head, _Place.BEHIND)
+            if _BEGUN_BARE_HEAD.fullmatch(self._held, first):
+                return None
+            rest = self._held[first:].lstrip()
+            if rest.startswith("["):
+                self._is_in_list = True
+                return self._go_to(_Place.HEAD, len(self._held) - len(rest) + 1)
+        if (head := self._head.match(self._held, first)) and head[1] in self._names:
+            return self._begin_call(head, _Place.TAIL)
+        end = self._scan.end_of(self._held, "{")
+        return None if end is None else self._take_whole(self._held[:end], first)
+
+    def _begin_call(self, head: re.Match[str], behind: _Place) -> list[Found]:
+        if head[1] not in self._names:
+            return self._take_whole(self._held[: head.end()], len(self._held))
+        self._held = self._held[head.end() :]
+        self._behind_arguments = behind
+        return [CallBegun(head[1]), *self._go_to(_Place.ARGUMENTS)]
+
+    def _take_whole(self, raw: str, first: int) -> list[Found]:
+        """Takes a call whose parts are in another order, or text that is none."""
+        self._held = self._held[len(raw) :]
+        call = self._call_in(raw[first:])
+        self._go_to((_Place.LIST if self._is_in_list else _Place.BEHIND) if call else _Place.TEXT)
+        return [*call] if call else [raw]
+
+    def _take_arguments(self) -> list[Found] | None:
+        end = self._scan.end_of(self._held, "{")
+        text, self._held = self._held[:end], self._held[len(self._held) if end is None else end :]
+        if end is not None:
+            self._go_to(self._behind_arguments)
+            self._scan = _JsonScan(depth=1)
+        self._scan.rewind()
+        return [Arguments(text)] if text else None
+
+    def _take_tail(self) -> list[Found] | None:
+        """Drops what a call has behind its arguments."""
+        end = self._scan.end_of(self._held, "{")
+        self._held = "" if end is None else self._held[end:]
+        self._scan.rewind()
+        return None if end is None else self._go_to(_Place.LIST if self._is_in_list else _Place.BEHIND)
+
+    def _take_comma(self) -> list[Found] | None:
+        stripped = self._held.lstrip()
+        if not stripped:
+            return None
+        self._held = stripped.removeprefix("]")
+        self._is_in_list = stripped.startswith(",")
+        return self._go_to(_Place.HEAD, 1) if self._is_in_list else self._go_to(_Place.BEHIND)
+
+    def _go_to(self, place: _Place, first: int = 0) -> list[Found]:
+        """Goes on at a place, in front of a value of JSON. Takes nothing."""
+        self._place, self._scan = place, _JsonScan(first)
+        if place is _Place.TEXT:
+            self._is_in_list = False
+        return []
+
+    def _call_in(self, text: str) -> list[Found]:
+        """Returns a call in JSON; nothing if it is invalid, or has arguments that JSON cannot write."""
+        try:
+            read: Any = json.loads(text)
+            name, arguments = (read.get("name"), read.get(self._format.arguments)) if isinstance(read, dict) else (0, 0)
+            if not (isinstance(name, str) and name in self._names and isinstance(arguments, dict)):
+                return []
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            return [CallBegun(name), Arguments(written.encode().decode())]  # half a surrogate pair is a ValueError
+        except (ValueError, RecursionError):
+            return []
+
+
+class _JsonScan:
+    """The end of a JSON value in text that grows: each character is looked at once. `first`: where the value begins."""
+
+    def __init__(self, first: int = 0, depth: int = 0) -> None:
+        self.first = first
+        self._place = first
+        self._depth = depth
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def rewind(self) -> None:
+        """Takes the text so far for gone."""
+        self._place = 0
+
+    def end_of(self, text: str, bracket: str) -> int | None:
+        """Returns the place behind the value, or behind a character that cannot begin it; None before that."""
+        while self._place < len(text):
+            char = text[self._place]
+            self._place += 1
+            if not self._depth and char != bracket:
+                if not char.isspace():
+                    return self._place
+            elif self._is_in_string:
+                self._is_in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._is_in_string = True
+            else:
+                self._depth += (char in "{[") - (char in "}]")
+                if not self._depth:
+                    return self._place
+        return None
+
+
+def overlap(text: str, mark: str) -> int:
+    """Counts the characters at a text's end that a mark may begin with."""
+    longest = min(len(text), len(mark) - 1)
+    return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)

@@ -1,0 +1,98 @@
+"""The formats of answers: the writing of calls of tools, and of reasoning, which a model has learnt.
+
+qwen          <tool_call>{"name": ..., "arguments": {...}}</tool_call> for each call; Qwen 2.5 and 3, Hermes
+llama         {"name": ..., "parameters": {...}} at the start of the answer, or behind <|python_tag|>
+mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+mistral-args  [TOOL_CALLS]NAME[ARGS]{...} for each call
+"""
+
+import json
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The writing of calls: opener, lead, a call, further ones behind `between`, trail. A call: head, arguments, tail.
+
+    marks: the parts that are tokens, special in some vocabularies. arguments: the name of a call's arguments.
+    skipped: the texts that may follow a call, besides spaces. bracket: begins a call or, as "[", a list of calls.
+    has_bare_names: the head is the function's name and [ARGS]; all formats with "[" are read in both writings.
+    """
+
+    opener: str
+    marks: tuple[str, ...]
+    lead: str = ""
+    between: str = ""
+    tail: str = "}"
+    trail: str = ""
+    arguments: str = "arguments"
+    bracket: str = "{"
+    skipped: tuple[str, ...] = ()
+    needs_opener: bool = True
+    has_bare_names: bool = False
+
+    def head(self, name: str) -> str:
+        """Writes a call up to its arguments."""
+        return f"{name}[ARGS]" if self.has_bare_names else f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The marks around the reasoning of an answer."""
+
+    opener: str
+    closer: str
+
+
+_MISTRAL = CallFormat(
+    opener="[TOOL_CALLS]",
+    marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    lead="[",
+    between=", ",
+    trail="]",
+    bracket="[",
+)
+CALL_FORMATS: dict[str, CallFormat] = {
+    "qwen": CallFormat(
+        opener="<tool_call>",
+        marks=("<tool_call>", "</tool_call>"),
+        lead="\n",
+        between="\n<tool_call>\n",
+        tail="}\n</tool_call>",
+        skipped=("</tool_call>",),
+    ),
+    "mistral-args": replace(_MISTRAL, lead="", between="[TOOL_CALLS]", tail="", trail="", has_bare_names=True),
+    "mistral": _MISTRAL,
+    "llama": CallFormat(
+        opener="<|python_tag|>",
+        marks=("<|python_tag|>",),
+        between="; ",
+        arguments="parameters",
+        skipped=(";",),
+        needs_opener=False,
+    ),
+}
+CHANNELS: dict[str, Channel] = {
+    "think": Channel("<think>", "</think>"),
+    "magistral": Channel("[THINK]", "[/THINK]"),
+}
+
+
+@dataclass(frozen=True)
+class AnswerFormats:
+    """The formats of a model's answers: of calls, a key of CALL_FORMATS, and of reasoning, of CHANNELS; "" for none."""
+
+    tool: str = ""
+    reasoning: str = ""
+
+    @classmethod
+    def of(cls, template: str) -> "AnswerFormats":
+        """Finds the formats that a template asks for, by the marks that it writes."""
+        knows_tools = re.search(r"\btools\b", template) is not None
+        tool = next((name for name, sign in _CALL_SIGNS.items() if knows_tools and sign in template), "")
+        return cls(tool, next((name for name, one in CHANNELS.items() if one.closer in template), ""))
+
+
+NO_FORMATS = AnswerFormats()
+_CALL_SIGNS = {"qwen": "<tool_call>", "mistral-args": "[ARGS]", "mistral": "[TOOL_CALLS]", "llama": '"parameters":'}
