@@ -35,7 +35,7 @@ class Accelerator(Protocol):
         """Makes the backend that serves on such devices. Raises ImportError without its packages."""
         ...
 
-    def graph(self) -> Graph: ...
+    def graph(self, device: torch.device) -> Graph: ...
 
     def pin(self, address: int, num_bytes: int) -> str | None:
         """Pins host memory for direct copies of all such devices; returns the reason where that fails."""
@@ -55,8 +55,8 @@ class Cuda:
 
         return TritonBackend()
 
-    def graph(self) -> Graph:
-        return CudaGraph()
+    def graph(self, device: torch.device) -> Graph:
+        return CudaGraph(device)
 
     def pin(self, address: int, num_bytes: int) -> str | None:
         error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
@@ -75,11 +75,16 @@ class Cuda:
 class CudaGraph:
     """A CUDA graph, in the memory that all of them share: one runs at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._device = device
 
     def capture(self, work: Callable[[], None]) -> None:
-        with torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"):
+        """Captures on the device itself, which need not be the current one: work of another would be done at once."""
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"),
+        ):
             work()
 
     def replay(self) -> None:

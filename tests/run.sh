@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/environment.sh dev
-export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export BATON_NO_SKIP=1 OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 [ "${1:-}" = --all ] && { export BATON_TESTS=all; shift; }
 
 step() {

@@ -114,7 +114,7 @@ class CapturedProgram:
         with side:  # compiles kernels, and makes the workspaces of products
             forward(batch, all_angles.at(positions))
         torch.accelerator.current_stream(device).wait_stream(side)
-        self._graph = accelerator_of(device).graph()
+        self._graph = accelerator_of(device).graph(device)
         logits: list[torch.Tensor] = []
         self._graph.capture(lambda: logits.append(forward(batch, all_angles.at(positions))))
         (self._logits,) = logits

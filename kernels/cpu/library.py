@@ -14,7 +14,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,15 +68,20 @@ def load_library(isa: str) -> ctypes.CDLL:
     """
     if not _features().issuperset(ISA_TO_FEATURES[isa]):
         raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
-    compiler = _find_compiler()
     flags = (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
+    return load_units([SOURCE / unit for unit in UNITS], flags, source_version())
+
+
+def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> ctypes.CDLL:
+    """Loads the library of C++ units, compiled first where the cache has none of this version. Raises NoKernels."""
+    compiler = _find_compiler()
     try:
         folder = cache_folder()
-        name = hashlib.sha256("\0".join((SEAL, source_version(), *flags, _version_of(compiler))).encode()).hexdigest()
+        name = hashlib.sha256("\0".join((SEAL, version, *flags, _version_of(compiler))).encode()).hexdigest()
         path = folder / f"{name}.so"
         with _lock(folder):
             if not _is_whole(path):
-                _compile(compiler, flags, path)
+                _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NoKernels(f"the compiler or the cache of compiled kernels cannot be used ({error})") from error
@@ -127,13 +132,12 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: str, units: Sequence[Path], flags: Sequence[str], path: Path) -> None:
     """Compiles the units side by side, aside, and renames: a reader never sees half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
-        objects = [Path(folder) / f"{unit}.o" for unit in UNITS]
+        objects = [Path(folder) / f"{unit.name}.o" for unit in units]
         commands = [
-            [compiler, *flags, "-c", str(SOURCE / unit), "-o", str(made)]
-            for unit, made in zip(UNITS, objects, strict=True)
+            [compiler, *flags, "-c", str(unit), "-o", str(made)] for unit, made in zip(units, objects, strict=True)
         ]
         list(threads.map(_run, commands))
         output = Path(folder) / path.name

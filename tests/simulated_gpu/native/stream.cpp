@@ -1,0 +1,208 @@
+#include "stream.h"
+
+#include <chrono>
+#include <random>
+#include <stdexcept>
+
+#include "pinned.h"
+
+namespace simulated_gpu {
+namespace {
+
+std::atomic<int64_t> delay_us{0};
+std::atomic<bool> is_lazy{false};
+thread_local const Task* running = nullptr;
+
+// Never destroyed: Python may free tensors after the statics are gone.
+auto& all_mutex = *new std::mutex;
+auto& all = *new std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>>;
+auto& host_mutex = *new std::mutex;
+auto& host = *new Clock;
+auto& fault_mutex = *new std::mutex;
+std::string faults[kNumDevices];
+
+std::string fault_of(int device) {
+  std::lock_guard lock(fault_mutex);
+  return faults[device];
+}
+
+}  // namespace
+
+const Task* running_task() { return running; }
+
+Counts& counts() {
+  static auto* all_counts = new Counts;
+  return *all_counts;
+}
+
+void host_learns(const Clock& clock) {
+  {
+    std::lock_guard lock(host_mutex);
+    host.join(clock);
+  }
+  Pinned::unprotect_ended(host_clock());
+}
+Clock host_clock() {
+  std::lock_guard lock(host_mutex);
+  return host;
+}
+
+void set_delay(int64_t most_us) { delay_us = most_us; }
+void set_lazy(bool wanted) { is_lazy = wanted; }
+
+void set_fault(int device, const std::string& what) {
+  std::lock_guard lock(fault_mutex);
+  if (faults[device].empty()) faults[device] = what;
+}
+void require_sound(int device) {
+  const std::string fault = fault_of(device);
+  if (!fault.empty()) throw std::runtime_error("device sim:" + std::to_string(device) + " has failed: " + fault);
+}
+void repair(int device) {
+  for (Stream* stream : Stream::of(device)) {
+    try {
+      stream->synchronize();
+    } catch (const std::runtime_error&) {  // the fault itself
+    }
+  }
+  std::lock_guard lock(fault_mutex);
+  faults[device].clear();
+}
+
+Stream& Stream::get(int device, int64_t id) {
+  std::lock_guard lock(all_mutex);
+  auto& stream = all[{device, id}];
+  if (!stream) stream = std::make_unique<Stream>(device, id);
+  return *stream;
+}
+std::vector<Stream*> Stream::of(int device) {
+  std::lock_guard lock(all_mutex);
+  std::vector<Stream*> found;
+  for (auto& [place, stream] : all) {
+    if (place.first == device) found.push_back(stream.get());
+  }
+  return found;
+}
+void Stream::close_all() {
+  for (int device = 0; device < kNumDevices; ++device) {
+    for (Stream* stream : of(device)) stream->close();
+  }
+}
+
+Stream::Stream(int its_device, int64_t its_id)
+    : device(its_device), id(its_id), index_(static_cast<size_t>(its_device * kNumStreams + its_id)) {
+  thread_ = std::thread([this] { loop(); });
+}
+
+void Stream::close() {
+  {
+    std::lock_guard lock(mutex_);
+    is_closing_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+Pushed Stream::push(const std::string& name, Work work) {
+  require_sound(device);
+  std::unique_lock lock(mutex_);
+  if (graph_) {
+    graph_->steps.push_back({name, std::move(work)});
+    return {nullptr, {index_, 0}};
+  }
+  clock_.join(host_clock());
+  const Stamp stamp = clock_.tick(index_);
+  auto told = std::make_shared<const std::string>(
+      name + " (sim:" + std::to_string(device) + ", stream " + std::to_string(id) + ")");
+  entries_.push_back({{told, stamp, clock_}, std::move(work)});
+  ++num_pushed_;
+  lock.unlock();
+  changed_.notify_all();
+  return {told, stamp};
+}
+
+Moment Stream::now() {
+  std::lock_guard lock(mutex_);
+  return {this, num_pushed_, {index_, num_pushed_}, clock_};
+}
+
+void Stream::wait(const Moment& moment) {
+  if (moment.stream == this) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (graph_) throw std::runtime_error("a wait for another stream cannot be captured");
+    clock_.join(moment.clock);
+  }
+  push("a wait", [moment](const Task&) { moment.stream->finish(moment.num_tasks); });
+}
+
+bool Stream::is_past(const Moment& moment) {
+  std::lock_guard lock(mutex_);
+  return num_done_ >= moment.num_tasks;
+}
+
+void Stream::synchronize(const Moment& moment) {
+  if (is_capturing()) throw std::runtime_error("a synchronization cannot be captured");
+  if (!host_clock().covers(moment.stamp)) ++counts().synchronizations;
+  moment.stream->finish(moment.num_tasks);
+  host_learns(moment.clock);
+  require_sound(device);
+}
+
+void Stream::finish(uint64_t num_tasks) {
+  std::unique_lock lock(mutex_);
+  num_wanted_ = std::max(num_wanted_, num_tasks);
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return num_done_ >= num_tasks || is_closing_; });
+}
+
+void Stream::begin_capture(std::shared_ptr<Graph> graph) {
+  std::lock_guard lock(mutex_);
+  graph_ = std::move(graph);
+}
+void Stream::end_capture() {
+  std::lock_guard lock(mutex_);
+  graph_.reset();
+}
+bool Stream::is_capturing() {
+  std::lock_guard lock(mutex_);
+  return graph_ != nullptr;
+}
+void Stream::replay(const Graph& graph) {
+  ++counts().launches;
+  for (const auto& step : graph.steps) push(step.name + " of a graph", step.work);
+}
+
+void Stream::loop() {
+  std::minstd_rand random(static_cast<unsigned>(index_ + 1));
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] {
+      return is_closing_ || (!entries_.empty() && (!is_lazy || num_done_ < num_wanted_));
+    });
+    if (is_closing_) break;
+    const Entry entry = std::move(entries_.front());
+    entries_.pop_front();
+    lock.unlock();
+    if (const int64_t most = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
+    run(entry);
+    lock.lock();
+    ++num_done_;
+    changed_.notify_all();
+  }
+  changed_.notify_all();
+}
+
+void Stream::run(const Entry& entry) {
+  if (!fault_of(device).empty()) return;
+  running = &entry.task;
+  try {
+    entry.work(entry.task);
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    set_fault(device, *entry.task.name + ": " + what.substr(0, what.find('\n')));  // without torch's stack
+  }
+  running = nullptr;
+}
+
+}  // namespace simulated_gpu
