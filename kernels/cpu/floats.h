@@ -108,14 +108,10 @@ inline Floats load(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 inline Floats load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-inline Floats load(const int8_t* p) {  // 1.5 * 2^23 + p, less that: where a machine multiplies, it does not shuffle meanwhile
-    const __m512i bits = _mm512_add_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), _mm512_set1_epi32(0x4b400000));
-    return {_mm512_fmadd_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(1), _mm512_set1_ps(-0x1.8p23f))};
-}
-inline Floats load(const fp8* p) {
-    const __m512i bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), sign = _mm512_set1_epi32(int(0x80000000));
-    const __m512i rest = _mm512_and_si512(_mm512_slli_epi32(bytes, 20), _mm512_set1_epi32(0x07f00000));
-    return {_mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(_mm512_and_si512(bytes, sign), rest)), _mm512_set1_ps(0x1p120f))};
+inline Floats load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline Floats load(const fp8* p) {  // a half with the bits of an fp8, times 2^8, is the fp8: exactly, subnormal ones too
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    return {_mm512_mul_ps(_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbf80)))), _mm512_set1_ps(256))};
 }
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, Floats a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
@@ -139,8 +135,19 @@ struct Ints {
 inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Ints shifted(Ints a, int left) { return {left < 0 ? _mm512_srli_epi32(a.v, -left) : left ? _mm512_slli_epi32(a.v, left) : a.v}; }
 inline Ints operator&(Ints a, int mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(mask))}; }
-inline Ints operator|(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.v)}; }
-inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+
+// The number in the low BITS bits, of which the lowest four may be those of another vector: looked up where there are few.
+template <int BITS>
+inline Floats to_floats(Ints a) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if constexpr (BITS == 4) return {_mm512_permutexvar_ps(a.v, numbers)};
+    if constexpr (BITS == 5) return {_mm512_permutex2var_ps(numbers, a.v, _mm512_add_ps(numbers, _mm512_set1_ps(16)))};
+    return {_mm512_cvtepi32_ps((a & (1 << BITS) - 1).v)};
+}
+template <int BITS>
+inline Floats to_floats(Ints low, Ints high) {
+    return to_floats<BITS>(Ints{_mm512_ternarylogic_epi32(_mm512_set1_epi32(15), low.v, high.v, 0xca)});
+}
 inline Floats exponents(Floats a) { return {_mm512_castsi512_ps((Ints{_mm512_castps_si512(a.v)} & 0x7f800000).v)}; }
 
 #elif defined(__AVX2__)
@@ -298,6 +305,17 @@ inline Floats exponents(Floats a) {
     return each([&](int i) { return bits_to_float(float_to_bits(a.v[i]) & 0x7f800000); });
 }
 
+#endif
+
+#if !defined(__AVX512F__)
+template <int BITS>
+inline Floats to_floats(Ints a) {
+    return to_floats(a & (1 << BITS) - 1);
+}
+template <int BITS>
+inline Floats to_floats(Ints low, Ints high) {
+    return to_floats((low & 15) | (high & (1 << BITS) - 16));
+}
 #endif
 
 // The first `count` of 16 values, and zeros.

@@ -7,11 +7,14 @@
 namespace {
 
 // Rows up to which weights are widened in registers; 0 where that is slower than a tile. Each count is compiled for each format.
-#if defined(__AVX2__)
-template <class R>
+#if defined(__AVX512F__)
+template <class F, class R, CodeType CODES>
+constexpr int FEW = !std::is_same_v<F, bf16> ? 1 : CODES == CodeType::U4 || CODES == CodeType::S8 ? 8 : 4;
+#elif defined(__AVX2__)
+template <class F, class R, CodeType CODES>
 constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
 #else
-template <class R>
+template <class F, class R, CodeType CODES>
 constexpr int FEW = 0;
 #endif
 constexpr int64_t BLOCK_ROWS = 576;               // rows whose sums are kept beside a tile: a multiple of MAX_ROWS
@@ -38,7 +41,7 @@ void for_format(const Format& format, const Function& function) {
 
 // sums[row][column] of a panel for a few rows, straight from its codes.
 template <class F, class R, CodeType CODES, int ROWS>
-__attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const F* rows, int64_t row_stride, int64_t depth, float* sums) {
+__attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const F* rows, int64_t row_stride, int64_t step_stride, int64_t depth, float* sums) {
     using P = Product<F>;
     Floats of[ROWS][2];
     for (auto& of_row : of) of_row[0] = of_row[1] = splat(0);
@@ -47,13 +50,14 @@ __attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const 
     GroupScales scales;
     for (int64_t k = 0; k < depth; k += group) {
         const char* codes = groups.next(scales);
-        widen<F, R, CODES>(codes, group, scales, [&](int step, const typename P::Weights& weights) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+        widen<F, R, CODES>(codes, group, scales, [&](int, const typename P::Weights& weights) __attribute__((always_inline)) {
+#pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {
-                const auto value = P::row(rows + row * row_stride + k + step * P::DEPTH);
+                const auto value = P::row(rows + row * row_stride);
                 of[row][0] = P::add(of[row][0], value, weights, 0);
                 of[row][1] = P::add(of[row][1], value, weights, 1);
             }
+            rows += step_stride;
         });
     }
     for (int row = 0; row < ROWS; ++row)
@@ -101,7 +105,7 @@ struct PackedLinear {
         parallel(matrix.num_panels(), [&](int64_t index) {
             const Panel& panel = matrix.panels()[index];
             for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
-                if (num_rows <= FEW<R>)
+                if (num_rows <= FEW<F, R, CODES>)
                     few<R, CODES>(panel);
                 else
                     for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
@@ -112,7 +116,9 @@ struct PackedLinear {
     template <class R, CodeType CODES>
     void few(const Panel& panel) const {
         float sums[MAX_ROWS * PANEL];
-        for_rows<FEW<R>>(int(num_rows), [&]<int ROWS>() { add_few<F, R, CODES, ROWS>(matrix, panel, rows.tile(0), rows.row_stride(), depth, sums); });
+        for_rows<FEW<F, R, CODES>>(int(num_rows), [&]<int ROWS>() {
+            add_few<F, R, CODES, ROWS>(matrix, panel, rows.tile(0), rows.row_stride(), rows.step_stride(ROWS), depth, sums);
+        });
         for (int64_t row = 0; row < num_rows; ++row) put(panel, sums + row * PANEL, row);
     }
 
@@ -180,14 +186,17 @@ void pack_codes(const Format& format, const uint8_t* codes, int64_t stride, int 
     uint32_t* low = high + (num_high < 4 ? format.group * num_high / 32 * PANEL : 0);
     std::memset(out, 0, format.code_bytes());
     for (int column = 0; column < num_columns; ++column)
-        for (int64_t k = 0; k < count; ++k) {
-            const uint32_t code = codes[column * stride + k];
+        for (int k = 0; k < count; ++k) {
+            constexpr int D = PACKED_DEPTH;
+            const uint32_t code = codes[column * stride + k], lane = column * D + k % D;
             if (num_high == 4) {
-                out[k * PANEL + column] = char(code);
+                out[k / D * PANEL * D + lane] = char(code);
                 continue;
             }
-            low[k / CODES_IN_WORD * PANEL + column] |= (code & 15) << k % CODES_IN_WORD * 4;
-            if (num_high) high[k * num_high / 32 * PANEL + column] |= (code >> 4) << k * num_high % 32;
+            low[k / WORD_DEPTH * PANEL * D + lane] |= (code & 15) << k % WORD_DEPTH / D * 4;
+            if (!num_high) continue;
+            const int per_high = 32 / num_high, bit = lane / PANEL * 32 / D + k % per_high / D * num_high;
+            high[k / per_high * PANEL + lane % PANEL] |= (code >> 4) << bit;
         }
 }
 

@@ -6,9 +6,12 @@
 // its own. A panel is read from its start to its end. For each block of the depth it has
 //   scales [32] and, if there are any, offsets [32], and for each group of the block
 //     scale factors [32] of eight bits, if there are any; likewise offset factors [32]; the group's codes.
-// A group's scale is that of its block, times its factor; so is its offset. Codes of 8 bits lie as [depth][32]. Those of 4 bits lie in words
-// of 32, eight of one column in each, the first in the low bits: [depth / 8][32]. Codes of 5 bits have their fifth bits before the rest, 32
-// of one column in a word, those of 6 bits their last two, 16 in a word: eight of 32 columns become eight vectors by shifts alone.
+// A group's scale is that of its block, times its factor; so is its offset.
+// Codes lie in vectors of sixteen lanes: those of columns one after the other, D = PACKED_DEPTH neighbours of the depth of each side by
+// side, as the machine multiplies them; 2 D vectors are a panel. Codes of 8 bits lie as [depth / D][32][D]. Those of 4 bits lie in words
+// of 32, eight of a lane in each, the first in the low bits: [depth / 8 D][32][D]. Codes of 5 bits have their fifth bits before the rest,
+// those of 6 bits their last two, in two vectors of words for each 32 or 16 of the depth; the lanes of the second half of a panel have
+// the upper half of each word where D is 2. So words become vectors by shifts alone.
 #pragma once
 
 #include <utility>
@@ -60,11 +63,28 @@ struct Packed {
 #define UNROLL
 #endif
 
-constexpr int CODES_IN_WORD = 8, CHUNK = 128;  // CHUNK: of the depth, whole groups
+#if defined(__AVX512BF16__)
+constexpr int PACKED_DEPTH = 2;
+#else
+constexpr int PACKED_DEPTH = 1;
+#endif
+constexpr int NUM_VECTORS = 2 * PACKED_DEPTH, CODES_IN_WORD = 8, WORD_DEPTH = CODES_IN_WORD * PACKED_DEPTH;
+constexpr int CHUNK = 128;  // of the depth, whole groups
 
-// A group's scales and offsets of the two halves of a panel. zero: what is taken from a code first, where `fma` rounds twice.
+// What the columns of half a panel have, for the lanes of its vectors.
+inline void spread(Floats of_half, Floats* vectors) {
+#if defined(__AVX512BF16__)
+    const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    vectors[0] = {_mm512_permutexvar_ps(low, of_half.v)};
+    vectors[1] = {_mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8)), of_half.v)};
+#else
+    vectors[0] = of_half;
+#endif
+}
+
+// A group's scales and offsets, by lane. zero: what is taken from a code first, where `fma` rounds twice.
 struct GroupScales {
-    Floats scale[2], offset[2], zero;
+    Floats scale[NUM_VECTORS], offset[NUM_VECTORS], zero;
 };
 
 // Reads a panel group by group.
@@ -79,18 +99,20 @@ class Groups {
         const float zero = format_.has(CENTERED) ? float(1 << (format_.bits() - 1)) : 0;
         scales.zero = splat(zero);
         for (int half = 0; half < 2; ++half) {
-            scales.scale[half] = scale_[half];
-            if (format_.has(SCALE_FACTORS)) scales.scale[half] = scale_[half] * load((const int8_t*)at_ + half * LANES);
+            Floats scale = scale_[half];
+            if (format_.has(SCALE_FACTORS)) scale = scale * load((const int8_t*)at_ + half * LANES);
+            spread(scale, scales.scale + half * PACKED_DEPTH);
         }
         if (format_.has(SCALE_FACTORS)) at_ += PANEL;
         for (int half = 0; half < 2; ++half) {
-            scales.offset[half] = offset_[half];
-            if (format_.has(OFFSET_FACTORS)) scales.offset[half] = offset_[half] * load((const int8_t*)at_ + half * LANES);
-#if defined(__AVX2__)
-            if (zero) scales.offset[half] = splat(-zero) * scales.scale[half];  // exactly: and `fma` rounds once
-#endif
+            Floats offset = offset_[half];
+            if (format_.has(OFFSET_FACTORS)) offset = offset * load((const int8_t*)at_ + half * LANES);
+            spread(offset, scales.offset + half * PACKED_DEPTH);
         }
         if (format_.has(OFFSET_FACTORS)) at_ += PANEL;
+#if defined(__AVX2__)
+        for (int v = 0; zero && v < NUM_VECTORS; ++v) scales.offset[v] = splat(-zero) * scales.scale[v];  // exactly: and `fma` rounds once
+#endif
         const char* codes = at_;
         at_ += format_.code_bytes();
         return codes;
@@ -112,62 +134,59 @@ class Groups {
     Floats scale_[2], offset_[2];
 };
 
-// Weights of two vectors of columns, at one place of the depth, or at two for bf16 in pairs.
-template <class F>
-inline typename Product<F>::Weights joined(const Floats (&first)[2], const Floats (&second)[2]) {
+// Calls use(step, weights) with weights that are still to be rounded, at PACKED_DEPTH places of the depth.
+template <class F, class R, class Use>
+inline __attribute__((always_inline)) void use_each(int at, const Floats* weights, const Use& use) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<F, bf16>) {  // rounded here: the machine's conversion is to the nearest, too
-        const __m512i in_pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        const auto pairs = [&](int half) {
-            return (__m512bh)_mm512_permutexvar_epi16(in_pairs, (__m512i)_mm512_cvtne2ps_pbh(second[half].v, first[half].v));
-        };
-        return {pairs(0), pairs(1)};
-    } else
+        use(at, {_mm512_cvtne2ps_pbh(weights[1].v, weights[0].v), _mm512_cvtne2ps_pbh(weights[3].v, weights[2].v)});
+    } else {
+        const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        for (int i = 0; i < PACKED_DEPTH; ++i) {
+            const auto half = [&](const Floats* of) {
+                return nearest<R>({_mm512_permutex2var_ps(of[0].v, _mm512_add_epi32(first, _mm512_set1_epi32(i)), of[1].v)});
+            };
+            use(at * PACKED_DEPTH + i, {half(weights), half(weights + 2)});
+        }
+    }
+#else
+    use(at, {nearest<R>(weights[0]), nearest<R>(weights[1])});
 #endif
-        return {first[0], first[1]};
 }
 
 // Calls use(step, weights) for each step of a group of codes. R: to what weights are rounded; F: in what they are multiplied.
 template <class F, class R, CodeType CODES, class Use>
-inline __attribute__((always_inline)) void widen(const char* codes, int group, const GroupScales& scales, const Use& use) {
-    constexpr int D = Product<F>::DEPTH, WORD_BYTES = PANEL * sizeof(uint32_t);
+inline __attribute__((always_inline)) void widen(const char* codes, int64_t group, const GroupScales& scales, const Use& use) {
+    constexpr int VECTOR_BYTES = LANES * sizeof(uint32_t), D = PACKED_DEPTH;
     constexpr bool IS_BYTES = CODES == CodeType::S8 || CODES == CodeType::E4M3;
     constexpr int NUM_HIGH = CODES == CodeType::U5 ? 1 : CODES == CodeType::U6 ? 2 : 0, PER_HIGH = NUM_HIGH ? 32 / NUM_HIGH : 1;
-    const char* low = codes + (NUM_HIGH ? group / PER_HIGH * WORD_BYTES : 0);
-    const auto rounded_once = [&](Floats code, int half) {
-#if !defined(__AVX2__)
-        code = code - scales.zero;
-#endif
-        const Floats weight = fma(code, scales.scale[half], scales.offset[half]);
-        if constexpr (std::is_same_v<F, bf16>) return weight;  // `joined` does
-        return nearest<R>(weight);
-    };
-    for (int k = 0; k < group; k += CODES_IN_WORD) {
-        Ints words[2], high[2];
+    const char* low = codes + (NUM_HIGH ? group / PER_HIGH * 2 * VECTOR_BYTES : 0);
+    for (int64_t k = 0; k < group; k += WORD_DEPTH) {
+        Ints words[NUM_VECTORS], high[NUM_VECTORS];
         if constexpr (!IS_BYTES)
-            for (int half = 0; half < 2; ++half) words[half] = load_ints(low + k / CODES_IN_WORD * WORD_BYTES + half * WORD_BYTES / 2);
+            for (int v = 0; v < NUM_VECTORS; ++v) words[v] = load_ints(low + (k / WORD_DEPTH * NUM_VECTORS + v) * VECTOR_BYTES);
         if constexpr (NUM_HIGH > 0)
-            for (int half = 0; half < 2; ++half)
-                high[half] = shifted(load_ints(codes + k / PER_HIGH * WORD_BYTES + half * WORD_BYTES / 2), -(k % PER_HIGH * NUM_HIGH));
-        const auto weight = [&](int j, int half) __attribute__((always_inline)) {
-            if constexpr (IS_BYTES) {
-                const char* at = codes + (k + j) * PANEL + half * LANES;
-                return rounded_once(CODES == CodeType::S8 ? load((const int8_t*)at) : load((const fp8*)at), half);
-            } else {
-                Ints code = shifted(words[half], -4 * j) & 15;
-                if constexpr (NUM_HIGH > 0) code = code | (shifted(high[half], 4 - NUM_HIGH * j) & ((16 << NUM_HIGH) - 16));
-                return rounded_once(to_floats(code), half);
-            }
-        };
+            for (int v = 0; v < NUM_VECTORS; ++v)
+                high[v] = shifted(load_ints(codes + (k / PER_HIGH * 2 + v % 2) * VECTOR_BYTES), -(v / 2 * 32 / D + k % PER_HIGH / D * NUM_HIGH));
         UNROLL
-        for (int j = 0; j < CODES_IN_WORD; j += D) {
-            const Floats first[2] = {weight(j, 0), weight(j, 1)};
-            if constexpr (D == 2) {
-                const Floats second[2] = {weight(j + 1, 0), weight(j + 1, 1)};
-                use((k + j) / D, joined<F>(first, second));
-            } else {
-                use(k + j, joined<F>(first, first));
+        for (int j = 0; j < CODES_IN_WORD; ++j) {
+            Floats weights[NUM_VECTORS];
+            for (int v = 0; v < NUM_VECTORS; ++v) {
+                Floats code;
+                if constexpr (IS_BYTES) {
+                    const char* at = codes + (k * PANEL + (j * NUM_VECTORS + v) * LANES);
+                    code = CODES == CodeType::S8 ? load((const int8_t*)at) : load((const fp8*)at);
+                } else if constexpr (NUM_HIGH > 0) {
+                    code = to_floats<4 + NUM_HIGH>(shifted(words[v], -4 * j), shifted(high[v], 4 - NUM_HIGH * j));
+                } else {
+                    code = to_floats<4>(shifted(words[v], -4 * j));
+                }
+#if !defined(__AVX2__)
+                code = code - scales.zero;
+#endif
+                weights[v] = fma(code, scales.scale[v], scales.offset[v]);
             }
+            use_each<F, R>(k / D + j, weights, use);
         }
     }
 }
