@@ -14,7 +14,8 @@ from wire.rpc import MAX_MESSAGE_BYTES
 from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
-OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", "tools")
+OF_CHATS = ("tools", "tool_choice", "chat_template_kwargs", "thinking_token_budget", "continue_final_message")
+OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", *OF_CHATS)
 """Options that are no settings of sampling."""
 API_KEY = "BATON_API_KEY"
 """The variable of the environment that has the key of a client which is given none."""
@@ -31,6 +32,8 @@ class Message(TypedDict):
     content: str
     tool_calls: NotRequired[Sequence[str]]
     tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -69,6 +72,10 @@ class Options(TypedDict, total=False):
     include_stop_str_in_output: bool
     response_format: Mapping[str, str]
     tools: Sequence[str]
+    tool_choice: Mapping[str, object]
+    chat_template_kwargs: str
+    thinking_token_budget: int
+    continue_final_message: bool
 
 
 def credentials(api_key: str | None) -> Metadata:
@@ -90,11 +97,12 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
             request.MergeFrom(pb.GenerateRequest(**{name: options.get(name)}))  # type: ignore[arg-type]
     with _refusing("prompt"):
         _set_prompt(request, prompt)
-    with _refusing("tools"):
-        if options.get("tools"):
-            if not request.HasField("messages"):
-                raise InvalidRequest("tools", "want a prompt of messages")
-            request.messages.tools.extend(options["tools"])
+    for name in OF_CHATS:
+        with _refusing(name):
+            if options.get(name) is not None:
+                if not request.HasField("messages"):
+                    raise InvalidRequest(name, "wants a prompt of messages")
+                request.messages.MergeFrom(pb.Conversation(**{name: options[name]}))  # type: ignore[literal-required]
     request.sampling_params.SetInParent()
     for name, value in options.items():
         if name not in OF_REQUESTS:

@@ -23,6 +23,11 @@ FIELDS = {
     "tools": fields.tools,
     "tool_choice": fields.tool_choice,
     "parallel_tool_calls": fields.flag,
+    "reasoning_effort": fields.reasoning_effort,
+    "chat_template_kwargs": fields.free_object,
+    "thinking_token_budget": fields.int32,
+    "continue_final_message": fields.flag,
+    "add_generation_prompt": fields.flag,
     "logprobs": fields.flag,
     "top_logprobs": fields.int32,
 }
@@ -55,6 +60,10 @@ class ChatDialect(Dialect):
         if wanted:
             taken["logprobs"] = num_top or 0
         self._take_tools(taken)
+        self._take_reasoning(taken)
+        continues = taken.get("continue_final_message", False)
+        if taken.pop("add_generation_prompt", not continues) == continues:
+            raise InvalidRequest("add_generation_prompt", "must be the opposite of continue_final_message")
         return [taken.pop("messages")]
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
@@ -79,12 +88,26 @@ class ChatDialect(Dialect):
         )
 
     def _take_tools(self, taken: dict[str, Any]) -> None:
-        """Gives the tools the router's form; without tools, or without a choice of them, nothing is looked for."""
+        """Gives the tools the router's form; without tools, or with none chosen, nothing is looked for."""
         tools, choice = taken.pop("tools", []), taken.pop("tool_choice", "auto")
-        self._max_calls = MAX_CALLS if taken.pop("parallel_tool_calls", True) else 1
-        if tools and choice == "auto":
-            taken["tools"] = [json.dumps(one) for one in tools]
-            self._tool_names = frozenset(one["function"]["name"] for one in tools)
+        parallel = taken.pop("parallel_tool_calls", True)
+        self._max_calls = MAX_CALLS if parallel else 1
+        if choice == "none" or (choice == "auto" and not tools):
+            return
+        taken["tools"] = [json.dumps(one) for one in tools]
+        self._tool_names = frozenset(one["function"]["name"] for one in tools)
+        named = choice if isinstance(choice, dict) else {"required": choice == "required"}
+        taken["tool_choice"] = {**named, "parallel": parallel}
+
+    def _take_reasoning(self, taken: dict[str, Any]) -> None:
+        """Gives what steers the template the router's form."""
+        effort, variables = taken.pop("reasoning_effort", None), taken.pop("chat_template_kwargs", {})
+        if effort is not None:
+            if not self._formats.reasoning and effort != "none":
+                raise InvalidRequest("reasoning_effort", "the model's chat template knows no channel of reasoning")
+            variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
+        if variables:
+            taken["chat_template_kwargs"] = json.dumps(variables)
 
     def _answer_of(self, number: int) -> "_Message":
         if number not in self._answers:

@@ -99,6 +99,13 @@ def logit_bias(value: Any) -> dict[int, float]:
     return {int(key): number(one) for key, one in value.items()}
 
 
+def tool_choice(value: Any) -> str | dict[str, Any]:
+    """Reads a word, or the function to call."""
+    if not isinstance(value, dict):
+        return str(_CHOICE(value))
+    return {"name": _NAMED(value)["function"]["name"]}
+
+
 def stream_options(value: Any) -> bool:
     """Returns whether the last event of the stream has usage."""
     return bool(_STREAM_OPTIONS(value).get("include_usage"))
@@ -134,9 +141,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _tool(value: Any) -> dict[str, Any]:
-    taken = _TOOL(value)
-    taken["function"].pop("strict", None)
-    return {"type": "function", **taken}
+    return {"type": "function", **_TOOL(value)}
 
 
 def _function_name(value: Any) -> str:
@@ -178,9 +183,10 @@ IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"
 """Fields that do nothing here and are taken."""
 ONLY: dict[str, Sequence[object]] = {
     "add_special_tokens": (True,),
-    "add_generation_prompt": (True,),
     "annotations": ([],),
     "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "continuous_usage_stats": (False,),
     "echo": (False,),
@@ -208,13 +214,11 @@ REFUSED = frozenset(
         "bad_words",
         "cache_salt",
         "chat_template",
-        "chat_template_kwargs",
         "documents",
         "functions",
         "kv_transfer_params",
         "length_penalty",
         "prediction",
-        "reasoning_effort",
         "truncate_prompt_tokens",
         "verbosity",
         "web_search_options",
@@ -224,7 +228,8 @@ REFUSED = frozenset(
 _text, _object, flag = reader_of(str), reader_of(dict), reader_of(bool)
 int32, int64 = [reader_of(Annotated[int, Between(-bound, bound - 1)]) for bound in (INT32, INT64)]
 number = reader_of(Annotated[float, Between(-MAX_NUMBER, MAX_NUMBER)])
-tool_choice = reader_of(Literal["none", "auto"])
+_CHOICE = reader_of(Literal["none", "auto", "required"])
+reasoning_effort = reader_of(Literal["none", "minimal", "low", "medium", "high", "xhigh"])
 _kind = reader_of(Literal["function"])
 _PARTS = list_of(object_of({"type": reader_of(Literal["text"]), "text": text}, "type", "text"))
 _CALL = object_of(
@@ -236,15 +241,23 @@ _CALL = object_of(
     },
     "function",
 )
-_TURN = object_of({"role": text, "content": _content, "tool_calls": list_of(_call), "tool_call_id": text})
+_TURN = object_of(
+    {
+        "role": text,
+        "content": _content,
+        "tool_calls": list_of(_call),
+        **dict.fromkeys(("tool_call_id", "name", "reasoning_content"), text),
+    }
+)
 _FUNCTION = {
     "name": _function_name,
     "description": text,
     "parameters": free_object,
-    "strict": reader_of(Literal[False]),
+    "strict": flag,
 }
 _TOOL = object_of({"type": _kind, "function": object_of(_FUNCTION, "name")}, "function")
 tools = list_of(_tool)
+_NAMED = object_of({"type": _kind, "function": object_of({"name": _function_name}, "name")}, "function")
 _STREAM_OPTIONS = object_of({"include_usage": flag})
 SAMPLING: dict[str, Read] = {
     "temperature": number,

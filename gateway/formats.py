@@ -34,13 +34,11 @@ def structured_outputs(value: Any) -> Format | None:
 
 
 def take_format(taken: dict[str, Any]) -> None:
-    """Puts the format of a request under the router's name. Raises InvalidRequest for two, and for one beside tools."""
+    """Puts the format of a request under the router's name. Raises InvalidRequest for two."""
     given = {name: one for name in FIELDS if (one := taken.pop(name, None)) is not None}
     for name in [*given][1:]:
         raise InvalidRequest(name, f"is given beside {next(iter(given))}, and an answer has one format")
-    for name, one in given.items():
-        if taken.get("tools"):
-            raise InvalidRequest(name, "is not offered beside tools: calls of them would not be in the format")
+    for one in given.values():
         taken["response_format"] = one
 
 

@@ -8,12 +8,12 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
 from text.answer.formats import NO_FORMATS, AnswerFormats
-from text.answer.frame import NO_FRAME, AnswerFrame
+from text.answer.frame import NO_FRAME, NO_TOOLS, AnswerFrame, ToolUse
 from text.codec import TextCodec
 from wire.errors import InvalidRequest, Unsupported
 
@@ -26,28 +26,34 @@ _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 class ChatTurn:
     """A turn of a conversation. `role` is one of ROLES.
 
-    tool_calls: of an assistant, as templates take them: arguments are an object. tool_call_id: of a tool.
+    tool_calls: of an assistant, as templates take them: arguments are an object. more: further fields as texts, like
+    `name`, the `tool_call_id` of a tool, and the `reasoning_content` of an assistant.
     """
 
     role: str
     content: str
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    tool_call_id: str | None = None
+    more: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, Any]:
         """The message as templates take it: what it has not is left out."""
         calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
-        answered = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": self.content, **calls, **answered}
+        return {"role": self.role, "content": self.content, **calls, **self.more}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation still to be rendered. `tools`: functions that the assistant may call."""
+    """A conversation still to be rendered. variables: what its template takes besides.
+
+    continues: the answer goes on with the last message. max_reasoning_tokens: None for no bound.
+    """
 
     messages: tuple[ChatTurn, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_use: ToolUse = NO_TOOLS
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    max_reasoning_tokens: int | None = None
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -58,17 +64,23 @@ class Chat:
 
     async def render(self, renderer: "Renderer", special_tokens: Sequence[str], max_added_chars: int) -> "Rendered":
         """Renders the messages with marks in their special tokens. Raises InvalidRequest or Unsupported."""
-        uses_tools = self.tools or any(one.tool_calls or one.role == "tool" for one in self.messages)
+        tools = self.tool_use.tools
+        uses_tools = tools or any(one.tool_calls or one.role == "tool" for one in self.messages)
         if uses_tools and not renderer.formats.tool:
-            param = "tools" if self.tools else "messages"
+            param = "tools" if tools else "messages"
             raise Unsupported(f"{param}: the model's chat template knows no tools", param=param)
+        if self.max_reasoning_tokens is not None and not renderer.formats.reasoning:
+            param = "thinking_token_budget"
+            raise Unsupported(f"{param}: the model's chat template knows no channel of reasoning", param=param)
         marked, mark = await asyncio.to_thread(self._marked, special_tokens)
         text = await renderer.render(marked, max_added_chars)
-        return Rendered(text, mark, AnswerFrame.behind(text, renderer.formats, bool(self.tools)))
+        return Rendered(
+            text, mark, AnswerFrame.behind(text, renderer.formats, self.tool_use, self.max_reasoning_tokens)
+        )
 
     def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
         """Returns the chat with marks in it, and the mark. Takes as long as it and the tokens are many."""
-        given = [*(one.variables for one in self.messages), *self.tools]
+        given = [*(one.variables for one in self.messages), *self.tool_use.tools, self.variables]
         mark = _mark_for(json.dumps(given, ensure_ascii=False))
 
         def cut(text: str) -> str:
@@ -79,11 +91,12 @@ class Chat:
                 one,
                 content=cut(one.content),
                 tool_calls=_each_text(one.tool_calls, cut),
-                tool_call_id=_each_text(one.tool_call_id, cut),
+                more=_each_text(one.more, cut),
             )
             for one in self.messages
         )
-        return Chat(messages, _each_text(self.tools, cut)), mark
+        tool_use = replace(self.tool_use, tools=_each_text(self.tool_use.tools, cut))
+        return replace(self, messages=messages, tool_use=tool_use, variables=_each_text(self.variables, cut)), mark
 
 
 @dataclass(frozen=True)
@@ -127,12 +140,16 @@ class PlainRenderer:
     formats = AnswerFormats("qwen", "think")
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
-        tools = "".join(f"tool: {json.dumps(one)}\n" for one in chat.tools)
+        tools = "".join(f"tool: {json.dumps(one)}\n" for one in chat.tool_use.tools)
         calls = [
             "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in one.tool_calls) for one in chat.messages
         ]
         turns = zip(chat.messages, calls, strict=True)
-        return tools + "".join(f"{one.role}: {one.content}{made}\n" for one, made in turns) + "assistant:"
+        return (
+            tools
+            + "".join(f"{one.role}: {one.content}{made}\n" for one, made in turns)
+            + f"assistant:{chat.variables.get('opened', '')}"
+        )
 
     async def close(self) -> None:
         """Has nothing to close."""

@@ -5,7 +5,9 @@ Source of the algorithm: Moskal et al., llguidance: an Earley parser over lexeme
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from text.child_processes import ChildProcesses, Task
 from wire.errors import InvalidRequest, Unsupported
@@ -26,6 +28,10 @@ MAX_LEXER_STATES = 20_000
 MAX_GRAMMAR_SIZE = 100_000
 INITIAL_FUEL, STEP_FUEL = 500_000, 100_000
 """Steps of a lexer: 10 ms to begin with, and 7 ms for one mask."""
+_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Fixed separators, as Python's json has them: a model that may write spaces may go on with them for ever."""
+_REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n"}
 _IN_WORDS = {"NoExtensionBias": "no token may come next, nor an end"}
 
 
@@ -62,17 +68,32 @@ def _translated(given: ResponseFormat) -> str:
         return LLMatcher.grammar_from_regex(given.source)
     if given.kind is FormatKind.LARK:
         return LLMatcher.grammar_from_lark(given.source)
+    _schema_of(given.source)
+    return LLMatcher.grammar_from_json_schema(given.source, overrides=_JSON_OPTIONS)
+
+
+def lark_term(given: ResponseFormat) -> str:
+    """Writes a format as a term of a larger grammar. Raises InvalidRequest for a schema that is no object in JSON."""
+    if given.kind is FormatKind.REGEX:
+        return f"/{re.sub(_REGEX_PART, lambda part: _ESCAPED.get(part[0], part[0]), given.source)}/"
+    if given.kind is FormatKind.LARK:
+        return f"%lark {{\n{given.source}\n}}"
+    return schema_term(_schema_of(given.source))
+
+
+def schema_term(schema: Mapping[str, Any]) -> str:
+    """Writes a schema of JSON as a term of a larger grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS}, ensure_ascii=False)}"
+
+
+def _schema_of(source: str) -> dict[str, Any]:
     try:
-        if isinstance(json.loads(given.source), dict):
-            return LLMatcher.grammar_from_json_schema(given.source, overrides=_json_options())
+        schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(PARAM, "the schema is not JSON, or nested too deeply") from error
-    raise InvalidRequest(PARAM, "the schema must be an object")
-
-
-def _json_options() -> "JsonCompileOptions":
-    """Fixes the separators, as Python's json has them: a model that may write spaces may go on with them for ever."""
-    return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(PARAM, "the schema must be an object")
+    return schema
 
 
 def _limits() -> "LLParserLimits":

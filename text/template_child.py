@@ -1,7 +1,7 @@
 """A process that renders a model's chat template, with transformers' own renderer: `python -m text.template_child`.
 
 first   {"template", "memory_bytes"}
-task    {"messages", "tools", "variables", "max_chars"}, answered by {"text"} or {"failure"}
+task    {"messages", "tools", "variables", "continues", "max_chars"}, answered by {"text"} or {"failure"}
 
 Templates come from model folders and are programs.
 """
@@ -31,8 +31,9 @@ def _answer(render: Any, asked: dict[str, Any]) -> dict[str, str]:
     from jinja2.exceptions import TemplateError
 
     try:
-        tools = asked["tools"] or None
-        [text], _ = render([asked["messages"]], tools=tools, add_generation_prompt=True, **asked["variables"])
+        continues = asked["continues"]
+        ends = {"continue_final_message": continues, "add_generation_prompt": not continues}
+        [text], _ = render([asked["messages"]], tools=asked["tools"] or None, **ends, **asked["variables"])
     except MemoryError:
         return {"failure": "the model's chat template takes too much memory for them"}
     except TemplateError as error:  # the template's own words, as a rule

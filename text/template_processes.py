@@ -68,10 +68,12 @@ class TemplateProcesses:
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         """Raises Unavailable where no process can be had."""
-        given = {"messages": [one.variables for one in chat.messages], "tools": chat.tools}
-        num_chars = len(chat.text) + sum(len(json.dumps(one)) for one in chat.tools)
-        num_chars += sum(len(json.dumps(one.tool_calls)) for one in chat.messages if one.tool_calls)
-        asked = {**given, "variables": self._variables, "max_chars": num_chars + max_added_chars}
+        given: dict[str, Any] = {"messages": [one.variables for one in chat.messages], "tools": chat.tool_use.tools}
+        of_turns = (part for one in chat.messages for part in (one.tool_calls, one.more))
+        parts = (*chat.tool_use.tools, chat.variables, *of_turns)
+        num_chars = len(chat.text) + sum(len(json.dumps(one)) for one in parts if one)
+        given |= {"variables": {**chat.variables, **self._variables}, "continues": chat.continues}
+        asked = {**given, "max_chars": num_chars + max_added_chars}
         return (await self._processes.ask(asked))["text"]
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ the rest. So does the one attempt that follows where cached KV may have led to n
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from router.observe.metrics import RequestMetrics, RequestSummary
@@ -21,11 +21,12 @@ from router.workers.holds import HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
-from text.chat import Chat, NoRenderer, Renderer
+from text.answer.frame import NO_FRAME
+from text.chat import Chat, NoRenderer, Rendered, Renderer
 from text.codec import TextCodec
-from text.grammar import GrammarProcesses
+from text.grammar import PARAM, GrammarProcesses
 from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
-from wire.errors import BatonError, Cancelled, Unavailable, WireError, WorkerLeaving
+from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -64,6 +65,23 @@ class Services:
             return prompt
         max_added_chars = MAX_ADDED_CHARS_PER_TOKEN * limits.max_context_len
         return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
+
+    async def frame(self, valid: ValidRequest, limits: ServingLimits) -> ValidRequest:
+        """Checks the grammar of an answer, and makes it the response format. Raises InvalidRequest or Unsupported."""
+        frame = valid.prompt.frame if isinstance(valid.prompt, Rendered) else NO_FRAME
+        content = valid.sampling.response_format
+        grammar, checked = frame.grammar(content, self.codec), frame.grammar(content)
+        if grammar is None or checked is None:
+            return valid
+        sampling = replace(valid.sampling, response_format=grammar)
+        try:
+            sampling.require_in_range(limits.vocab_size)
+            await self.grammars.check(checked)
+        except InvalidRequest as error:
+            if content is None and error.ids.get("param") == PARAM:
+                raise InvalidRequest("tools", error.message.partition(": ")[2]) from error
+            raise
+        return replace(valid, sampling=sampling)
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,17 @@ class Flow:
             await attempt.run()
 
     async def _prepare(self) -> PreparedRequest:
-        """Checks a grammar, renders a chat, tokenizes, names the blocks: in a thread, unless the prompt is tiny."""
+        """Renders a chat, checks a grammar, tokenizes, names the blocks: in a thread, unless the prompt is tiny."""
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
-        if valid.sampling.response_format is not None:
-            self.timeline.begin_span("grammar")
-            await services.grammars.check(valid.sampling.response_format)
-            self._end_span("grammar")
         if isinstance(valid.prompt, Chat):
             self.timeline.begin_span("render")
             valid = replace(valid, prompt=await services.render(valid.prompt, request.limits))
             self._end_span("render")
+        self.timeline.begin_span("grammar")
+        valid = await services.frame(valid, request.limits)
+        if valid.sampling.response_format is not None:
+            self._end_span("grammar")
 
         def work() -> tuple[float, PreparedPrompt]:
             self.timeline.begin_span("tokenize")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes
-from text.answer.frame import NO_FRAME, AnswerFrame
+from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
 from text.chat import ROLES, Chat, ChatTurn, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
@@ -24,6 +24,21 @@ SEED_BITS = 63
 MAX_CHARACTER_BYTES = 4
 MAX_TOOLS = 128
 MAX_TOOL_DEPTH = 64
+MAX_TOLD_CHARS = 64
+FURTHER_FIELDS = ("tool_call_id", "name", "reasoning_content")
+RENDERERS_OWN = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "documents",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tools",
+    }
+)
+"""Names that the renderer of templates takes for itself."""
 
 
 @dataclass(frozen=True)
@@ -267,9 +282,50 @@ def valid_chat(conversation: pb.Conversation) -> Chat:
     _require(len(conversation.messages) <= MAX_TURNS, "messages", f"at most {MAX_TURNS}")
     for one in conversation.messages:
         _require(one.role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}")
+    continues, budget = conversation.continue_final_message, conversation.thinking_token_budget
+    is_assistants = conversation.messages[-1].role == "assistant"
+    _require(not continues or is_assistants, "continue_final_message", "the last message must be an assistant's")
+    has_budget = conversation.HasField("thinking_token_budget")
+    _require(not has_budget or budget > 0, "thinking_token_budget", "must be at least 1")
+    return Chat(
+        tuple(map(_message, conversation.messages)),
+        _tool_use(conversation),
+        _variables(conversation.chat_template_kwargs),
+        continues,
+        budget if has_budget else None,
+    )
+
+
+def _tool_use(conversation: pb.Conversation) -> ToolUse:
+    """Reads tools and the choice among them. `strict` is not for the template."""
     _require(len(conversation.tools) <= MAX_TOOLS, "tools", f"at most {MAX_TOOLS}")
     tools = tuple(_function(one, "tools") for one in conversation.tools)
-    return Chat(tuple(map(_message, conversation.messages)), tools)
+    functions, choice = {one["function"]["name"]: one["function"] for one in tools}, conversation.tool_choice
+    _require(len(functions) == len(tools), "tools", "must have names of their own")
+    strict = frozenset(name for name, function in functions.items() if function.pop("strict", False) is True)
+    required = choice.required or bool(choice.name)
+    _require(bool(tools) or not required, "tool_choice", "wants tools")
+    _require(choice.name in functions or not choice.name, "tool_choice", "must name one of the tools")
+    for name in functions if required else strict:
+        schema = functions[name].get("parameters") or {}
+        is_object = isinstance(schema, dict) and schema.get("type", "object") == "object"
+        _require(is_object, "tools", f"the parameters of {name[:MAX_TOLD_CHARS]} must be of type object")
+    parallel = choice.parallel or not choice.HasField("parallel")
+    return ToolUse(tools, strict, required, choice.name, parallel)
+
+
+def _variables(text: str) -> dict[str, Any]:
+    """Reads what a template takes besides the conversation."""
+    param = "chat_template_kwargs"
+    try:
+        read = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(param, "must be JSON") from error
+    _require(isinstance(read, dict) and _is_shallow(read, MAX_TOOL_DEPTH), param, "must be an object, not too deep")
+    for name in read:
+        is_free = name not in RENDERERS_OWN and not name.endswith("_token") and name.isidentifier()
+        _require(is_free, param, f"{name[:MAX_TOLD_CHARS]} is no variable that a client may set")
+    return dict(read)
 
 
 def _message(message: pb.Message) -> ChatTurn:
@@ -277,8 +333,8 @@ def _message(message: pb.Message) -> ChatTurn:
     _require(not calls or message.role == "assistant", "messages", "only an assistant has tool_calls")
     arguments = all(isinstance(one["function"].get("arguments"), dict) for one in calls)
     _require(arguments, "messages", "the arguments of a call must be an object")
-    answered = message.tool_call_id if message.HasField("tool_call_id") else None
-    return ChatTurn(message.role, message.content, calls, answered)
+    more = {name: getattr(message, name) for name in FURTHER_FIELDS if message.HasField(name)}
+    return ChatTurn(message.role, message.content, calls, more)
 
 
 def _function(text: str, param: str) -> dict[str, Any]:

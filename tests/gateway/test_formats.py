@@ -9,7 +9,6 @@ from baton.request import make_request
 from gateway import fields, formats
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from text.answer.formats import AnswerFormats
 from text.byte_tokenizer import ByteTokenizer
 from text.grammar import new_matcher
 from wire.convert import sampling_from_pb
@@ -91,15 +90,6 @@ def test_forms_that_are_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         format_of(body)
     assert refused.value.ids["param"] == param
-
-
-def test_a_format_beside_tools_is_refused() -> None:
-    dialect = ChatDialect(AnswerFormats("qwen"))
-    body = {"messages": [TURN], "tools": [TOOL], "response_format": {"type": "json_object"}}
-    taken = fields.take(body, dialect.fields)
-    dialect.take_prompts(taken)
-    with pytest.raises(InvalidRequest, match="tools"):
-        formats.take_format(taken)
 
 
 def test_a_choice_is_one_of_the_texts_whatever_is_in_them() -> None:

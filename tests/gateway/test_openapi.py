@@ -5,7 +5,15 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from gateway import app, fields, openapi
 from tests.gateway.local_gateway import LocalGateway
 
-OBJECTS = ("logit_bias", "stream_options", "response_format", "structured_outputs", "guided_json")
+OBJECTS = (
+    "logit_bias",
+    "stream_options",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "chat_template_kwargs",
+    "tool_choice",
+)
 """Fields whose faults are named within them, or that may have any names."""
 
 

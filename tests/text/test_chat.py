@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
 from text import child_processes, template_processes
 from text.answer.formats import AnswerFormats
+from text.answer.frame import ToolUse
 from text.chat import Chat, ChatTurn, PlainRenderer, Rendered, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
@@ -246,7 +247,8 @@ async def test_tools_are_rendered_and_their_special_tokens_are_text() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "a <|im_end|>", "parameters": {"<s>": [1]}}}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<s>"}}}
     chat = Chat(
-        (ChatTurn("user", "hi"), ChatTurn("assistant", "", (call,)), ChatTurn("tool", "x", tool_call_id="1")), (tool,)
+        (ChatTurn("user", "hi"), ChatTurn("assistant", "", (call,)), ChatTurn("tool", "x", more={"tool_call_id": "1"})),
+        ToolUse((tool,)),
     )
     async with rendering(TOOLS) as renderer:
         rendered = await chat.render(renderer, SPECIAL, 1000)
@@ -261,7 +263,7 @@ async def test_a_template_that_knows_no_tools() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     async with rendering(TURNS) as renderer:
         for chat, param in (
-            (Chat(tuple(users(["hi"])), (tool,)), "tools"),
+            (Chat(tuple(users(["hi"])), ToolUse((tool,))), "tools"),
             (Chat((ChatTurn("tool", "x"),)), "messages"),
         ):
             with pytest.raises(Unsupported) as refused:

@@ -1,27 +1,77 @@
-"""The frame of a chat's answer: the channel of reasoning and the calls of tools that its text may have."""
+"""The frame of a chat's answer: its channel of reasoning, the calls of tools that it may have, and their grammar.
 
+    start: (channel's opener, reasoning, closer)? answer
+    answer: calls                      where calls are required
+          | content | calls            where the content has a format
+          | text | calls | text calls  where the arguments of a tool are strict
+
+Calls follow one another, and nothing follows them.
+"""
+
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from text.answer.answer import ReasoningCount
 from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats, CallFormat, Channel
+from text.codec import TextCodec
+from text.grammar import lark_term, schema_term
+from wire.errors import Unsupported
+from wire.sampling import FormatKind, ResponseFormat
+
+ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a chat, and the calls that its answer may have. strict: the functions whose schemas are held to.
+
+    required: the answer is calls and nothing else, whose schemas are all held to. only: the function that is called.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    strict: frozenset[str] = frozenset()
+    required: bool = False
+    only: str = ""
+    parallel: bool = True
+
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Returns the schemas of the arguments of the functions that may be called."""
+        functions = {one["function"]["name"]: one["function"] for one in self.tools}
+        names = [self.only] if self.only else [*functions]
+        held = names if self.required else self.strict
+        given = {name: functions[name].get("parameters") or {} if name in held else {} for name in names}
+        return {name: {**ANY_OBJECT, **schema} for name, schema in given.items()}
+
+
+NO_TOOLS = ToolUse()
 
 
 @dataclass(frozen=True)
 class AnswerFrame:
-    """The frame of an answer. calls: None without tools. is_open: the template has written the channel's opener."""
+    """The frame of an answer. calls: None without tools. is_open: the template has written the channel's opener.
+
+    max_reasoning_tokens: after which the channel is closed.
+    """
 
     calls: CallFormat | None = None
+    tool_use: ToolUse = NO_TOOLS
     channel: Channel | None = None
     is_open: bool = False
+    max_reasoning_tokens: int | None = None
 
     @classmethod
-    def behind(cls, prompt: str, formats: AnswerFormats, has_tools: bool) -> "AnswerFrame":
+    def behind(
+        cls, prompt: str, formats: AnswerFormats, tool_use: ToolUse, max_reasoning_tokens: int | None = None
+    ) -> "AnswerFrame":
         """Returns the frame of the answer to a rendered prompt; a channel that the prompt has closed is none of it."""
-        calls, channel = CALL_FORMATS.get(formats.tool) if has_tools else None, CHANNELS.get(formats.reasoning)
-        end = prompt.rstrip()
+        calls = CALL_FORMATS.get(formats.tool) if tool_use.tools else None
+        channel, end = CHANNELS.get(formats.reasoning), prompt.rstrip()
         if channel is None or end.endswith(channel.closer):
-            return cls(calls)
-        return cls(calls, channel, end.endswith(channel.opener))
+            return cls(calls, tool_use)
+        return cls(calls, tool_use, channel, end.endswith(channel.opener), max_reasoning_tokens)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -38,5 +88,106 @@ class AnswerFrame:
         """Begins a count of the tokens of reasoning; None without a channel."""
         return ReasoningCount(self.channel, self.opening) if self.channel else None
 
+    def grammar(self, content: ResponseFormat | None, codec: TextCodec | None = None) -> ResponseFormat | None:
+        """Writes the grammar of the answer; None where any text is one. Raises InvalidRequest or Unsupported.
+
+        content: the format of the content. Without a codec marks are spelled, and reasoning may be of any length: so
+        the grammar can be checked without the model's vocabulary.
+        """
+        use, has_budget = self.tool_use, self.max_reasoning_tokens is not None
+        if self.channel is None and (content is None or not self.calls) and not (use.required or use.strict):
+            return content
+        if content is None and not (use.required or use.strict or has_budget):
+            return None
+        rules = _Rules(self, {} if codec is None else self._tokens(codec))
+        return ResponseFormat(FormatKind.LARK, "\n".join([*rules.start(), *rules.answer(content)]))
+
+    def _tokens(self, codec: TextCodec) -> dict[str, int]:
+        """Returns the ids of marks that are special tokens; with a budget, of the channel's closer in any case."""
+        ids = {mark: codec.encode_rendered(mark) for mark in self.marks}
+        named = [mark for mark in self.marks if mark in codec.special_tokens]
+        if self.channel and self.max_reasoning_tokens is not None:
+            if len(ids[self.channel.closer]) != 1:
+                reason = "the model's vocabulary has no token that closes its channel of reasoning"
+                raise Unsupported(f"thinking_token_budget: {reason}", param="thinking_token_budget")
+            named.append(self.channel.closer)
+        return {mark: ids[mark][0] for mark in named}
+
 
 NO_FRAME = AnswerFrame()
+
+
+class _Rules:
+    """The rules of a grammar in llguidance's dialect of Lark. tokens: ids of marks; other marks are spelled."""
+
+    def __init__(self, frame: AnswerFrame, tokens: Mapping[str, int]) -> None:
+        self._frame = frame
+        self._tokens = tokens
+        self._marks = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+    def start(self) -> list[str]:
+        frame, channel = self._frame, self._frame.channel
+        if channel is None:
+            return ["start: answer", "TEXT: /(.|\\n)*/"]
+        opened = "" if frame.is_open else self._term(channel.opener)
+        thought = f"{opened} thought GAP"
+        head = f"start: {thought} answer" if frame.is_open else f"start: ({thought})? answer"
+        return [head, "TEXT: /(.|\\n)*/", "GAP: /\\n{0,2}/", *self._until("thought", "TEXT", channel.closer)]
+
+    def answer(self, content: ResponseFormat | None) -> list[str]:
+        frame, calls = self._frame, self._frame.calls
+        if calls and frame.tool_use.required:
+            return ["answer: calls", *self._calls(calls)]
+        if content is not None:
+            rules = [f"content: {lark_term(content)}"]
+            return [*rules, "answer: content | calls", *self._calls(calls)] if calls else [*rules, "answer: content"]
+        plain = f"PLAIN: /{self._plain(calls)}/"
+        if calls is None:
+            return ["answer: PLAIN", plain]
+        behind = " | told listed" if calls.needs_opener else ""
+        told = self._until("told", "PLAIN", calls.opener) if calls.needs_opener else []
+        return [f"answer: PLAIN | calls{behind}", plain, *told, *self._calls(calls)]
+
+    def _calls(self, calls: CallFormat) -> list[str]:
+        """Writes the rules of calls, and of what follows the opener of the first."""
+        schemas, use = self._frame.tool_use.schemas(), self._frame.tool_use
+        more = f"({self._term(calls.between)} call)*" if use.parallel else ""
+        opener = self._term(calls.opener) if calls.needs_opener else ""
+        rules = [
+            f"calls: {opener} listed",
+            f"listed: {self._term(calls.lead)} call {more} {self._term(calls.trail)}",
+            "call: " + " | ".join(f"call_{place}" for place in range(len(schemas))),
+        ]
+        for place, (name, schema) in enumerate(schemas.items()):
+            head, tail = self._term(calls.head(name)), self._term(calls.tail)
+            rules.append(f"call_{place}: {head} {schema_term(schema)} {tail}")
+        return rules
+
+    def _until(self, rule: str, text: str, mark: str) -> list[str]:
+        """Writes the rule of a text up to a mark, the first that it has."""
+        if mark not in self._tokens:
+            return [f"{rule}[lazy]: {text} {json.dumps(mark)}"]
+        budget = self._frame.max_reasoning_tokens
+        if rule != "thought" or budget is None:
+            return [f"{rule}: {text} {self._term(mark)}"]
+        return [f"{rule}: {rule}_text {self._term(mark)}", f"{rule}_text[max_tokens={budget}]: TEXT"]
+
+    def _plain(self, calls: CallFormat | None) -> str:
+        """Writes the expression of a text that begins neither a channel nor a call."""
+        barred = "{" if calls and not calls.needs_opener else ""
+        if self._frame.channel and not self._frame.is_open:
+            barred += self._frame.channel.opener[0]
+        return rf"(\s*[^\s{re.escape(barred)}](.|\n)*)?" if barred else r"(.|\n)*"
+
+    def _term(self, text: str) -> str:
+        """Writes a text, with the marks in it as tokens."""
+        terms, place = [], 0
+        for mark in self._marks.finditer(text):
+            terms += [text[place : mark.start()], mark[0]]
+            place = mark.end()
+        terms.append(text[place:])
+        return " ".join(
+            f"<[{self._tokens[one]}]>" if one in self._tokens else json.dumps(one, ensure_ascii=False)
+            for one in terms
+            if one
+        )

@@ -1,0 +1,176 @@
+"""Chats whose answers are held to calls and formats: a whole cluster behind the application, on a model of hashes."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine.model.hash_model import HashModel
+from gateway import fields
+from gateway.chat import ChatDialect
+from tests.gateway.local_gateway import LocalDoor
+from tests.harness.local_cluster import LocalCluster
+from text.answer.formats import NO_FORMATS
+from wire.errors import InvalidRequest
+from wire.layout import KVLayout
+from wire.trust.key_ring import NO_KEYS
+
+CHAT = "/v1/chat/completions"
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, 300, eos_token_ids=(256,))
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+CLOCK = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in SCHEMAS.items()]
+CLOSED = {"opened": "<think></think>"}
+"""The template's twin closes the channel: a model of hashes would never."""
+SAID: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi", "name": "ann"}],
+    "tools": TOOLS,
+    "max_tokens": 1500,
+    "temperature": 1,
+    "chat_template_kwargs": CLOSED,
+}
+REQUIRED = {**SAID, "tool_choice": "required", "seed": 2}
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[LocalCluster]:
+    async with LocalCluster.running(MODEL, 1, 2) as running:
+        yield running
+
+
+def calls_of(answer: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of a whole answer, each checked against its schema."""
+    [choice] = answer["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    made = [
+        (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in choice["message"]["tool_calls"]
+    ]
+    for name, arguments in made:
+        jsonschema.validate(arguments, SCHEMAS[name])
+    return made
+
+
+def streamed_calls(events: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    names: dict[int, str] = {}
+    written: dict[int, str] = {}
+    for event in events:
+        for call in event["choices"][0]["delta"].get("tool_calls", ()):
+            if "id" in call:
+                names[call["index"]] = call["function"]["name"]
+            written[call["index"]] = written.get(call["index"], "") + call["function"]["arguments"]
+    return [(name, json.loads(written[index])) for index, name in names.items()]
+
+
+async def test_required_and_named_calls(cluster: LocalCluster) -> None:
+    door = LocalDoor(cluster.router, NO_KEYS)
+    made = calls_of((await door.post(CHAT, REQUIRED)).json)
+    assert made
+    *events, last, _ = (await door.post(CHAT, {**REQUIRED, "stream": True})).events
+    assert streamed_calls(events) == made
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    named = {"type": "function", "function": {"name": "clock"}}
+    only = calls_of((await door.post(CHAT, {**REQUIRED, "tool_choice": named})).json)
+    assert {name for name, _ in only} == {"clock"}
+    for seed in range(4):
+        one = await door.post(CHAT, {**REQUIRED, "parallel_tool_calls": False, "seed": seed})
+        assert len(calls_of(one.json)) == 1
+
+
+async def test_another_worker_goes_on_amid_a_call(cluster: LocalCluster) -> None:
+    door = LocalDoor(cluster.router, NO_KEYS)
+    made = calls_of((await door.post(CHAT, REQUIRED)).json)
+    tokens = 0
+    prompt = [{"role": "user", "content": "hi", "name": "ann"}]
+    options = {"tools": [json.dumps(one) for one in TOOLS], "tool_choice": {"required": True}}
+    options |= {"chat_template_kwargs": json.dumps(CLOSED)}
+    text = ""
+    stream = door.client.stream(prompt, max_tokens=1500, temperature=1.0, seed=2, **options)  # type: ignore[arg-type]
+    async for chunk in stream:
+        tokens += len(chunk.token_ids)
+        text += chunk.text
+        if 40 < tokens < 1000:
+            tokens = 1000
+            workers = (await cluster.status()).workers
+            busy = [one.worker_id for one in workers if one.role == "decode" and one.num_running]
+            for worker in busy:
+                cluster.transports[worker].kill()
+            assert busy
+    written = "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>' for name, given in made
+    )
+    assert text == written
+
+
+async def test_a_format_beside_tools(cluster: LocalCluster) -> None:
+    door = LocalDoor(cluster.router, NO_KEYS)
+    tools = [tool(name=name, parameters=one, strict=True) for name, one in SCHEMAS.items()]
+    body = {**SAID, "tools": tools, "guided_choice": ["yes", "no"]}
+    for seed in range(4):
+        [choice] = (await door.post(CHAT, {**body, "seed": seed})).json["choices"]
+        if choice["finish_reason"] == "tool_calls":
+            assert choice["message"]["tool_calls"]
+        else:
+            assert choice["message"]["content"] in ("yes", "no")
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def strict(schema: object) -> dict[str, Any]:
+    return {"tools": [tool(parameters=schema, strict=True)]}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "two of a name": ({"tools": [tool(), tool()]}, "tools"),
+    "a cycle": (strict({"$ref": "#"}), "tools"),
+    "a remote reference": (strict({"properties": {"a": {"$ref": "https://example.com/a"}}}), "tools"),
+    "no object": (strict({"type": "array"}), "tools"),
+    "a contradiction": (
+        strict({"properties": {"a": False}, "required": ["a"], "additionalProperties": False}),
+        "tools",
+    ),
+    "schemas that are too long": (strict({"enum": ["a" * 70_000]}), "tools"),
+    "a function that is no tool": ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    "no tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    "beside ignore_eos": ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    "a template of the client's": ({"chat_template_kwargs": {"chat_template": "a"}}, "chat_template_kwargs"),
+    "a token of the template": ({"chat_template_kwargs": {"bos_token": "a"}}, "chat_template_kwargs"),
+    "a budget of none": ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    "a budget without a token": ({"thinking_token_budget": 9, "chat_template_kwargs": None}, "thinking_token_budget"),
+    "not the assistant's": ({"continue_final_message": True}, "continue_final_message"),
+    "both ends": ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+}
+
+
+@pytest.mark.parametrize(("changed", "param"), BAD.values(), ids=BAD)
+async def test_bad_tools_and_settings_of_chats(cluster: LocalCluster, changed: dict[str, Any], param: str) -> None:
+    answer = await LocalDoor(cluster.router, NO_KEYS).post(CHAT, {**SAID, **changed})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_effort_wants_a_channel() -> None:
+    dialect = ChatDialect(NO_FORMATS)
+    for effort, is_taken in (("none", True), ("low", False)):
+        taken = fields.take({"messages": SAID["messages"], "reasoning_effort": effort}, dialect.fields)
+        if is_taken:
+            dialect.take_prompts(taken)
+        else:
+            with pytest.raises(InvalidRequest, match="reasoning_effort"):
+                dialect.take_prompts(taken)
+
+
+async def test_variables_reach_the_template_and_its_opener_the_answer(cluster: LocalCluster) -> None:
+    body = {**SAID, "chat_template_kwargs": {"opened": "<think>"}, "max_tokens": 20, "seed": 2}
+    [choice] = (await LocalDoor(cluster.router, NO_KEYS).post(CHAT, body)).json["choices"]
+    assert choice["message"]["reasoning_content"]
+    assert choice["message"]["content"] == ""

@@ -1,0 +1,155 @@
+"""Grammars of answers: what each takes and refuses, with marks spelled and as tokens; parsers read what they take."""
+
+from typing import Any, ClassVar
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from text.answer.answer import AnswerParser
+from text.answer.calls import CallBegun
+from text.answer.formats import CALL_FORMATS, AnswerFormats
+from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
+from text.byte_tokenizer import ByteTokenizer
+from text.grammar import new_matcher
+from wire.errors import Unsupported
+from wire.sampling import FormatKind, ResponseFormat
+
+A_NUMBER = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "function": {"name": "f", "parameters": A_NUMBER}},
+    {"type": "function", "function": {"name": "g"}},
+)
+REQUIRED, STRICT = ToolUse(TOOLS, required=True), ToolUse(TOOLS, strict=frozenset({"f"}))
+NUMBER = ResponseFormat(FormatKind.JSON_SCHEMA, '{"type": "integer"}')
+DATE = ResponseFormat(FormatKind.REGEX, r"\d+/\d+")
+YES = ResponseFormat(FormatKind.LARK, 'start: word\nword: "yes" | "no"')
+BYTES = LLTokenizer("byte")
+F, G = ("f", '{"a": 1}'), ("g", '{"b": [2]}')
+BAD = ("f", '{"b": 1}')
+
+
+def frame_of(
+    tool_format: str, use: ToolUse, prompt: str = "", channel: str = "", budget: int | None = None
+) -> AnswerFrame:
+    return AnswerFrame.behind(prompt, AnswerFormats(tool_format, channel), use, budget)
+
+
+def written(tool_format: str, *calls: tuple[str, str], opened: bool = True) -> str:
+    form = CALL_FORMATS[tool_format]
+    made = form.between.join(f"{form.head(name)}{given}{form.tail}" for name, given in calls)
+    return f"{form.opener if form.needs_opener and opened else ''}{form.lead}{made}{form.trail}"
+
+
+def takes(frame: AnswerFrame, text: str, content: ResponseFormat | None = None) -> bool:
+    """Whether an answer may be this text and end."""
+    grammar = frame.grammar(content)
+    assert grammar is not None
+    matcher = new_matcher(grammar, BYTES)
+    taken: int = matcher.try_consume_tokens([*text.encode()])
+    return taken == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("form", CALL_FORMATS)
+def test_required_calls_are_all_of_an_answer(form: str) -> None:
+    frame = frame_of(form, REQUIRED)
+    for calls in ([F], [G], [F, G, F]):
+        text = written(form, *calls)
+        assert takes(frame, text)
+        names = [
+            one.name for one in AnswerParser(AnswerFormats(form), {"f", "g"}).feed(text) if isinstance(one, CallBegun)
+        ]
+        assert names == [name for name, _ in calls]
+    assert not any(takes(frame, text) for text in ("", "hello", written(form, BAD), written(form, ("h", "{}"))))
+    assert not takes(frame, f"{written(form, F)} more")
+    only = frame_of(form, ToolUse(TOOLS, required=True, only="g", parallel=False))
+    assert takes(only, written(form, G))
+    assert not takes(only, written(form, F))
+    assert not takes(only, written(form, G, G))
+
+
+@pytest.mark.parametrize("form", CALL_FORMATS)
+def test_a_strict_tool_is_text_or_calls(form: str) -> None:
+    frame = frame_of(form, STRICT)
+    assert all(
+        takes(frame, text) for text in ("", "hello", written(form, F), written(form, F, G), written(form, ("g", "{}")))
+    )
+    assert not takes(frame, written(form, BAD))
+    if CALL_FORMATS[form].needs_opener:
+        assert takes(frame, f"Well. {written(form, G, F)}")
+        assert not takes(frame, f"Well. {written(form, BAD)}")
+    single = frame_of(form, ToolUse(TOOLS, frozenset({"f"}), parallel=False))
+    assert takes(single, written(form, F))
+    assert not takes(single, written(form, F, F))
+
+
+@pytest.mark.parametrize(("content", "right", "wrong"), [(NUMBER, "12", "a"), (DATE, "1/2", "1"), (YES, "yes", "yes.")])
+def test_content_in_a_format_stands_beside_calls_and_behind_reasoning(
+    content: ResponseFormat, right: str, wrong: str
+) -> None:
+    frame = frame_of("qwen", ToolUse(TOOLS))
+    assert takes(frame, right, content)
+    assert takes(frame, written("qwen", BAD), content)
+    assert not takes(frame, wrong, content)
+    thinks = frame_of("qwen", ToolUse(), "", "think")
+    assert takes(thinks, right, content)
+    assert takes(thinks, f"<think>\nso\n</think>\n\n{right}", content)
+    assert not takes(thinks, f"<think>\nso\n</think>\n\n{wrong}", content)
+    opened = frame_of("qwen", REQUIRED, "user: hi<think>\n", "think")
+    assert opened.opening == "<think>"
+    assert takes(opened, f"so</think>\n{written('qwen', F)}", content)
+    assert not takes(opened, right, content)
+
+
+def test_what_needs_no_grammar_has_none() -> None:
+    assert NO_FRAME.grammar(None) is None
+    assert NO_FRAME.grammar(NUMBER) == NUMBER
+    assert frame_of("qwen", ToolUse(TOOLS), "", "think").grammar(None) is None
+    closed = frame_of("qwen", ToolUse(), "<think>\n\n</think>\n\n", "think", 5)
+    assert (closed.channel, closed.grammar(None), closed.grammar(NUMBER)) == (None, None, NUMBER)
+
+
+class Codec(ByteTokenizer):
+    """Bytes, and tokens for marks."""
+
+    special_tokens = ("[TOOL_CALLS]", "[ARGS]")
+    ids: ClassVar[dict[str, int]] = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "</think>": 258}
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return [self.ids[text]] if text in self.ids else super().encode_rendered(text)
+
+
+def takes_tokens(frame: AnswerFrame, *parts: str | int) -> bool:
+    grammar = frame.grammar(None, Codec())
+    assert grammar is not None
+    tokens = [token for part in parts for token in ([part] if isinstance(part, int) else part.encode())]
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar.source), log_level=0)
+    taken: int = matcher.try_consume_tokens(tokens)
+    return taken == len(tokens) and matcher.is_accepting()
+
+
+def test_marks_that_are_special_tokens_are_these_tokens() -> None:
+    frame = frame_of("mistral-args", REQUIRED)
+    assert takes_tokens(frame, 256, "f", 257, F[1], 256, "g", 257, "{}")
+    assert not takes_tokens(frame, "[TOOL_CALLS]f[ARGS]", F[1])
+    strict = frame_of("mistral-args", STRICT)
+    assert takes_tokens(strict, "[TOOL_CALLS] is a mark")
+    assert takes_tokens(strict, "so", 256, "f", 257, F[1])
+    assert not takes_tokens(strict, "so", 256, "f", 257, BAD[1])
+
+
+def test_reasoning_ends_at_its_budget() -> None:
+    frame = frame_of("qwen", ToolUse(), "<think>", "think", 4)
+    assert takes_tokens(frame, "so", 258, "\nyes")
+    assert takes_tokens(frame, "soso", 258, "yes")
+    assert not takes_tokens(frame, "sosos", 258, "yes")
+    free = frame_of("qwen", ToolUse(), "", "think", 4)
+    assert takes_tokens(free, "<think>so", 258, "yes")
+    assert takes_tokens(free, "yes yes yes")
+    assert not takes_tokens(free, "<think>sosos", 258, "yes")
+    with pytest.raises(Unsupported, match="thinking_token_budget"):
+        free.grammar(None, ByteTokenizer())
