@@ -28,6 +28,7 @@ and holds, nothing is left at rest), and the exit code is 1 if one is violated."
 CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
+WORKER_MEMORY = ("load_s", "memory_bytes", "mapped_bytes")
 NUM_EVENTS = 10
 WORKER_TOLD = ("running", "waiting", "preempted", "computed", "cached", "hits", "generated")
 WORKER_HEAD = ("worker", "pid", "state", *WORKER_TOLD, "node")
@@ -85,7 +86,7 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
 
 def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
     known = {"id": worker.worker_id, "node": worker.node_id, **_pick(worker, "pid", "state")}
-    return known | {"blocks": _blocks(worker.blocks)} | _pick(worker, *WORKER_COUNTS, *WORKER_STATE)
+    return known | {"blocks": _blocks(worker.blocks)} | _pick(worker, *WORKER_COUNTS, *WORKER_STATE, *WORKER_MEMORY)
 
 
 def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
@@ -126,6 +127,18 @@ def render_status(
         "\n".join(["problems", *(f"  {problem}" for problem in status.problems)]) if status.problems else "",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def memory_lines(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[str]:
+    """Describes how long each worker loaded its model, and the memory of workers and of their nodes."""
+    for worker in _sorted(workers):
+        parts = [f"loaded in {worker.load_s:.1f} s", f"{format_bytes(worker.memory_bytes)} of its own"]
+        parts += [f"{format_bytes(worker.mapped_bytes)} of weights shared on its node"] if worker.mapped_bytes else []
+        yield f"{worker.worker_id}: {', '.join(parts)}"
+    for node_id in dict.fromkeys(worker.node_id for worker in workers):
+        here = [worker for worker in workers if worker.node_id == node_id]
+        num_bytes = sum(worker.memory_bytes for worker in here) + max(worker.mapped_bytes for worker in here)
+        yield f"node {node_id}: {format_bytes(num_bytes)} for {len(here)} workers, without the arena"
 
 
 def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping[str, bool]) -> Iterator[str]:

@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cli.status import memory_lines
 from cli.terminal import Parser, Subparsers, read_whole
+from deploy.deadlines import STATUS_IN_COMMAND_S
+from deploy.local.client import call_operator
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
-from wire.errors import ConfigError
+from wire.errors import BatonError, ConfigError
 from wire.layout import KV_DTYPES
+from wire.pb import cluster_pb2
 from worker.config import PROPOSERS
 
 DESCRIPTION = """\
@@ -172,12 +176,23 @@ class Console:
 
     def tell_served(self, state: ClusterState) -> None:
         took_s = time.monotonic() - self._began_s
+        self._tell_memory(state)
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
         http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
         print(f"\nServing {state.model} at {state.addresses.public}{http} after {took_s:.1f} s. Now:")
         chat = f"  {command_line('chat', state.name)}\n" if state.model != DEMO_MODEL else ""
         print(f'{chat}  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
+
+    def _tell_memory(self, state: ClusterState) -> None:
+        """Prints load time and memory of each worker, and of each node. The cluster serves whether this can be told."""
+        try:
+            status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(), STATUS_IN_COMMAND_S)
+        except BatonError as error:
+            self.tell("memory", f"not known: {error.message}")
+            return
+        for line in memory_lines(status.workers):
+            self.tell("memory", line)
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         if not done_bytes:

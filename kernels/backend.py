@@ -172,7 +172,7 @@ class Backend(Protocol):
         """Begins a recording: a backend of its own, that wants every `out`. None where there are no recordings."""
 
     def pack(self, weight: Tensor) -> Weight:
-        """Copies a matrix [columns, depth] into the backend's own layout."""
+        """Copies a matrix [columns, depth] into the backend's own layout; on the device `meta` only its size."""
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, one behind the other, with the products of `dequantize` in a dtype."""

@@ -1,5 +1,6 @@
 """Matrices of few bits, read from files or rounded from plain ones: codes, and scales in groups along the depth."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -42,9 +43,11 @@ class Quantized:
 
     def to(self, device: torch.device) -> "Quantized":
         """Copies the matrix to a device."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved: dict[str, Any] = {name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)}
-        return replace(self, **moved)
+        return self._with(lambda one: one.to(device))
+
+    def outline(self, columns: int) -> "Quantized":
+        """Returns a matrix with so many of the first column, without content, on the device `meta`."""
+        return self._with(lambda one: one[:1].to("meta").expand(columns, -1))
 
     def dequantize(self) -> Tensor:
         """Computes the weights, float32 [columns, depth]: the oracle of all kernels."""
@@ -59,6 +62,11 @@ class Quantized:
             return bool(self.dequantize().to(dtype).isfinite().all())
         scales = [one for one in (self.scales, self.offsets) if one is not None]
         return all(one.isfinite().all() for one in scales) and not self.codes.float().isnan().any()
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        changed: dict[str, Any] = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
+        return replace(self, **changed)
 
     def _spread(self, of_blocks: Tensor, factors: Tensor | None) -> Tensor:
         """Multiplies what blocks have by the factors of groups; returns it for each weight."""

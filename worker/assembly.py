@@ -15,6 +15,7 @@ from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
+from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.backend import Backend
@@ -96,7 +97,10 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
         raise ConfigError(f"worker.cpu_kernels: {error}") from error
     block_size, kv_dtype = config.pool.block_size, checkpoint.kv_dtype
     folder, policy = Path(checkpoint.folder), checkpoint.kv_policy
-    model = Decoder.load(folder, checkpoint.dtype, device, block_size, backend, kv_dtype, policy)
+    weights, began_s = WeightCache(checkpoint.weight_cache_bytes), time.monotonic()
+    model = Decoder.load(folder, checkpoint.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
+    draft = _load_draft(config, backend, weights)
+    load_s = time.monotonic() - began_s
     _require_same_model(config, model.layout.dtype, backend.version)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
@@ -106,24 +110,27 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     def peer(address: str) -> BlockSource:
         return BlockReader(address, payload_bytes, token, PEER_TIMEOUT_S, identity=config.server.identity)
 
-    return assemble_on(
+    assembly = assemble_on(
         model,
         Tiers(arena, directory, cold, peer),
         config,
         behaviour,
         on_broken,
-        draft=_load_draft(config, backend),
+        draft=draft,
         definition=lambda: Checkpoint(folder).load_tokenizer().definition,
     )
+    assembly.info.load_s, assembly.info.mapped_bytes = load_s, weights.mapped_bytes
+    return assembly
 
 
-def _load_draft(config: WorkerConfig, backend: Backend) -> DraftModel | None:
+def _load_draft(config: WorkerConfig, backend: Backend, weights: WeightCache) -> DraftModel | None:
     """Loads the draft, with the threads of the model's own kernels. Raises ModelError for an unfit folder."""
     if config.speculation.draft is None:
         return None
     with naming_the_draft():
         draft = open_draft(Path(config.speculation.draft), Checkpoint(Path(config.model.folder)))
-        return Decoder.load(draft.folder, None, torch.device(config.model.device), config.pool.block_size, backend)
+        device, block_size = torch.device(config.model.device), config.pool.block_size
+        return Decoder.load(draft.folder, None, device, block_size, backend, load_weights=weights.load)
 
 
 def assemble_on(

@@ -23,7 +23,7 @@ MIN_SILENCE_S = 3.0
 class CheckpointSettings:
     """The model's folder and device. kernels: a CPU's; see `select_backend`. kv_dtype: of wire.layout.KV_DTYPES.
 
-    kv_policy: of wire.kv_policy.
+    kv_policy: of wire.kv_policy. weight_cache_bytes: of files of packed weights on the node; 0 for none.
     """
 
     folder: str
@@ -33,6 +33,7 @@ class CheckpointSettings:
     kernels: str = "auto"
     kv_dtype: str = "auto"
     kv_policy: str = "full"
+    weight_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         _require(self.folder, "model.folder", "must not be empty")

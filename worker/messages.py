@@ -1,8 +1,10 @@
 """Messages of a line: what a Begin asks of the engine, how an attempt ends, the state of the worker."""
 
 import math
+import resource
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
@@ -88,7 +90,16 @@ def status_to_pb(
         problems=problems,
         engine_silent_s=engine_silent_s,
         node_id=info.node_id,
+        load_s=info.load_s,
+        mapped_bytes=info.mapped_bytes,
+        memory_bytes=_own_memory_bytes(),
     )
+
+
+def _own_memory_bytes() -> int:
+    """Returns the memory of this process that no file or other process has."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 def _dropping(text: str) -> Dropping | None:

@@ -12,6 +12,7 @@ from cli.terminal import Subparsers, read_count, render
 from deploy.plan.byte_size import format_bytes, parse_any_bytes, parse_bytes
 from deploy.plan.config import ModelSettings
 from deploy.plan.sizing import GPU_RESERVE_BYTES
+from engine.checkpoint.gguf import TABLE_FILE
 from engine.checkpoint.pulled import MODELS
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, Sinks, parse_kv_policy
@@ -73,12 +74,26 @@ def run(args: argparse.Namespace) -> int:
     window = min(args.window or layout.window or num_tokens, num_tokens)
     kv = RequestKV(layout, num_tokens, BITS[shape.dtype], window if window < num_tokens else None, dropping)
     kv = kv.kept_in(args.kv_dtype) if args.kv_dtype else kv
-    fit = Fit(parse_any_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
+    weight_bytes = _packed_bytes(path) if (path / TABLE_FILE).exists() else shape.weight_bytes()
+    fit = Fit(parse_any_bytes(args.gpu, "--gpu"), weight_bytes, kv)
     if args.json:
         print(json.dumps(to_object(shape, fit, args.concurrency)))
     else:
         print(render_size((path if path.is_dir() else path.parent).resolve().name, shape, fit, args.concurrency))
     return 0
+
+
+def _packed_bytes(folder: Path) -> int:
+    """Counts the weights of a GGUF file as the kernels of a CPU keep them; reads no content."""
+    import torch
+
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.model.decoder import compute_dtype
+    from engine.model.weights import count_bytes
+    from kernels.selection import select_backend
+
+    checkpoint, backend = Checkpoint(folder), select_backend(torch.device("cpu"))
+    return count_bytes(checkpoint, compute_dtype(None, checkpoint.config, backend), backend)
 
 
 def _place(model: str) -> Path:

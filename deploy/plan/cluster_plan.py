@@ -174,6 +174,7 @@ class ClusterPlan:
                 self.model.kernels,
                 self.config.model.kv_dtype,
                 self.config.model.kv_policy,
+                self.config.model.weight_cache_bytes,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(baseline), node_id=baseline.node.name, block_address=baseline.block_address),

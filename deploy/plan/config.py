@@ -65,7 +65,7 @@ class ModelSettings:
     by its folder's name.
 
     generation_config: "auto" where that file's sampling completes requests, or "off". max_chat_tokens: of an answer in
-    a chat that gives no max_tokens.
+    a chat that gives no max_tokens. weight_cache_bytes: of packed weights in the user's cache, on each node.
     """
 
     path: str | None = None
@@ -78,6 +78,7 @@ class ModelSettings:
     block_size: int = 16
     generation_config: str = "auto"
     max_chat_tokens: int = 4096
+    weight_cache_bytes: int = 32768 * MIB
 
     @property
     def kv_policies(self) -> tuple[str, ...]:
@@ -216,6 +217,7 @@ class RaySettings:
 
 RANGES: dict[str, tuple[float, float]] = {
     "model.max_chat_tokens": (1, 1 << 20),
+    "model.weight_cache_bytes": (0, 1 << 50),
     "pools.prefill": (0, MAX_WORKERS),
     "pools.decode": (1, MAX_WORKERS),
     "worker.pool_bytes": (MIB, 1 << 50),

@@ -38,8 +38,8 @@ class DraftFacts:
 class ModelFacts:
     """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there.
 
-    weight_bytes: of weights in the compute dtype, also where they stay packed. draft: of decode workers, which has as
-    many pages as they have.
+    weight_bytes: of weights as the kernels keep them. draft: of decode workers, which has as many pages as they have.
+    is_mapped: where all workers of a node map one file of weights.
     """
 
     served: ServedModel
@@ -47,6 +47,12 @@ class ModelFacts:
     weight_bytes: int
     kernels: str = "auto"
     draft: DraftFacts = field(default_factory=DraftFacts)
+    is_mapped: bool = False
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of the weights that the workers of a node share."""
+        return (self.weight_bytes + self.draft.weight_bytes) * self.is_mapped
 
     @property
     def context_bytes(self) -> int:
@@ -55,9 +61,10 @@ class ModelFacts:
         return Window(layout).num_needed(self.served.max_context_len) * layout.block_bytes
 
     def worker_bytes(self, pool_bytes: int) -> int:
-        """Sums the weights and pages of a worker, and of its draft."""
+        """Sums what a worker has to itself: pages of KV, its draft's, and weights that it does not share."""
         num_blocks = pool_bytes // self.served.layout.block_bytes
-        return self.weight_bytes + pool_bytes + self.draft.weight_bytes + num_blocks * self.draft.block_bytes
+        weight_bytes = self.weight_bytes + self.draft.weight_bytes - self.node_bytes
+        return weight_bytes + pool_bytes + num_blocks * self.draft.block_bytes
 
 
 def require_folders(model: str | None, draft: str | None) -> None:
@@ -89,7 +96,7 @@ def inspect_model(
     from engine.checkpoint.fingerprint import DigestCache
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
-    from engine.model.weights import check_weights
+    from engine.model.weights import check_weights, count_bytes
     from kernels.cpu.library import NoKernels
     from kernels.selection import select_backend
 
@@ -123,13 +130,20 @@ def inspect_model(
         sampling=DEFAULTS if settings.generation_config == "off" else checkpoint.sampling,
         max_chat_tokens=settings.max_chat_tokens,
     )
-    facts = ModelFacts(served, device, checkpoint.weight_bytes(compute), backend.name)
+    facts = ModelFacts(served, device, count_bytes(checkpoint, compute, backend), backend.name)
     if other is None:
-        return facts
+        return mapped_within(facts, settings.weight_cache_bytes)
     its_dtype = compute_dtype(None, other.config, backend)
     layout = other.config.kv_layout(str(its_dtype).removeprefix("torch."), settings.block_size)
-    its_bytes = other.weight_bytes(its_dtype)
-    return replace(facts, draft=DraftFacts(str(other.folder.resolve()), its_bytes, layout.block_bytes))
+    its_bytes = count_bytes(other, its_dtype, backend)
+    draft_facts = DraftFacts(str(other.folder.resolve()), its_bytes, layout.block_bytes)
+    return mapped_within(replace(facts, draft=draft_facts), settings.weight_cache_bytes)
+
+
+def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:
+    """Notes whether the cache of packed weights has room for model and draft."""
+    num_bytes = facts.weight_bytes + facts.draft.weight_bytes
+    return replace(facts, is_mapped=facts.device == "cpu" and num_bytes <= weight_cache_bytes)
 
 
 def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") -> None:

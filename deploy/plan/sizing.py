@@ -44,7 +44,7 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
         raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes")
     worker_bytes = WORKER_BYTES + (0 if num_gpus else model.worker_bytes(pool_bytes))
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
-    _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes, advice)
+    _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes - model.node_bytes, advice)
     sizes = Sizes(
         num_pool_blocks=_num_blocks(pool_bytes, layout.payload_bytes, "worker.pool_bytes", open_bytes),
         num_arena_slots=_num_blocks(arena_bytes, layout.block_bytes, "arena.size_bytes"),
@@ -77,7 +77,7 @@ def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
     worker = config.worker
     pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine, _open_bytes(config, model))
     worker_bytes = WORKER_BYTES + (0 if worker.num_gpus else model.worker_bytes(pool_bytes))
-    return machine.memory_bytes // worker_bytes
+    return max(0, machine.memory_bytes - model.node_bytes) // worker_bytes
 
 
 def _open_bytes(config: ClusterConfig, model: ModelFacts) -> int:

@@ -73,10 +73,6 @@ class Checkpoint:
         rules = f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
         return fingerprint(self.files, dtype, backend_version + rules, cache)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Sums the bytes of the weights in memory, for a compute dtype."""
-        return sum(file.loaded_bytes(dtype) for file in set(self._tensor_to_file.values()))
-
     @property
     def unread(self) -> frozenset[str]:
         """Names of the tensors not read yet."""
@@ -103,16 +99,20 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
 
-    def read_codes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
-        """Reads a quantized tensor's codes; None for one of floats. Raises ModelError as `read`."""
+    def read_codes(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Quantized | None:
+        """Reads a quantized tensor's codes; None for one of floats. Without content, and raising, as `read` does."""
         file = self._tensor_to_file.get(name)
-        codes = file.read_codes(name) if isinstance(file, GgufPart) else None
-        if codes is None:
+        if not isinstance(file, GgufPart) or file.entries[name].kind.decode is None:
             return None
         self.read(name, shape, dtype, torch.device("meta"))
+        if device.type == "meta":
+            return file.outline(name)
+        codes = file.read_codes(name)
         if not codes.is_finite(dtype):
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
-        return codes
+        return codes.to(device)
 
     def refuse_unread(self) -> None:
         """Raises ModelError for a tensor of the decoder that was not read; warns of others, such as further heads."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.tensor_file import TensorFile
-from kernels.cpu.library import user_cache
+from kernels.user_cache import user_cache
 from text.model_file import open_regular
 from wire.errors import ModelError
 

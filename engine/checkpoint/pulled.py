@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.cpu.library import user_cache
+from kernels.user_cache import user_cache
 from wire.errors import ModelError
 
 Progress = Callable[[int, int], None]

@@ -68,10 +68,6 @@ class TensorFile:
         if not _tiles(self.entries.values(), data_bytes):
             raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
 
-    def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes that the tensors take once loaded: about as many as the file has, in any dtype."""
-        return self.path.stat().st_size
-
     def digest(self) -> tuple[str, str | None]:
         """Reads the whole file; returns its hex SHA-256, and a tensor's name that has NaN or infinity, if one has."""
         sha, flawed = hashlib.sha256(), None

@@ -15,7 +15,7 @@ from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, decode_greedily
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
-from engine.model.weights import DecoderWeights, WeightLoader, check_weights
+from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables
 from kernels.reference import weigh
 from kernels.selection import select_backend
@@ -97,11 +97,13 @@ class Decoder:
         backend: Backend | None = None,
         kv_dtype: str = "auto",
         kv_policy: str = "full",
+        load_weights: LoadWeights = load_private,
     ) -> "Decoder":
         """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
-        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy. Raises ModelError for a folder that cannot be
-        served, ConfigError for an unknown dtype, and for a policy that does not suit the model.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy. load_weights: `WeightCache.load`, or for this
+        process alone. Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype, and for a
+        policy that does not suit the model.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
@@ -109,7 +111,7 @@ class Decoder:
         resolved = compute_dtype(dtype, checkpoint.config, backend)
         config = checkpoint.config.keeping(parse_kv_policy(kv_policy, kv_dtype))
         layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
-        weights = WeightLoader(checkpoint, resolved, device, backend).load()
+        weights = load_weights(checkpoint, resolved, device, backend)
         return cls(config, weights, layout, backend)
 
     @torch.inference_mode()

@@ -1,15 +1,24 @@
 """The tensors of a decoder, read from a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
 from kernels.backend import Backend, Heads, Weight
-from kernels.quantized import Quantized
 from kernels.torch_backend import TorchBackend
+
+Packing = Callable[[str, Callable[[], Weight]], Weight]
+"""Finds the matrix that begins with a tensor of that name, or calls what packs it."""
+META = torch.device("meta")
+
+
+def pack_anew(_name: str, pack: Callable[[], Weight]) -> Weight:
+    """Implements `Packing`, for a process that keeps its weights to itself."""
+    return pack()
 
 
 @dataclass(frozen=True)
@@ -43,15 +52,26 @@ class DecoderWeights:
     head: Weight
 
 
+LoadWeights = Callable[[Checkpoint, torch.dtype, torch.device, Backend], DecoderWeights]
+
+
 class WeightLoader:
     """A reader of a checkpoint's weights into one dtype on one device, packed for one backend."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, backend: Backend) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: Backend,
+        packing: Packing = pack_anew,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config: ModelConfig = checkpoint.config
         self._dtype = dtype
         self._device = device
         self._backend = backend
+        self._packing = packing
 
     def load(self) -> DecoderWeights:
         """Raises ModelError if a tensor is missing or of the wrong shape."""
@@ -96,15 +116,14 @@ class WeightLoader:
         return Linear(weight, bias)
 
     def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
-        codes = [self._codes(name, shape) for name, shape in name_to_shape.items()]
-        parts = [one.to(self._device) for one in codes if one is not None]
+        return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape))
+
+    def _pack(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
+        codes = [self._checkpoint.read_codes(*one, self._dtype, self._device) for one in name_to_shape.items()]
+        parts = [one for one in codes if one is not None]
         if len(parts) < len(codes):
             return self._backend.pack(self._stacked(name_to_shape))
         return self._backend.pack_codes(parts, self._dtype)
-
-    def _codes(self, name: str, shape: tuple[int, int]) -> Quantized | None:
-        """Reads the codes of a tensor that has them, unless only its shape is asked for."""
-        return None if self._device.type == "meta" else self._checkpoint.read_codes(name, shape, self._dtype)
 
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         return torch.cat([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
@@ -116,7 +135,25 @@ class WeightLoader:
         return self._checkpoint.read(name, shape, self._dtype, self._device)
 
 
+def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, backend: Backend) -> DecoderWeights:
+    """Loads weights for this process alone. Raises ModelError if a tensor is missing, wrong or not finite."""
+    return WeightLoader(checkpoint, dtype, device, backend).load()
+
+
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raises ModelError for a tensor that is missing, of another shape or no part of the model; reads no content."""
-    WeightLoader(checkpoint, torch.float32, torch.device("meta"), TorchBackend()).load()
+    WeightLoader(checkpoint, torch.float32, META, TorchBackend()).load()
     checkpoint.refuse_unread()
+
+
+def count_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:
+    """Counts the bytes of a model's matrices as a backend keeps them; reads no content."""
+    name_to_bytes: dict[str, int] = {}
+
+    def count(name: str, pack: Callable[[], Weight]) -> Weight:
+        weight = pack()
+        name_to_bytes[name] = weight.data.nbytes
+        return weight
+
+    WeightLoader(checkpoint, dtype, META, backend, count).load()
+    return sum(name_to_bytes.values())

@@ -121,7 +121,8 @@ class CpuBackend:
         weight = weight.contiguous()
         code, (columns, depth) = DTYPE_TO_CODE[weight.dtype], weight.shape
         packed = weight.new_empty(self._library.baton_packed_size(code, columns, depth))
-        self._library.baton_pack(code, weight.data_ptr(), columns, depth, packed.data_ptr())
+        if not weight.is_meta:
+            self._library.baton_pack(code, weight.data_ptr(), columns, depth, packed.data_ptr())
         return Weight(packed, columns, depth, weight.dtype)
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:

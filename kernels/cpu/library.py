@@ -5,19 +5,18 @@ of the rest. A file that is not the user's own, or that others may write, is ref
 """
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+
+from kernels.user_cache import locked, own_folder, require_own
 
 SOURCE = Path(__file__).parent
 UNITS = ("attention.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
@@ -28,7 +27,6 @@ ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2"
 """Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
 COMPILE_TIMEOUT_S = 300.0
 MAX_REASON_CHARS = 200
-POLL_S = 0.05
 SEAL = "SHA-256 at the end"
 """A part of the name: libraries of other versions of this file lack it."""
 
@@ -76,10 +74,10 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
     """Loads the library of C++ units, compiled first where the cache has none of this version. Raises NoKernels."""
     compiler = _find_compiler()
     try:
-        folder = cache_folder()
+        folder = own_folder("kernels")
         name = hashlib.sha256("\0".join((SEAL, version, *flags, _version_of(compiler))).encode()).hexdigest()
         path = folder / f"{name}.so"
-        with _lock(folder):
+        with locked(folder, COMPILE_TIMEOUT_S):
             if not _is_whole(path):
                 _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
@@ -96,40 +94,6 @@ def _find_compiler() -> str:
 
 def _version_of(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30.0, check=False).stdout
-
-
-def user_cache() -> Path:
-    """Returns the place of Baton's caches: $XDG_CACHE_HOME/baton; ~/.cache/baton where that is not set, or relative."""
-    root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
-    return Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"), "baton")
-
-
-def cache_folder() -> Path:
-    """Returns the folder of compiled kernels; makes it if need be."""
-    folder = user_cache() / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _require_own(os.stat(folder, follow_symlinks=False), folder)
-    return folder
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keeps other processes from compiling. Raises NoKernels if one of them has not done so for five minutes."""
-    deadline = time.monotonic() + COMPILE_TIMEOUT_S
-    with (folder / "lock").open("w") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise NoKernels(f"another process has been compiling in {folder} for {COMPILE_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
-        yield
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _compile(compiler: str, units: Sequence[Path], flags: Sequence[str], path: Path) -> None:
@@ -159,21 +123,16 @@ def _run(command: list[str]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether a library with its own digest is there. Raises OSError, NoKernels for others' files and links."""
+    """Returns whether a library with its own digest is there. Raises OSError for others' files and for links."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     with open(descriptor, "rb") as file:
-        _require_own(os.fstat(descriptor), path)
+        require_own(os.fstat(descriptor), path)
         library = file.read()
     size = hashlib.sha256().digest_size
     if hashlib.sha256(library[:-size]).digest() == library[-size:]:
         return True
     logger.warning("%s is damaged, and compiled again", path)
     return False
-
-
-def _require_own(status: os.stat_result, path: Path) -> None:
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise NoKernels(f"{path} is not this user's alone: remove it")

@@ -45,7 +45,7 @@ def in_groups(matrix: Quantized) -> Quantized:
     """Repeats scales that more weights share than a group of the kernels has."""
     if matrix.group < matrix.depth and (matrix.group <= MAX_GROUP or matrix.group % MAX_GROUP):
         return matrix
-    at = torch.arange(0, matrix.depth, MAX_GROUP) // matrix.group
+    at = torch.arange(0, matrix.depth, MAX_GROUP, device=matrix.codes.device) // matrix.group
     tables = {name: getattr(matrix, name) for name in ("scales", "offsets", "scale_factors", "offset_factors")}
     spread: dict[str, Any] = {name: None if one is None else one[:, at].contiguous() for name, one in tables.items()}
     return replace(matrix, group=MAX_GROUP, block=MAX_GROUP, **spread)
@@ -57,6 +57,8 @@ def is_packable(matrix: Quantized, dtype: torch.dtype) -> bool:
         return False
     if matrix.scales.dtype is torch.float32 and matrix.offsets is not None:
         return False  # the product of a code and a scale would be rounded before the sum
+    if matrix.codes.is_meta:
+        return True
     largest = matrix.scales.float().abs()
     return bool(((largest == 0) | (largest >= SCALES[0]) & (largest <= SCALES[1])).all())
 
@@ -72,7 +74,10 @@ def pack(library: ctypes.CDLL, parts: Sequence[Quantized]) -> Tensor:
     sizes = [library.baton_panel_bytes(ctypes.addressof(one), depth) for one in formats]
     counts = [-(-part.columns // PANEL) for part in parts]
     begin = -(-(16 + 24 * sum(counts)) // LINE_BYTES) * LINE_BYTES
-    data = torch.zeros(begin + sum(size * count for size, count in zip(sizes, counts, strict=True)), dtype=torch.uint8)
+    num_bytes = begin + sum(size * count for size, count in zip(sizes, counts, strict=True))
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=parts[0].codes.device)
+    if data.is_meta:
+        return data
     panels, first_column = [], 0
     for part, form, size, count in zip(parts, formats, sizes, counts, strict=True):
         tables = [part.codes, part.scales, part.offsets, part.scale_factors, part.offset_factors]

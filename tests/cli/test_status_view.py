@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from cli.status import render_status, to_object
+from cli.status import memory_lines, render_status, to_object
 from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb.worker_pb2 import BlockCounts
@@ -10,6 +10,24 @@ from wire.pb.worker_pb2 import BlockCounts
 
 def worker(worker_id: str, role: str, state: str = "ready", **values: Any) -> worker_pb2.WorkerStatus:
     return worker_pb2.WorkerStatus(worker_id=worker_id, role=role, pid=4000, state=state, **values)
+
+
+def test_load_time_and_memory_of_workers_and_of_their_nodes() -> None:
+    one: dict[str, Any] = {"load_s": 0.12, "memory_bytes": 300 << 20, "mapped_bytes": 92 << 20}
+    private: dict[str, Any] = {"load_s": 14.96, "memory_bytes": 400 << 20}
+    workers = [
+        worker("decode-0", "decode", node_id="head", **one),
+        worker("prefill-0", "prefill", node_id="head", **one),
+        worker("decode-1", "decode", node_id="other", **private),
+    ]
+    shared = "300 MiB of its own, 92 MiB of weights shared on its node"
+    assert list(memory_lines(workers)) == [
+        f"prefill-0: loaded in 0.1 s, {shared}",
+        f"decode-0: loaded in 0.1 s, {shared}",
+        "decode-1: loaded in 15.0 s, 400 MiB of its own",
+        "node head: 692 MiB for 2 workers, without the arena",
+        "node other: 400 MiB for 1 workers, without the arena",
+    ]
 
 
 def busy() -> cluster_pb2.ClusterStatus:

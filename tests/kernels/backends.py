@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kernels import paged_attention, reference, row_operations
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
-from kernels.cpu import library
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
 from kernels.selection import select_backend
+from kernels.user_cache import own_folder
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 PagedDecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, AttentionVariant], Tensor]
@@ -79,6 +79,6 @@ def lend_kernels(cache: Path) -> None:
     make_backend(best_isa())
     folder = cache / "baton" / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    for file in library.cache_folder().glob("*.so"):
+    for file in own_folder("kernels").glob("*.so"):
         if not (folder / file.name).exists():
             shutil.copy2(file, folder)

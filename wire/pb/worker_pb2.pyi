@@ -197,7 +197,7 @@ class WorkerReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address")
+    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,8 @@ class WorkerInfo(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     protocol_version: int
@@ -226,7 +228,9 @@ class WorkerInfo(_message.Message):
     pid: int
     node_id: str
     block_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., block_address: _Optional[str] = ...) -> None: ...
+    load_s: float
+    mapped_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., block_address: _Optional[str] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("free", "owned", "published", "cached", "draining", "total")
@@ -245,7 +249,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "engine_silent_s", "node_id")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "load_s", "mapped_bytes", "memory_bytes", "engine_silent_s", "node_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +266,9 @@ class WorkerStatus(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
@@ -280,9 +287,12 @@ class WorkerStatus(_message.Message):
     num_accepted_tokens: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     problems: _containers.RepeatedScalarFieldContainer[str]
+    load_s: float
+    mapped_bytes: int
+    memory_bytes: int
     engine_silent_s: float
     node_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "state", "epoch", "blocks", "block_bytes", "counts")

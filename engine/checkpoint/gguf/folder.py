@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.checkpoint.fingerprint import DigestCache
 from engine.checkpoint.gguf import SUFFIX, VERSION
-from kernels.cpu.library import user_cache
+from kernels.user_cache import user_cache
 from text.model_file import open_regular
 from wire.errors import ModelError
 

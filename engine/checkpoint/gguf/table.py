@@ -1,6 +1,5 @@
 """The table of a converted model's tensors, and the parts of the GGUF model that hold their data."""
 
-import math
 import os
 from collections.abc import Mapping
 from io import BufferedReader
@@ -31,10 +30,6 @@ class GgufPart:
         self.path = path
         self.entries = entries
 
-    def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes that the tensors take once they are dequantized."""
-        return sum(math.prod(entry.shape) for entry in self.entries.values()) * dtype.itemsize
-
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Reads, dequantizes and rounds a tensor, a few rows at a time. ModelError if the file has been cut."""
         entry, stored = self.entries[name], self.read_stored(name)
@@ -44,10 +39,14 @@ class GgufPart:
             values[start : start + step] = dequantize(entry.kind, stored[start : start + step])
         return values.view(entry.shape)
 
-    def read_codes(self, name: str) -> Quantized | None:
-        """Reads a tensor's codes and scales; None for one of floats. ModelError if the file has been cut."""
-        kind = self.entries[name].kind
-        return None if kind.decode is None else quantized(kind, self.read_stored(name))
+    def read_codes(self, name: str) -> Quantized:
+        """Reads the codes and scales of a tensor that has them. ModelError if the file has been cut."""
+        return quantized(self.entries[name].kind, self.read_stored(name))
+
+    def outline(self, name: str) -> Quantized:
+        """Returns what `read_codes` does, without content, on the device `meta`."""
+        entry = self.entries[name]
+        return quantized(entry.kind, np.zeros((1, entry.row_bytes), np.uint8)).outline(entry.shape[0])
 
     def read_stored(self, name: str) -> Bytes:
         """Reads a tensor's bytes, uint8 [rows, bytes of a row], with rows in our order; a vector is one row."""

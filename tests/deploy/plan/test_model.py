@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import demo_model
 from deploy.plan.config import ModelSettings
-from deploy.plan.model import DraftFacts, inspect_model
+from deploy.plan.model import DraftFacts, ModelFacts, inspect_model, mapped_within
+from router.config import ServedModel
 from tests.harness.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.text.backends import byte_level
@@ -22,6 +24,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+def bytes_of_matrices(folder: Path) -> int:
+    return sum(one.nbytes for one in load_file(folder / "model.safetensors").values() if one.dim() == 2)
+
+
 def test_what_is_known_of_a_folder(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "small")
     model = inspect_model(ModelSettings(str(folder), block_size=32), "cpu")
@@ -29,7 +35,17 @@ def test_what_is_known_of_a_folder(tmp_path: Path) -> None:
     assert model.served.layout.block_size == 32
     assert model.served.layout.block_bytes == 16384  # 2 layers, keys and values, 2 heads of 16, 32 tokens, 4 bytes
     assert model.context_bytes == 32 * 16384
-    assert model.weight_bytes == (folder / "model.safetensors").stat().st_size
+    assert model.weight_bytes == bytes_of_matrices(folder)
+    assert model.is_mapped
+
+
+@pytest.mark.parametrize(("device", "weight_cache_bytes"), [("cuda", 1 << 30), ("cpu", 0), ("cpu", 100)])
+def test_weights_that_the_cache_does_not_take_count_for_each_worker(device: str, weight_cache_bytes: int) -> None:
+    facts = ModelFacts(ServedModel.__new__(ServedModel), device, 200)
+    mapped = mapped_within(facts, weight_cache_bytes)
+    assert (mapped.is_mapped, mapped.node_bytes) == (False, 0)
+    shared = mapped_within(replace(facts, device="cpu", draft=DraftFacts("draft", 50)), 250)
+    assert (shared.is_mapped, shared.node_bytes) == (True, 250)
 
 
 def test_the_fingerprint_follows_weights_and_dtype_and_not_the_place(tmp_path: Path) -> None:
@@ -144,9 +160,10 @@ def test_what_is_known_of_a_draft(tmp_path: Path) -> None:
     other = make_checkpoint("llama-mqa", tmp_path / "draft", seed=1, num_hidden_layers=1)
     without, model = (inspect_model(ModelSettings(str(folder)), "cpu", draft=draft) for draft in (None, str(other)))
     assert model.served == without.served
-    assert model.draft == DraftFacts(str(other), (other / "model.safetensors").stat().st_size, 4096)
+    assert model.draft == DraftFacts(str(other), bytes_of_matrices(other), 4096)
     assert without.draft.folder is None
-    assert model.worker_bytes(10 * 16384) == without.worker_bytes(10 * 16384) + model.draft.weight_bytes + 20 * 4096
+    assert model.worker_bytes(10 * 16384) == without.worker_bytes(10 * 16384) + 20 * 4096
+    assert model.node_bytes == without.node_bytes + model.draft.weight_bytes
 
 
 def rewrite(folder: Path, **fields: object) -> None:

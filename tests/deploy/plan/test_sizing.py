@@ -8,7 +8,7 @@ import pytest
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import DraftFacts, ModelFacts
-from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, require_room, size
+from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, num_more, require_room, size
 from router.config import ServedModel
 from wire.errors import ConfigError
 from wire.layout import KVLayout
@@ -82,6 +82,17 @@ def test_a_draft_has_a_page_for_each_page() -> None:
     assert divide(config(**tables), model, LAPTOP).num_pool_blocks == 512
     with pytest.raises(ConfigError, match=r"1 workers take 6\.5 GiB of memory each"):
         divide(config(**tables), model, replace(LAPTOP, memory_bytes=7 * GIB))
+
+
+def test_weights_that_workers_share_are_counted_once() -> None:
+    machine, pools = replace(LAPTOP, memory_bytes=8 * GIB), {"pools": {"prefill": 1, "decode": 4}}
+    tables = {**pools, "worker": {"pool_bytes": "16MiB"}, "arena": {"size_bytes": "16MiB"}}
+    with pytest.raises(ConfigError, match=r"5 workers take 3\.266 GiB of memory each"):
+        divide(config(**tables), LARGE, machine)
+    assert divide(config(**tables), replace(LARGE, is_mapped=True), machine).num_pool_blocks == 8
+    assert num_more(config(**tables), replace(LARGE, is_mapped=True), machine) == 5 * GIB // (272 * MIB)
+    with pytest.raises(ConfigError, match="272 MiB of memory each, and 0 B are left"):
+        divide(config(**tables), replace(LARGE, is_mapped=True), replace(LAPTOP, memory_bytes=3 * GIB))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A model with packed weights gives the logits, bit by bit, of the same file dequantized into a plain checkpoint."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from engine.checkpoint.gguf.blocks import TYPES, StoredTensor, unpack
 from engine.checkpoint.gguf.table import quantized
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
-from kernels.backend import KVPages
+from engine.model.weights import WeightLoader, count_bytes
+from kernels.backend import KVPages, Weight
+from kernels.selection import select_backend
 from kernels.torch_backend import TorchBackend
 from tests.engine.gguf.files import drawn_blocks, write_table
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -92,6 +95,21 @@ def test_torch_serves_the_dequantized_weights(folders: tuple[Path, Path]) -> Non
     assert torch.equal(packed.weights.layers[1].qkv.weight.data, plain.weights.layers[1].qkv.weight.data)
 
 
+def test_bytes_are_counted_as_they_are_packed(folders: tuple[Path, Path]) -> None:
+    for folder in folders:
+        checkpoint = Checkpoint(folder)
+        for backend in (select_backend(CPU), TorchBackend()):
+            sizes: dict[int, int] = {}
+
+            def packed(_: str, pack: Callable[[], Weight], sizes: dict[int, int] = sizes) -> Weight:
+                weight = pack()
+                sizes[len(sizes)] = weight.data.nbytes
+                return weight
+
+            WeightLoader(checkpoint, torch.bfloat16, CPU, backend, packed).load()
+            assert count_bytes(checkpoint, torch.bfloat16, backend) == sum(sizes.values())
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_codes_with_their_scales_mean_what_the_blocks_do(name: str) -> None:
     stored = drawn_blocks(name, 7, 512, 3)
@@ -108,4 +126,4 @@ def test_a_scale_that_is_nan_is_refused(tmp_path: Path, dtype: torch.dtype) -> N
     (tmp_path / "model.gguf").write_bytes(raw.tobytes())
     write_table(tmp_path, tmp_path / "model.gguf", {name: StoredTensor(TYPES["Q8_0"], (64, 64), 0)})
     with pytest.raises(ModelError, match="has NaN or infinity as"):
-        Checkpoint(tmp_path).read_codes(name, (64, 64), dtype)
+        Checkpoint(tmp_path).read_codes(name, (64, 64), dtype, CPU)
