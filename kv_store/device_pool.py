@@ -24,7 +24,7 @@ _DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
 }
-COPIED_AT_ONCE = 64
+COPIED_AT_ONCE = 256
 DEFAULT_OPEN = 256
 """Open blocks of a pool of int4: for 128 sequences, and 2,048 tokens of prompts in a step."""
 

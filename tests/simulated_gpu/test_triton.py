@@ -1,0 +1,60 @@
+"""The engine with Triton's kernels, interpreted on a simulated GPU: tokens, order, and what a step costs."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.core import EngineCore
+from engine.model.decoder import Decoder
+from kernels.triton_backend import TritonBackend
+from tests.harness.checkpoints import choose_prompt, make_checkpoint
+from tests.harness.engines import drive, make_core, request
+from tests.pairs import RUNS_ALL
+from tests.simulated_gpu.device import SIM, commands
+from tests.simulated_gpu.triton_kernels import triton_kernels
+from wire.sampling import SamplingParams
+
+LENGTHS = (1, 17)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+KV_DTYPES = ["auto", "int8", "fp8", "int4"] if RUNS_ALL else ["auto"]
+"""Half a minute each."""
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with triton_kernels():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama-gqa"))
+
+
+def load(folder: Path, device: torch.device, dtype: str, kv_dtype: str) -> Decoder:
+    return Decoder.load(folder, dtype, device, 16, TritonBackend(), kv_dtype)
+
+
+def prompts(folder: Path) -> list[Sequence[int]]:
+    return [choose_prompt(folder, length).prompt_ids for length in LENGTHS]
+
+
+def tokens(core: EngineCore, folder: Path) -> list[list[int]]:
+    return [run.outputs[0] for run in drive(core, [request(prompt, GREEDY) for prompt in prompts(folder)])]
+
+
+def test_tokens_in_float32_are_transformers(folder: Path) -> None:
+    commands().set_lazy(True)
+    expected = [list(choose_prompt(folder, length).token_ids[: GREEDY.max_tokens]) for length in LENGTHS]
+    assert tokens(make_core(load(folder, SIM, "float32", "auto")), folder) == expected
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_bfloat16_gives_the_same_tokens_on_any_schedule(folder: Path, kv_dtype: str) -> None:
+    outputs = []
+    for is_lazy in (False, True):
+        commands().set_lazy(is_lazy)
+        outputs.append(tokens(make_core(load(folder, SIM, "bfloat16", kv_dtype)), folder))
+    assert outputs[0] == outputs[1]
