@@ -68,6 +68,18 @@ async def test_openai(served: Served) -> None:
     }
 
 
+async def test_openai_with_tools(served: Served) -> None:
+    answered = await served.run("openai_tools_program.py")
+    whole, streamed, chosen = answered["arguments"]
+    assert whole == streamed == chosen == "".join(answered["deltas"])
+    assert len(answered["deltas"]) > 2
+    assert answered["parsed"] == [json.loads(whole)] * 2
+    assert answered["reasons"] == ["tool_calls", "tool_calls", "tool_calls", "stop"]
+    assert answered["typed"]["name"] in ("Tom", "Lucy")
+    assert answered["after"] > 0
+    assert answered["refused"] == "tools"
+
+
 async def test_litellm(served: Served) -> None:
     answered = await served.run("litellm_program.py")
     assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)

@@ -259,6 +259,32 @@ async def test_tools_are_rendered_and_their_special_tokens_are_text() -> None:
     assert not any(token in piece for token in SPECIAL for piece in rendered.text.split(rendered.mark))
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.role }}{{ ' ' + m.name if m.name }}:{{ m.reasoning_content }}{{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:"
+    "{{ '<think></think>' if enable_thinking is false else '<think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "end", "opening"),
+    [({}, "<think>", "<think>"), ({"enable_thinking": False, "a": "<s>"}, "<think></think>", "")],
+)
+async def test_variables_decide_where_an_answer_begins(variables: dict[str, Any], end: str, opening: str) -> None:
+    turns = (ChatTurn("user", "hi", more={"name": "ann"}), ChatTurn("assistant", "a", more={"reasoning_content": "b"}))
+    async with rendering(THINKING) as renderer:
+        rendered = await Chat(turns, variables=variables).render(renderer, SPECIAL, 1000)
+    assert rendered.text == f"user ann:hi\nassistant:ba\nassistant:{end}"
+    assert rendered.frame.opening == opening
+
+
+async def test_an_answer_goes_on_with_the_last_message() -> None:
+    turns = (ChatTurn("user", "hi"), ChatTurn("assistant", "so it"))
+    async with rendering(TURNS) as renderer:
+        rendered = await Chat(turns, continues=True).render(renderer, SPECIAL, 1000)
+    assert rendered.text == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nso it"
+
+
 async def test_a_template_that_knows_no_tools() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     async with rendering(TURNS) as renderer:
