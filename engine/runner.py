@@ -4,6 +4,7 @@ import logging
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
@@ -75,6 +76,7 @@ class Runner:
         try:
             return self._sampled_from(work, launched)
         except Exception as failure:  # as above
+            self._wait()
             alone = [self._run_alone(one) for one in _split(work)]
             if all(gains.failed for gains in alone) and not self._is_sound():
                 raise
@@ -139,10 +141,17 @@ class Runner:
         try:
             return self._sampled_from(work, self.launch(work))
         except Exception as failure:  # as above
+            self._wait()
             sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
             error = errors.report(failure, attempt_id=sequence.request.attempt_id)
             sampled = self._sampled(work)
             return Gains(sampled, np.full(len(sampled), -1), failed={sequence: error})
+
+    def _wait(self) -> None:
+        """Waits for the rest of a failed pass: its copies may still read the rows, which change next."""
+        if self._model.device.type != "cpu":
+            with suppress(RuntimeError):  # the failure itself
+                torch.accelerator.synchronize(self._model.device)
 
     def _shared(self, work: Work) -> list[int]:
         """Lists the row of logits of each sample: siblings share that of their chunk."""

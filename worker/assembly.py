@@ -3,7 +3,8 @@
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +99,9 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     block_size, kv_dtype = config.pool.block_size, checkpoint.kv_dtype
     folder, policy = Path(checkpoint.folder), checkpoint.kv_policy
     weights, began_s = WeightCache(checkpoint.weight_cache_bytes), time.monotonic()
-    model = Decoder.load(folder, checkpoint.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
-    draft = _load_draft(config, backend, weights)
+    with _fitting(config):
+        model = Decoder.load(folder, checkpoint.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
+        draft = _load_draft(config, backend, weights)
     load_s = time.monotonic() - began_s
     _require_same_model(config, model.layout.dtype, backend.version)
     directory = DirectoryClient(config.store.directory_path)
@@ -121,6 +123,18 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     )
     assembly.info.load_s, assembly.info.mapped_bytes = load_s, weights.mapped_bytes
     return assembly
+
+
+@contextmanager
+def _fitting(config: WorkerConfig) -> Iterator[None]:
+    """Turns a device's want of memory into ConfigError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"worker {config.worker_id}: the model and {config.pool.num_blocks} blocks of KV do not fit into the "
+            f"memory of {config.model.device}: lower worker.pool_bytes, or serve a smaller model"
+        ) from error
 
 
 def _load_draft(config: WorkerConfig, backend: Backend, weights: WeightCache) -> DraftModel | None:
@@ -148,7 +162,8 @@ def assemble_on(
     definition: reads the tokenizer, for the first grammar.
     """
     num_open = config.batch.num_open(model.layout.block_size)
-    pool = DevicePool(model.layout, config.pool.num_blocks, model.device, num_open)
+    with _fitting(config):
+        pool = DevicePool(model.layout, config.pool.num_blocks, model.device, num_open)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)
