@@ -108,8 +108,11 @@ class Rows {
     }
 
     // Goes through one piece of the window, or of the sinks, with the rows that see any of it.
-    void attend(const Piece<T>& piece, int64_t begin) { attend(piece, begin, window_); }
-    void attend_sinks(const Piece<T>& piece, int64_t begin) { attend(piece, begin, sinks_); }
+    template <class Keys>
+    void attend(const Keys& piece, int64_t begin, Prefetcher& prefetcher) {
+        attend(piece, begin, window_, prefetcher);
+    }
+    void attend_sinks(const Piece<T>& piece, int64_t begin, Prefetcher& prefetcher) { attend(piece, begin, sinks_, prefetcher); }
 
    private:
     static constexpr int64_t UNBOUNDED = std::numeric_limits<int32_t>::max();
@@ -119,12 +122,13 @@ class Rows {
         int64_t queries, begin, end, limit;
     };
 
-    void attend(const Piece<T>& piece, int64_t begin, const Part& part) {
+    template <class Keys>
+    void attend(const Keys& piece, int64_t begin, const Part& part, Prefetcher& prefetcher) {
         const int64_t first_token = std::max<int64_t>(0, begin + 1 - part.end - first_position_);
         const int64_t behind = begin + PIECE - part.begin - first_position_;  // tokens from here on see none of it
         const int64_t end = std::min(num_tokens_, behind) * group_;
-        for (int64_t row = first_token * group_; row < end; row += MAX_ROWS)
-            for_rows(int(std::min<int64_t>(MAX_ROWS, end - row)), [&]<int ROWS>() { tile<ROWS>(piece, begin, row, part); });
+        for (int64_t row = first_token * group_; row < end; row += Keys::MAX_TILE)
+            for_rows<Keys::MAX_TILE>(int(std::min<int64_t>(Keys::MAX_TILE, end - row)), [&]<int ROWS>() { tile<ROWS>(piece, begin, row, part, prefetcher); });
     }
 
     // Rotates a head by the negative of angles.
@@ -139,19 +143,9 @@ class Rows {
         }
     }
 
-    template <int ROWS>
-    void tile(const Piece<T>& piece, int64_t begin, int64_t row, const Part& part) {
-        const int64_t num_key_panels = (piece.num_keys() + PANEL - 1) / PANEL, num_panels = segment.columns / PANEL;
-        for_panels<ROWS>(num_key_panels, [&]<int PANELS>(int64_t panel) {
-            Floats sums[ROWS][2 * PANELS];
-            for (auto& of_row : sums)
-                for (Floats& sum : of_row) sum = splat(0);
-            multiply<F, ROWS, PANELS>(queries_.data() + part.queries + row * depth_, depth_, Product<F>::DEPTH, piece.keys() + panel * piece.key_panel_stride(),
-                                      piece.key_panel_stride(), piece.key_steps(), sums);
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < 2 * PANELS; ++v)
-                    store(scores_.data() + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale_));
-        });
+    template <int ROWS, class Keys>
+    void tile(const Keys& piece, int64_t begin, int64_t row, const Part& part, Prefetcher& prefetcher) {
+        piece.template multiply_keys<ROWS>(queries_.data() + part.queries + row * depth_, depth_, scale_, scores_.data(), prefetcher);
         if (piece.key_scales()) scale(ROWS, piece.num_keys(), piece.key_scales());
         if (soft_cap_) cap(ROWS, piece.num_keys());
         alignas(64) float kept[LANES];
@@ -159,16 +153,7 @@ class Rows {
             weigh<ROWS>(row, begin, part, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
         else
             weigh<ROWS>(row, begin, part, int(piece.num_keys()), piece.value_scales(), kept);
-        for_panels<ROWS>(num_panels, [&]<int PANELS>(int64_t panel) {
-            Floats sums[ROWS][2 * PANELS];
-            float* values = segment.values.data() + row * segment.columns + panel * PANEL;
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < 2 * PANELS; ++v) sums[r][v] = load(values + r * segment.columns + v * LANES) * splat(kept[r]);
-            multiply<F, ROWS, PANELS>(weights_.data(), PIECE, Product<F>::DEPTH, piece.values() + panel * piece.value_panel_stride(),
-                                      piece.value_panel_stride(), piece.num_keys() / Product<F>::DEPTH, sums);
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < 2 * PANELS; ++v) store(values + r * segment.columns + v * LANES, sums[r][v]);
-        });
+        piece.template add_values<ROWS>(weights_.data(), kept, segment.columns, segment.values.data() + row * segment.columns, prefetcher);
     }
 
     // Multiplies the scores of rows by the scales of their keys.
@@ -241,7 +226,7 @@ void take_sinks(const Attention& call, const int32_t* table, int64_t last_positi
         cursor.next(tokens);
         for (int64_t head = 0; head < num_heads; ++head) {
             piece.pack(call, tokens, end - begin, first_head + head, nothing);
-            rows[head].attend_sinks(piece, begin);
+            rows[head].attend_sinks(piece, begin, nothing);
         }
     }
     for (int64_t head = 0; head < num_heads; ++head) totals[head].take(rows[head].segment);
@@ -313,6 +298,27 @@ void write_group(const Attention& call, const Sums& sums, int64_t row, int64_t k
         sums.write(i, call.head_size, call.sink(head), out_of<T>(call, row, head));
 }
 
+// Attends with a piece of a share, in the way that suits its pages and the number of rows.
+template <class T>
+void attend_piece(const Attention& call, const Tokens& tokens, int64_t begin, int64_t end, int64_t kv_head, Rows<T>& rows, Prefetcher& prefetcher) {
+#if defined(__AVX512BF16__)
+    const auto unpacked = [&]<class K>() {
+        Unpacked<K>& piece = own<Unpacked<K>>();
+        piece.take(call, tokens, end - begin, kv_head);
+        rows.attend(piece, begin, prefetcher);
+    };
+    if constexpr (std::is_same_v<T, bf16>)
+        if (call.pages.kept != INT4 && Unpacked<T>::takes(call)) {
+            if (call.pages.kept == INT8) return unpacked.template operator()<int8_t>();
+            if (call.pages.kept == FP8) return unpacked.template operator()<fp8>();
+            return unpacked.template operator()<T>();
+        }
+#endif
+    Piece<T>& piece = own<Piece<T>>();
+    piece.pack(call, tokens, end - begin, kv_head, prefetcher);
+    rows.attend(piece, begin, prefetcher);
+}
+
 // Attends with a share: a whole sequence goes to `out`, a segment to parts [segment][KV head]. next: the share after it, null for none.
 template <class T>
 void attend_share(const Attention& call, const Share& share, const Share* next_share, std::vector<Sums>& parts) {
@@ -329,21 +335,19 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
     }
     if (share.is_first(call))
         take_sinks(call, call.table(share.sequence), share.position(call), share.first_head, share.num_heads, rows.data(), piece, totals.data());
-    Tokens tokens, next;
+    Tokens both[2], *tokens = both, *next = both + 1;
     TokenCursor cursor = share.cursor(call);
-    cursor.next(tokens);
+    cursor.next(*tokens);
     for (int64_t begin = share.begin; begin < share.end; begin += PIECE) {
         if (begin + PIECE < share.end) {
-            cursor.next(next);
-            prefetcher.begin(call, next, share.first_head, share.num_heads);
+            cursor.next(*next);
+            prefetcher.begin(call, *next, share.first_head, share.num_heads);
         } else if (next_share) {
-            next_share->prefetch_first(call, next, prefetcher);
+            next_share->prefetch_first(call, *next, prefetcher);
         }
-        for (int64_t head = 0; head < share.num_heads; ++head) {
-            piece.pack(call, tokens, share.end - begin, share.first_head + head, prefetcher);
-            rows[head].attend(piece, begin);
-        }
-        tokens = next;
+        for (int64_t head = 0; head < share.num_heads; ++head)
+            attend_piece(call, *tokens, begin, share.end, share.first_head + head, rows[head], prefetcher);
+        std::swap(tokens, next);
         if ((begin + PIECE) % SEGMENT && begin + PIECE < share.end) continue;
         for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment);
     }
@@ -417,7 +421,7 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
             cursor.next(next);
             prefetcher.begin(call, next, unit.kv_head, 1);
             piece.pack(call, tokens, end - at, unit.kv_head, prefetcher);
-            rows.attend(piece, at);
+            rows.attend(piece, at, prefetcher);
             tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             total.take(rows.segment);

@@ -127,14 +127,15 @@ class Prefetcher {
     }
 
     void bring(int64_t num_bytes) {
-        for (; num_bytes > 0 && run_ < int64_t(runs_.size()); num_bytes -= LINE) {
-            prefetch(runs_[run_] + done_bytes_, LINE);
-            if ((done_bytes_ += LINE) >= run_bytes_) ++run_, done_bytes_ = 0;
+        while (num_bytes > 0 && run_ < int64_t(runs_.size())) {
+            const int64_t end = std::min(run_bytes_, done_bytes_ + num_bytes);
+            prefetch(runs_[run_] + done_bytes_, end - done_bytes_);
+            num_bytes -= end - done_bytes_;
+            if ((done_bytes_ = end) >= run_bytes_) ++run_, done_bytes_ = 0;
         }
     }
 
    private:
-    static constexpr int64_t LINE = 64;
     std::vector<const char*> runs_;
     int64_t run_bytes_ = 0, run_ = 0, done_bytes_ = 0;
 };
@@ -150,6 +151,23 @@ inline void widen_int4(const uint8_t* codes, int64_t half, const float* scales, 
         const Floats first = load(low), second = load(high);
         store_some(out + i, scales ? first * load_some(scales + i, count) : first, count);
         store_some(out + half + i, scales ? second * load_some(scales + half + i, count) : second, count);
+    }
+}
+
+// The scales of sixteen tokens of eight-bit codes, from the one at `first` on: of their keys and of their values, 0 for one that is not seen.
+inline void read_scales(const Tokens& tokens, int64_t first, int64_t head_offset, int64_t plane_stride, float* of_keys, float* of_values) {
+    const int64_t last = first + LANES - 1;
+    const bool are_seen = tokens.keys[first] && tokens.keys[last];
+    if (are_seen && tokens.scales[last] - tokens.scales[first] == (LANES - 1) * int64_t(sizeof(bf16))) {  // of one block
+        const char* scales = tokens.scales[first] + head_offset;
+        store(of_keys + first, load((const bf16*)scales));
+        store(of_values + first, load((const bf16*)(scales + plane_stride)));
+        return;
+    }
+    for (int64_t i = first; i <= last; ++i) {
+        const char* scale = tokens.keys[i] ? tokens.scales[i] + head_offset : nullptr;
+        of_keys[i] = scale ? to_float(*(const bf16*)scale) : 0;
+        of_values[i] = scale ? to_float(*(const bf16*)(scale + plane_stride)) : 0;
     }
 }
 
@@ -177,6 +195,8 @@ class Piece {
 #endif
 
    public:
+    static constexpr int MAX_TILE = MAX_ROWS;
+
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
     // zeros, for even the weight 0 would not keep an infinity out of a sum.
     void pack(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Prefetcher& prefetcher) {
@@ -192,15 +212,41 @@ class Piece {
     }
 
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
-    const F* keys() const { return keys_.data(); }
-    const F* values() const { return values_.data(); }
     const float* key_scales() const { return kept_ == INT8 || kept_ == FP8 ? key_scales_ : nullptr; }  // of num_keys() keys, 0 for one that is not seen
     const float* value_scales() const { return kept_ ? value_scales_ : nullptr; }
+
+    // scores[row][key] = scale * the products of queries, depth apart, with the keys.
+    template <int ROWS>
+    void multiply_keys(const F* queries, int64_t depth, float scale, float* scores, Prefetcher&) const {
+        for_panels<ROWS>((num_keys_ + PANEL - 1) / PANEL, [&]<int PANELS>(int64_t panel) {
+            Floats sums[ROWS][2 * PANELS];
+            for (auto& of_row : sums)
+                for (Floats& sum : of_row) sum = splat(0);
+            multiply<F, ROWS, PANELS>(queries, depth, DEPTH, keys_.data() + panel * key_panel_stride(), key_panel_stride(), key_steps(), sums);
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 2 * PANELS; ++v) store(scores + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale));
+        });
+    }
+
+    // sums[row], columns apart, = kept[row] * sums[row] + the products of weights with the values.
+    template <int ROWS>
+    void add_values(const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) const {
+        for_panels<ROWS>(columns / PANEL, [&]<int PANELS>(int64_t panel) {
+            Floats sums[ROWS][2 * PANELS];
+            float* values = all + panel * PANEL;
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 2 * PANELS; ++v) sums[r][v] = load(values + r * columns + v * LANES) * splat(kept[r]);
+            multiply<F, ROWS, PANELS>(weights, PIECE, DEPTH, values_.data() + panel * value_panel_stride(), value_panel_stride(), num_keys_ / DEPTH, sums);
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 2 * PANELS; ++v) store(values + r * columns + v * LANES, sums[r][v]);
+        });
+    }
+
+   private:
     int64_t key_steps() const { return head_size_ / DEPTH; }
     int64_t key_panel_stride() const { return head_size_ * PANEL; }
     static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
 
-   private:
     void reshape(const Attention& call) {
         plane_stride_ = call.pages.plane_stride;
         kept_ = call.pages.kept;
@@ -218,7 +264,7 @@ class Piece {
     void pack_as(const Tokens& tokens, int64_t num_tokens, int64_t head_offset, Prefetcher& prefetcher) {
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
             add<K>(tokens.keys + num_keys_, head_offset, prefetcher);
-            if constexpr (!std::is_same_v<K, T>) add_scales(tokens, head_offset);
+            if constexpr (!std::is_same_v<K, T>) read_scales(tokens, num_keys_, head_offset, plane_stride_, key_scales_, value_scales_);
         }
     }
 
@@ -362,22 +408,6 @@ class Piece {
         }
     }
 
-    void add_scales(const Tokens& tokens, int64_t head_offset) {
-        const int64_t last = num_keys_ + LANES - 1;
-        const bool are_seen = tokens.keys[num_keys_] && tokens.keys[last];
-        if (are_seen && tokens.scales[last] - tokens.scales[num_keys_] == (LANES - 1) * int64_t(sizeof(bf16))) {  // of one block
-            const char* scales = tokens.scales[num_keys_] + head_offset;
-            store(key_scales_ + num_keys_, load((const bf16*)scales));
-            store(value_scales_ + num_keys_, load((const bf16*)(scales + plane_stride_)));
-            return;
-        }
-        for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i) {
-            const char* scale = tokens.keys[i] ? tokens.scales[i] + head_offset : nullptr;
-            key_scales_[i] = scale ? to_float(*(const bf16*)scale) : 0;
-            value_scales_[i] = scale ? to_float(*(const bf16*)(scale + plane_stride_)) : 0;
-        }
-    }
-
     int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, num_keys_ = 0;
     Kept kept_ = PLAIN;
     float key_scales_[PIECE], value_scales_[PIECE];
@@ -385,3 +415,100 @@ class Piece {
     std::vector<float, Aligned<float>> channels_;
     std::vector<uint32_t, Aligned<uint32_t>> turned_, unseen_;
 };
+
+#if defined(__AVX512BF16__)
+// Up to PIECE keys and their values, of one KV head, as K, for few rows: turned and widened in registers while they are multiplied, in the order
+// of `Piece`. Packed ones would be written and read again for the same work.
+template <class K>
+class Unpacked {
+   public:
+    static constexpr int MAX_TILE = 4;
+
+    static bool takes(const Attention& call) { return call.group() <= MAX_TILE && call.head_size % (2 * PANEL) == 0; }
+
+    // Takes the first num_tokens of a piece, or all if there are fewer; zeros for tokens that are not seen.
+    void take(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head) {
+        const int64_t offset = kv_head * call.pages.head_stride, plane_stride = call.pages.plane_stride;
+        head_size_ = call.head_size;
+        zeros_.resize(head_size_);
+        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
+            for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i) {
+                keys_[i] = tokens.keys[i] ? (const K*)(tokens.keys[i] + offset) : zeros_.data();
+                values_[i] = tokens.keys[i] ? (const K*)(tokens.keys[i] + offset + plane_stride) : zeros_.data();
+            }
+            if constexpr (HAS_SCALES) read_scales(tokens, num_keys_, offset, plane_stride, key_scales_, value_scales_);
+        }
+    }
+
+    int64_t num_keys() const { return num_keys_; }
+    const float* key_scales() const { return HAS_SCALES ? key_scales_ : nullptr; }
+    const float* value_scales() const { return HAS_SCALES ? value_scales_ : nullptr; }
+
+    // As those of `Piece`; what comes next is brought nearer meanwhile.
+    template <int ROWS>
+    void multiply_keys(const bf16* queries, int64_t depth, float scale, float* scores, Prefetcher& prefetcher) const {
+        int64_t key = 0;
+        for (; key + 2 * LANES <= num_keys_; key += 2 * LANES) multiply_sets<ROWS, 2>(key, queries, depth, scale, scores, prefetcher);
+        if (key < num_keys_) multiply_sets<ROWS, 1>(key, queries, depth, scale, scores, prefetcher);
+    }
+
+    template <int ROWS>
+    void add_values(const bf16* weights, const float* kept, int64_t columns, float* all, Prefetcher& prefetcher) const {
+        for (int64_t column = 0; column < columns; column += 2 * PANEL) {
+            __m512 sums[ROWS][4];
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 4; ++v) sums[r][v] = (load(all + r * columns + column + v * LANES) * splat(kept[r])).v;
+            for (int64_t key = 0; key < num_keys_; key += 2) {
+                prefetcher.bring(4 * PANEL * sizeof(K));
+                __m512i pairs[4];
+                for (int panel = 0; panel < 2; ++panel) {  // as in `interleave`
+                    const __m512i first = wide(values_[key] + column + panel * PANEL), second = wide(values_[key + 1] + column + panel * PANEL);
+                    pairs[2 * panel] = _mm512_unpacklo_epi16(first, second);
+                    pairs[2 * panel + 1] = _mm512_unpackhi_epi16(first, second);
+                }
+                for (int r = 0; r < ROWS; ++r) {
+                    const __m512bh weight = Product<bf16>::row(weights + r * PIECE + key);
+                    for (int v = 0; v < 4; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weight, (__m512bh)pairs[v]);
+                }
+            }
+            for (int r = 0; r < ROWS; ++r)
+                for (int v = 0; v < 4; ++v) _mm512_storeu_ps(all + r * columns + column + v * LANES, sums[r][v]);
+        }
+    }
+
+   private:
+    static constexpr bool HAS_SCALES = !std::is_same_v<K, bf16>;
+
+    static __m512i wide(const bf16* p) { return _mm512_loadu_si512(p); }
+    template <class Code>
+    static __m512i wide(const Code* p) {
+        return (__m512i)_mm512_cvtne2ps_pbh(load(p + LANES).v, load(p).v);
+    }
+
+    // Two sets of sixteen keys take turns: the sums of one would wait for themselves.
+    template <int ROWS, int SETS>
+    void multiply_sets(int64_t key, const bf16* queries, int64_t depth, float scale, float* scores, Prefetcher& prefetcher) const {
+        __m512 sums[SETS][ROWS];
+        for (auto& of_set : sums)
+            for (__m512& sum : of_set) sum = _mm512_setzero_ps();
+        for (int64_t column = 0; column < head_size_; column += PANEL)
+#pragma GCC unroll 2
+            for (int set = 0; set < SETS; ++set) {
+                prefetcher.bring(LANES * PANEL * sizeof(K));
+                __m512i a[LANES];
+                for (int i = 0; i < LANES; ++i) a[i] = wide(keys_[key + set * LANES + i] + column);
+                turn(a);
+                for (int word = 0; word < LANES; ++word)
+                    for (int r = 0; r < ROWS; ++r)
+                        sums[set][r] = _mm512_dpbf16_ps(sums[set][r], Product<bf16>::row(queries + r * depth + column + 2 * word), (__m512bh)a[word]);
+            }
+        for (int set = 0; set < SETS; ++set)
+            for (int r = 0; r < ROWS; ++r) store(scores + r * PIECE + key + set * LANES, Floats{sums[set][r]} * splat(scale));
+    }
+
+    int64_t head_size_ = 0, num_keys_ = 0;
+    const K *keys_[PIECE], *values_[PIECE];
+    float key_scales_[PIECE], value_scales_[PIECE];
+    std::vector<K> zeros_;
+};
+#endif

@@ -113,32 +113,40 @@ inline void convert(const T* from, F* to, int64_t count) {
     for (; i < count; ++i) from_float(to_float(from[i]), to + i);
 }
 
+#if defined(__AVX512F__)
+// Sixteen rows of sixteen words of 32 bits become columns: pairs of rows, then fours, then whole halves, in four rounds of exchanges.
+inline __attribute__((always_inline)) void turn(__m512i (&a)[LANES]) {
+    __m512i b[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int i = 0; i < LANES; i += 8)
+        for (int j = 0; j < 4; ++j) {
+            b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
+            b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; ++j) {
+        a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
+        a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
+    }
+}
+#endif
+
 // Sixteen rows of `count` words of 32 bits become columns: out[word][row], rows of `out` `stride` words apart.
 inline void transpose(const uint32_t* const* rows, int64_t count, uint32_t* out, int64_t stride) {
 #if defined(__AVX512F__)
     for (int64_t first = 0; first < count; first += LANES, out += LANES * stride) {
         const int words = int(std::min<int64_t>(LANES, count - first));
         const __mmask16 mask = __mmask16((1u << words) - 1);
-        __m512i a[LANES], b[LANES];
+        __m512i a[LANES];
         for (int i = 0; i < LANES; ++i) a[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + first);
-        for (int i = 0; i < LANES; i += 2) {  // pairs of rows, then fours, then whole halves: four rounds of exchanges
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < LANES; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-            }
-        for (int i = 0; i < LANES; i += 8)
-            for (int j = 0; j < 4; ++j) {
-                b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
-                b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
-            }
-        for (int j = 0; j < 8; ++j) {
-            a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
-            a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
-        }
+        turn(a);
         for (int word = 0; word < words; ++word) _mm512_storeu_si512(out + word * stride, a[word]);
     }
 #else
