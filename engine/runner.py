@@ -1,9 +1,8 @@
 """A step's plan, run: the model on the tensors of a batch, then the sampler. A sequence's fault fails that one only."""
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -37,7 +36,7 @@ class Launched:
 
     logits: torch.Tensor | Exception
     draws: dict[int, Draw]
-    masks: Future[Masks] | None
+    masks: Callable[[], Masks] | None
 
 
 class Runner:
@@ -85,7 +84,7 @@ class Runner:
 
     def _sampled_from(self, work: Work, launched: Launched) -> Gains:
         """Raises a failure of the launch."""
-        masks, logits = launched.masks.result() if launched.masks else NO_MASKS, launched.logits
+        masks, logits = launched.masks() if launched.masks else NO_MASKS, launched.logits
         if isinstance(logits, Exception):
             raise logits
         scores: dict[Sequence, tuple[Logprobs, ...] | None] = {}

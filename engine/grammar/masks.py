@@ -1,9 +1,10 @@
-"""The masks of a step, computed beside the model's run: on a thread of their own and llguidance's, without the GIL."""
+"""The masks of a step. Ones that take long are computed beside the model's run, on a thread and llguidance's own."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -19,20 +20,28 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 WORD_BITS = 32
+MAX_HERE_S = 500e-6
+"""Expected time of masks up to which a step computes them itself: a thread begins in 20 us, on busy cores in a ms."""
+Alone = list[tuple["LLMatcher", int]]
+"""Matchers, and the rows of their masks."""
 
 
 class Masker:
-    """The thread on which the masks of steps are computed, from the first one on that has a grammar."""
+    """The masks of steps: computed by the step while the last ones were quick, else on a thread."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._draw_s = 0.0
 
-    def begin(self, draws: Mapping[int, Draw]) -> "Future[Masks]":
+    def begin(self, draws: Mapping[int, Draw]) -> Callable[[], Masks]:
         """Begins the masks of draws, by their place in the step. The draws of a matcher follow one another.
 
-        The first of them is after known tokens, each other after a further guess.
+        The first of them is after known tokens, each other after a further guess. Returns what waits for the masks, or
+        computes them: to be called once the model runs.
         """
-        return self._thread.submit(self._compute, list(draws.values()))
+        if self._draw_s * len(draws) <= MAX_HERE_S:
+            return partial(self._compute, list(draws.values()), _fill)
+        return self._thread.submit(self._compute, list(draws.values()), self._executor.unsafe_compute_mask_ptr).result
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -44,10 +53,12 @@ class Masker:
 
         return LLExecutor()
 
-    def _compute(self, draws: Seq[Draw]) -> Masks:
+    def _compute(self, draws: Seq[Draw], fill: "Callable[[Alone, int, int, int], None]") -> Masks:
+        began_s = time.perf_counter()
         rows = [row for row, draw in enumerate(draws) if draw.matcher]
         masked = [draws[row] for row in rows]
-        allowed, faults = self._allowed(masked)
+        allowed, faults = self._allowed(masked, fill)
+        self._draw_s = (time.perf_counter() - began_s) / len(draws)
         for place, draw in enumerate(masked):
             allowed[place, list(draw.banned)] = 0
         for place in np.flatnonzero(~allowed.any(axis=1)).tolist():
@@ -56,11 +67,11 @@ class Masker:
         return Masks(rows, forbidden, {rows[place]: fault for place, fault in faults.items()})
 
     def _allowed(
-        self, draws: Seq[Draw]
+        self, draws: Seq[Draw], fill: "Callable[[Alone, int, int, int], None]"
     ) -> tuple["np.ndarray[tuple[int, int], np.dtype[np.bool_]]", dict[int, BatonError]]:
         """Tells the tokens that may come next, bool [draws, V], and why none may, by the place of its draw."""
         bits = np.full((len(draws), -(-self._vocab_size // WORD_BITS)), -1, dtype=np.int32)
-        alone: list[tuple[LLMatcher, int]] = []
+        alone: Alone = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         firsts: dict[int, Matcher] = {}
         for matcher, group in groupby(range(len(draws)), lambda place: draws[place].matcher):
@@ -75,8 +86,14 @@ class Masker:
                 alone.append((matcher.state, first))
         where = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
         if alone:
-            self._executor.unsafe_compute_mask_ptr(alone, *where)
+            fill(alone, *where)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         faults = {place: fault for place, matcher in firsts.items() if (fault := matcher.fault)}
         return np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little").view(bool), faults
+
+
+def _fill(alone: Alone, address: int, row_bytes: int, _: int) -> None:
+    """Computes masks one after another, on this thread."""
+    for matcher, row in alone:
+        matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)

@@ -9,6 +9,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.events import Failed
+from engine.grammar import masks
 from engine.grammar.grammars import Grammars
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
@@ -98,6 +99,14 @@ def test_each_language(kind: FormatKind, source: str, accepted: str) -> None:
     text = bytes(token for token in run.outputs[0] if token != END).decode(errors="replace")
     assert re.fullmatch(accepted, text)
     assert len(run.outputs[0]) > 1
+
+
+def test_masks_of_the_step_and_of_a_thread_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, found = asked_of_all_kinds(), []
+    for max_here_s in (float("inf"), -1.0, masks.MAX_HERE_S):
+        monkeypatch.setattr(masks, "MAX_HERE_S", max_here_s)
+        found.append([run.outputs for run in drive(make_core(MODEL), [ready(one) for one in asked])])
+    assert found[1:] == found[:1] * 2
 
 
 def test_alone_and_among_others_with_and_without_guesses_and_preempted() -> None:
