@@ -51,10 +51,13 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Computes the weights, float32 [columns, depth]: the oracle of all kernels."""
-        weights = (self.codes.float() - self.zero) * self._spread(self.scales, self.scale_factors)
+        # Products are exact in float32, and a sum rounds once; with long scales beside offsets they are not.
+        is_long = self.offsets is not None and self.scales.dtype is torch.float32
+        dtype = torch.float64 if is_long else torch.float32
+        weights = (self.codes.float() - self.zero) * self._spread(self.scales.to(dtype), self.scale_factors)
         if self.offsets is not None:
-            weights = weights + self._spread(self.offsets, self.offset_factors)
-        return weights.to(self.source).float()
+            weights = weights + self._spread(self.offsets.to(dtype), self.offset_factors)
+        return weights.float().to(self.source).float()
 
     def is_finite(self, dtype: torch.dtype) -> bool:
         """Tells whether no weight is NaN or infinite in a dtype."""
@@ -71,9 +74,9 @@ class Quantized:
     def _spread(self, of_blocks: Tensor, factors: Tensor | None) -> Tensor:
         """Multiplies what blocks have by the factors of groups; returns it for each weight."""
         if factors is not None:
-            of_groups = of_blocks.float().repeat_interleave(self.block // self.group, 1)[:, : factors.shape[1]]
+            of_groups = of_blocks.repeat_interleave(self.block // self.group, 1)[:, : factors.shape[1]]
             return (of_groups * factors).repeat_interleave(self.group, 1)[:, : self.depth]
-        return of_blocks.float().repeat_interleave(self.block, 1)[:, : self.depth]
+        return of_blocks.repeat_interleave(self.block, 1)[:, : self.depth]
 
 
 def round_to_int8(weight: Tensor) -> Quantized:

@@ -217,6 +217,11 @@ def _weight_bits(fields: JsonFields, dtype: str) -> int:
     quantization = fields.section("quantization_config")
     if quantization.text("quant_method", "") == "fp8":
         return BITS["fp8"]
+    groups = quantization.section("config_groups")
+    if bits := [
+        groups.section(name).section("weights").count("num_bits", most=BITS[dtype]) for name, _ in groups.items()
+    ]:
+        return max(bits)
     return quantization.count("bits", most=BITS[dtype])
 
 

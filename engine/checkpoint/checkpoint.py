@@ -7,17 +7,19 @@ Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map`
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from engine.checkpoint.compressed import CompressedCodes, Scheme
 from engine.checkpoint.config import ModelConfig, parse_eos
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
-from engine.checkpoint.gguf.table import GgufPart, read_table
+from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from kernels.quantized import Quantized
@@ -53,13 +55,14 @@ class Checkpoint:
             raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
         self.folder = folder
         generation = _read_generation_config(folder)
-        self.config = _read_config(folder, generation)
+        self.config, scheme = _read_config(folder, generation)
         self.sampling = _parse_sampling(generation, self.config.vocab_size)
         self._tensor_to_file = _open_weights(folder)
+        self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensor_to_file
+        return name in self._tensor_to_file or bool(self._codes.names(name))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -103,14 +106,12 @@ class Checkpoint:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Quantized | None:
         """Reads a quantized tensor's codes; None for one of floats. Without content, and raising, as `read` does."""
-        file = self._tensor_to_file.get(name)
-        if not isinstance(file, GgufPart) or file.entries[name].kind.decode is None:
+        names = self._codes.names(name)
+        if not names:
             return None
-        self.read(name, shape, dtype, torch.device("meta"))
-        if device.type == "meta":
-            return file.outline(name)
-        codes = file.read_codes(name)
-        if not codes.is_finite(dtype):
+        self._unread.difference_update(names)
+        codes = self._codes.read(name, shape, device)
+        if device.type != "meta" and not codes.is_finite(dtype):
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return codes.to(device)
 
@@ -136,12 +137,29 @@ class Checkpoint:
         return tokenizer
 
 
-def _read_config(folder: Path, generation: JsonFields) -> ModelConfig:
+class CodeReader(Protocol):
+    """A reader of the matrices of a checkpoint that have codes."""
+
+    def names(self, name: str) -> Sequence[str]:
+        """Lists the tensors that a matrix is made of; none of one without codes."""
+
+    def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
+        """Reads a matrix, without content on the device `meta`. Raises ModelError, naming it, for a wrong one."""
+
+
+def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Scheme | None) -> CodeReader:
+    parts = {name: file for name, file in tensor_to_file.items() if isinstance(file, GgufPart)}
+    files = {name: file for name, file in tensor_to_file.items() if isinstance(file, TensorFile)}
+    return GgufCodes(parts) if parts else CompressedCodes(files, scheme)
+
+
+def _read_config(folder: Path, generation: JsonFields) -> tuple[ModelConfig, Scheme | None]:
     values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
     config = ModelConfig.parse(values)
-    return replace(config, eos_token_ids=parse_eos(generation, config.vocab_size) or config.eos_token_ids)
+    scheme = Scheme.parse(JsonFields(values, "config.json"))
+    return replace(config, eos_token_ids=parse_eos(generation, config.vocab_size) or config.eos_token_ids), scheme
 
 
 def _read_generation_config(folder: Path) -> JsonFields:

@@ -197,8 +197,6 @@ def _parse_architecture(fields: JsonFields) -> str:
 def _refuse_unsupported(fields: JsonFields) -> None:
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.wrong("hidden_act", "silu")
-    if "quantization_config" in fields:
-        raise ModelError("quantized weights (quantization_config) are not supported")
 
 
 def _parse_dtype(fields: JsonFields) -> str:

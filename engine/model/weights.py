@@ -121,9 +121,13 @@ class WeightLoader:
     def _pack(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
         codes = [self._checkpoint.read_codes(*one, self._dtype, self._device) for one in name_to_shape.items()]
         parts = [one for one in codes if one is not None]
-        if len(parts) < len(codes):
-            return self._backend.pack(self._stacked(name_to_shape))
-        return self._backend.pack_codes(parts, self._dtype)
+        if len(parts) == len(codes):
+            return self._backend.pack_codes(parts, self._dtype)
+        plain = [
+            self._tensor(name, *shape) if one is None else one.dequantize().to(self._dtype)
+            for one, (name, shape) in zip(codes, name_to_shape.items(), strict=True)
+        ]
+        return self._backend.pack(torch.cat(plain))
 
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         return torch.cat([self._tensor(name, *shape) for name, shape in name_to_shape.items()])

@@ -104,7 +104,6 @@ def test_defaults_equal_the_ones_of_transformers(arch: str) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, M"),
         ({"architectures": [], "model_type": "phi3"}, "phi3 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu, expected silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"vocab_size": "100"}, "vocab_size is 100"),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.events import Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
@@ -20,7 +21,9 @@ from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
+from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.compressed_checkpoints import KINDS, compress
 from tests.harness.engines import Run, make_core, prefill, release, request, rest_of
 from tests.harness.node import Node
 from tests.harness.oracle_proposer import oracle_drafts
@@ -48,7 +51,12 @@ MODELS = [
 """Kernels, with int8 or int4 for weights of that; compute dtype and KV dtype. ISAS has AVX2 and the portable code."""
 COMBINED = [(one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
 """KV in int4 has no sinks."""
-SERVED = [(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [COMBINED[place] for place in covering(COMBINED)])]
+STORED = ("Q4_K", "Q6_K", "W4A16 with zero points", "FP8 of blocks")
+"""Types of weights as files store them: of GGUF files, and of the package compressed-tensors."""
+SERVED = [
+    *[(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [COMBINED[place] for place in covering(COMBINED)])],
+    *[(stored, "full", best_isa(), "bfloat16", "auto") for stored in STORED],
+]
 
 Tokens = list[tuple[int, Logprobs | None]]
 Key = tuple[int, SamplingParams]
@@ -132,7 +140,20 @@ class Mix:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
     """The folder of a checkpoint, and the rest of SERVED."""
     arch, *settings = request.param
-    return make_checkpoint(arch, tmp_path_factory.mktemp(arch)), tuple(settings)
+    folder = tmp_path_factory.mktemp("model")
+    return make_stored(arch, folder) if arch in STORED else make_checkpoint(arch, folder), tuple(settings)
+
+
+def make_stored(kind: str, folder: Path) -> Path:
+    """A folder of a model with stored weights; that of a GGUF file lies in a cache of its own."""
+    if kind in KINDS:
+        sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "head_dim": 64}
+        plain = make_checkpoint("llama-gqa", folder / "plain", **sizes)
+        compress(plain, folder / "quantized", kind, torch.bfloat16)
+        return folder / "quantized"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        return find_folder(str(make_gguf(folder, kind)))
 
 
 @pytest.fixture(scope="module")

@@ -55,18 +55,23 @@ class PagedRun:
             self.step(1)
         return [row.output[:num_tokens] for row in self.rows]
 
-    def step(self, chunk_len: int) -> None:
-        """Runs at most `chunk_len` tokens of each row and appends the likeliest token to those that have KV for all."""
+    def step(self, chunk_len: int) -> torch.Tensor:
+        """Runs at most `chunk_len` tokens of each row and appends the likeliest token to those that have KV for all.
+
+        Returns the logits.
+        """
         rows = sorted(
             (row for row in self.rows if self._room(row)),
             key=lambda row: len(row.tokens) - row.num_computed > 1,
         )
         chunks = [(row, min(chunk_len, len(row.tokens) - row.num_computed)) for row in rows]
-        best = self.model.forward(self.batch(chunks), KVPages(self.kv, self.scales)).argmax(-1).tolist()
+        logits = self.model.forward(self.batch(chunks), KVPages(self.kv, self.scales)).clone()
+        best = logits.argmax(-1).tolist()
         for row, length in chunks:
             row.num_computed += length
             if row.num_computed == len(row.tokens):
                 row.tokens.append(best.pop(0))
+        return logits
 
     def _room(self, row: Row) -> bool:
         return len(row.tokens) <= len(row.pages) * self.model.layout.block_size
@@ -101,3 +106,11 @@ def generate(
     run = PagedRun(model, prompts, num_tokens)
     run.prefill(chunk_len)
     return run.decode(num_tokens)
+
+
+def logits_of(model: CausalModel, prompts: Sequence[Sequence[int]], num_tokens: int, chunk_len: int) -> torch.Tensor:
+    """The logits of all steps: chunks of prompts, and greedy tokens."""
+    run, seen = PagedRun(model, prompts, num_tokens), list[torch.Tensor]()
+    while any(len(row.output) < num_tokens for row in run.rows):
+        seen.append(run.step(chunk_len))
+    return torch.cat(seen)

@@ -62,6 +62,26 @@ class GgufPart:
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1, entry.row_bytes)
 
 
+class GgufCodes:
+    """The matrices of GGUF files that have codes."""
+
+    def __init__(self, tensor_to_part: Mapping[str, GgufPart]) -> None:
+        self._parts = tensor_to_part
+
+    def names(self, name: str) -> list[str]:
+        """Implements `CodeReader.names`."""
+        part = self._parts.get(name)
+        return [] if part is None or part.entries[name].kind.decode is None else [name]
+
+    def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
+        """Implements `CodeReader.read`."""
+        part = self._parts[name]
+        found = part.entries[name].shape
+        if found != shape:
+            raise ModelError(f"tensor {name} has shape {list(found)}, config.json makes it {list(shape)}")
+        return part.outline(name) if device.type == "meta" else part.read_codes(name)
+
+
 def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
     """Returns [rows, columns]: float32, or the type's own dtype where it is one of floats."""
     if kind.dtype is None:

@@ -154,3 +154,11 @@ def test_a_config_that_lies_or_lacks_a_field_is_refused_by_the_fields_name(
 def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     assert ModelShape.read(tmp_path) == ModelShape.read(tmp_path / "config.json") == ModelShape.parse(GPT2)
+
+
+def test_bits_of_compressed_tensors_are_the_widest_of_its_groups() -> None:
+    groups = {"group_0": {"weights": {"num_bits": 4}}, "group_1": {"weights": {"num_bits": 8}}}
+    config = LLAMA_3_8B | {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    assert ModelShape.parse(config).weight_bits == 8
+    groups.pop("group_1")
+    assert ModelShape.parse(config).weight_bits == 4

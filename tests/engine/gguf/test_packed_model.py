@@ -12,15 +12,14 @@ from safetensors.torch import load_file, save_file
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf.blocks import TYPES, StoredTensor, unpack
 from engine.checkpoint.gguf.table import quantized
-from engine.model.batch import Batch
 from engine.model.decoder import Decoder
 from engine.model.weights import WeightLoader, count_bytes
-from kernels.backend import KVPages, Weight
+from kernels.backend import Weight
 from kernels.selection import select_backend
 from kernels.torch_backend import TorchBackend
 from tests.engine.gguf.files import drawn_blocks, write_table
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.harness.model_alone import generate
+from tests.harness.model_alone import logits_of
 from wire.errors import ModelError
 
 QUANTIZED = [name for name, kind in TYPES.items() if kind.decode is not None]
@@ -64,28 +63,13 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]
     return converted, plain
 
 
-def logits_of(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Collects the logits of chunks of prompts and of steps that decode."""
-    seen, forward = [], model.forward
-
-    def kept(batch: Batch, kv: KVPages) -> torch.Tensor:
-        seen.append(forward(batch, kv).clone())
-        return seen[-1]
-
-    monkeypatch.setattr(model, "forward", kept)
-    generate(model, PROMPTS, 6, 23)
-    return torch.cat(seen)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_have_the_bits_of_the_dequantized_checkpoint(
-    folders: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_have_the_bits_of_the_dequantized_checkpoint(folders: tuple[Path, Path], dtype: str) -> None:
     packed, plain = (Decoder.load(folder, dtype, CPU, 16) for folder in folders)
     assert packed.weights.layers[0].qkv.weight.data.dtype is torch.uint8
     assert packed.weights.embedding.data.dtype is torch.uint8
-    expected = logits_of(plain, monkeypatch)
-    assert torch.equal(logits_of(packed, monkeypatch), expected)
+    expected = logits_of(plain, PROMPTS, 6, 23)
+    assert torch.equal(logits_of(packed, PROMPTS, 6, 23), expected)
     assert expected.std() > 0.01
 
 
