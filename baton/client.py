@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import grpc.aio
 from google.protobuf import message
@@ -15,12 +15,13 @@ from baton.request import (
     Options,
     Prompt,
     credentials,
+    for_schema,
     make_detokenize_request,
     make_request,
     make_tokenize_request,
     typed_errors,
 )
-from baton.results import Chunk, Completion, Draft, Model, PromptPart, Tokens, read_models, read_tokens
+from baton.results import Chunk, Completion, Draft, Model, PromptPart, T, Tokens, read_models, read_tokens
 from wire.errors import Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
@@ -101,12 +102,18 @@ class Client(_Connection, AbstractContextManager["Client"]):
 
     _grpc = grpc
 
-    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Returns the whole answer to a prompt. Raises BatonError."""
-        with self.stream(prompt, **options) as stream:
+    @overload
+    def generate(self, prompt: Prompt, *, schema: None = None, **options: Unpack[Options]) -> Completion: ...
+
+    @overload
+    def generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> T: ...
+
+    def generate(self, prompt: Prompt, *, schema: type[T] | None = None, **options: Unpack[Options]) -> Completion | T:
+        """Returns the whole answer to a prompt, with a schema as an object of that class. Raises BatonError."""
+        with self.stream(prompt, **for_schema(options, schema)) as stream:
             for _ in stream:
                 pass
-            return stream.completion
+            return stream.completion if schema is None else stream.completion.read(schema)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
@@ -164,12 +171,20 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
 
     _grpc = grpc.aio
 
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Returns the whole answer to a prompt. Raises BatonError."""
-        async with self.stream(prompt, **options) as stream:
+    @overload
+    async def generate(self, prompt: Prompt, *, schema: None = None, **options: Unpack[Options]) -> Completion: ...
+
+    @overload
+    async def generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> T: ...
+
+    async def generate(
+        self, prompt: Prompt, *, schema: type[T] | None = None, **options: Unpack[Options]
+    ) -> Completion | T:
+        """Returns the whole answer to a prompt, with a schema as an object of that class. Raises BatonError."""
+        async with self.stream(prompt, **for_schema(options, schema)) as stream:
             async for _ in stream:
                 pass
-            return stream.completion
+            return stream.completion if schema is None else stream.completion.read(schema)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""

@@ -1,10 +1,11 @@
 """Requests of a client as messages, and failures of its calls as errors."""
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, Protocol, Self, TypedDict, cast
 
 import grpc.aio
 
@@ -20,6 +21,16 @@ OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", *OF_CHATS)
 API_KEY = "BATON_API_KEY"
 """The variable of the environment that has the key of a client which is given none."""
 Metadata = tuple[tuple[str, str], ...]
+
+
+class Typed(Protocol):
+    """A class whose objects have a JSON schema, as pydantic's models do."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
 
 
 class Message(TypedDict):
@@ -87,6 +98,15 @@ def credentials(api_key: str | None) -> Metadata:
     if not re.fullmatch(r"[!-~]*", given):
         raise InvalidRequest("api_key", "must be of printable ASCII characters")
     return (("authorization", f"Bearer {given}"),) if given else ()
+
+
+def for_schema(options: Options, schema: type[Typed] | None) -> Options:
+    """Adds the response format of a class's objects. Raises InvalidRequest for two formats, and for several choices."""
+    if schema is None:
+        return options
+    if "response_format" in options or options.get("n", 1) > 1:
+        raise InvalidRequest("schema", "excludes response_format, and n above 1")
+    return {**options, "response_format": {"json_schema": json.dumps(schema.model_json_schema())}}
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

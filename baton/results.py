@@ -6,11 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import StringIO
+from typing import TypeVar
 
+from baton.request import Typed
 from wire.convert import reason_from_pb, tiers_from_pb
-from wire.errors import WireError
+from wire.errors import InvalidRequest, WireError
 from wire.pb import inference_pb2 as pb
 from wire.sampling import FinishReason, Logprobs
+
+T = TypeVar("T", bound=Typed)
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,12 @@ class Completion:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    def read(self, schema: type[T]) -> T:
+        """Reads the answer as an object of a class. Raises InvalidRequest for one that ended before it was whole."""
+        if self.choices[0].finish_reason is not FinishReason.STOP:
+            raise InvalidRequest("max_tokens", "the answer ended before its object was whole")
+        return schema.model_validate_json(self.text)
 
 
 @dataclass(frozen=True)

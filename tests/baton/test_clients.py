@@ -1,6 +1,7 @@
 """Both clients over real gRPC, before a server that answers by a script."""
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from baton import AsyncClient, BatonError, Client
 from baton.results import TokenLogprobs
@@ -69,6 +71,31 @@ def test_sends_settings_that_are_given_and_no_others(connect: Connect) -> None:
     assert service.requests == [
         pb.GenerateRequest(request_id="r1", model="small", text="hello", sampling_params=sampling)
     ]
+
+
+class Pet(BaseModel):
+    """An answer's type."""
+
+    name: str
+    legs: int
+
+
+def test_a_schema_makes_an_object_of_the_answer(connect: Connect) -> None:
+    whole = complete(pb.Choice(finish_reason=pb.FINISH_REASON_STOP))
+    service = ScriptedService([chunk('{"name": "Tom", '), chunk('"legs": 4}'), whole])
+    client = connect(service)
+    assert client.generate("hello", schema=Pet, max_tokens=9) == Pet(name="Tom", legs=4)
+    sent = service.requests[0].sampling_params
+    assert json.loads(sent.response_format.json_schema) == Pet.model_json_schema()
+    for options in ({"n": 2}, {"response_format": {"regex": "a"}}):
+        with pytest.raises(InvalidRequest, match="schema"):
+            client.generate("hello", schema=Pet, **options)
+
+
+def test_an_object_that_is_not_whole_is_an_error(connect: Connect) -> None:
+    cut = complete(pb.Choice(finish_reason=pb.FINISH_REASON_LENGTH))
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        connect(ScriptedService([chunk('{"name": "T'), cut])).generate("hello", schema=Pet)
 
 
 def test_sends_token_ids(connect: Connect) -> None:

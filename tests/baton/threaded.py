@@ -15,7 +15,7 @@ class ThreadedAsyncClient:
         self._runner = asyncio.Runner()
         self._client = self._runner.run(self._open(address, options))
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Any:
         return self._runner.run(self._client.generate(prompt, **options))
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> "ThreadedAsyncStream":

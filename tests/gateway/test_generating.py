@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from baton import Completion
 from baton.client import AsyncStream
 from baton.request import Message, Options
 from gateway import app, completions, exchange, generation
@@ -26,7 +27,8 @@ RENDERED = f"user: {PROMPT}\nassistant:"
 
 
 async def text_of(gateway: LocalGateway, prompt: str, **options: Any) -> str:
-    return (await gateway.client.generate(prompt, **options)).text
+    answer: Completion = await gateway.client.generate(prompt, **options)
+    return answer.text
 
 
 async def test_a_completion(gateway: LocalGateway) -> None:
