@@ -51,7 +51,11 @@ class RouterActor:
         folder = Path(config.model.folder)
         codec = await asyncio.to_thread(Tokenizer.load, folder)
         template = await asyncio.to_thread(Template.load, folder)
-        renderer = None if template is None else TemplateProcesses(template)
+        renderer = (
+            None
+            if template is None
+            else TemplateProcesses(template, config.model.tool_format, config.model.reasoning_format)
+        )
         connect = partial(GrpcTransport, token=config.cluster.token, identity=config.cluster.identity)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
         prefixes = await PublicPrefixes.make(config, codec, renderer or NoRenderer())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from text.answer.formats import AUTO
 from wire.errors import ConfigError, WireError
 from wire.ids import NamespaceRoot
 from wire.layout import KVLayout
@@ -24,6 +25,7 @@ class ServedModel:
 
     kv_policies: that a request may have; the first is that of the others. sampling: what unset fields of a request
     mean. max_chat_tokens: of an answer in a chat that gives no max_tokens.
+    tool_format, reasoning_format: as AnswerFormats.of takes them.
     """
 
     name: str
@@ -37,6 +39,8 @@ class ServedModel:
     kv_policies: tuple[str, ...] = ("full",)
     sampling: SamplingParams = DEFAULTS
     max_chat_tokens: int = DEFAULT_MAX_TOKENS
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
     @property
     def fingerprint(self) -> bytes:

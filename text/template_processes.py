@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from text.answer.formats import AnswerFormats
+from text.answer.formats import AUTO, AnswerFormats
 from text.chat import Chat
 from text.child_processes import ChildProcesses, Task
 from text.model_file import read_text
@@ -57,8 +57,9 @@ def _named_default(given: object) -> str | None:
 class TemplateProcesses:
     """A Renderer over processes, which begin with it."""
 
-    def __init__(self, template: Template) -> None:
-        self.formats = AnswerFormats.of(template.source)
+    def __init__(self, template: Template, tool_format: str = AUTO, reasoning_format: str = AUTO) -> None:
+        """tool_format, reasoning_format: as AnswerFormats.of takes them."""
+        self.formats = AnswerFormats.of(template.source, tool_format, reasoning_format)
         self._variables = dict(template.variables)
         first = {"template": template.source, "memory_bytes": MEMORY_BYTES}
         too_long = "the model's chat template takes too long for them"

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.machine import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
+from text.answer.formats import AUTO, CALL_FORMATS, CHANNELS, OFF
 from wire.errors import ConfigError
 from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
@@ -65,7 +66,8 @@ class ModelSettings:
     by its folder's name.
 
     generation_config: "auto" where that file's sampling completes requests, or "off". max_chat_tokens: of an answer in
-    a chat that gives no max_tokens. weight_cache_bytes: of packed weights in the user's cache, on each node.
+    a chat that gives no max_tokens. tool_format, reasoning_format: "auto" where the chat
+    template tells them. weight_cache_bytes: of packed weights in the user's cache, on each node.
     """
 
     path: str | None = None
@@ -78,6 +80,8 @@ class ModelSettings:
     block_size: int = 16
     generation_config: str = "auto"
     max_chat_tokens: int = 4096
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
     weight_cache_bytes: int = 32768 * MIB
 
     @property
@@ -311,6 +315,8 @@ class ClusterConfig:
             "model.kv_dtype": KV_DTYPES,
             "model.block_size": BLOCK_SIZES,
             "model.generation_config": ("auto", "off"),
+            "model.tool_format": (AUTO, OFF, *CALL_FORMATS),
+            "model.reasoning_format": (AUTO, OFF, *CHANNELS),
             "worker.cpu_kernels": CPU_KERNELS,
             "speculation.proposer": PROPOSERS,
             "redis.write": tuple(Write),

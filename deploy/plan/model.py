@@ -129,6 +129,8 @@ def inspect_model(
         kv_policies=settings.kv_policies,
         sampling=DEFAULTS if settings.generation_config == "off" else checkpoint.sampling,
         max_chat_tokens=settings.max_chat_tokens,
+        tool_format=settings.tool_format,
+        reasoning_format=settings.reasoning_format,
     )
     facts = ModelFacts(served, device, count_bytes(checkpoint, compute, backend), backend.name)
     if other is None:

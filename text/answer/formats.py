@@ -10,6 +10,9 @@ import json
 import re
 from dataclasses import dataclass, replace
 
+AUTO, OFF = "auto", "off"
+"""Settings of formats: what the template asks for, and none."""
+
 
 @dataclass(frozen=True)
 class CallFormat:
@@ -87,8 +90,15 @@ class AnswerFormats:
     reasoning: str = ""
 
     @classmethod
-    def of(cls, template: str) -> "AnswerFormats":
-        """Finds the formats that a template asks for, by the marks that it writes."""
+    def of(cls, template: str, tool: str = AUTO, reasoning: str = AUTO) -> "AnswerFormats":
+        """Returns the formats that settings name; AUTO finds what a template asks for, by the marks that it writes."""
+        found = cls._found(template)
+        return cls(
+            {AUTO: found.tool, OFF: ""}.get(tool, tool), {AUTO: found.reasoning, OFF: ""}.get(reasoning, reasoning)
+        )
+
+    @classmethod
+    def _found(cls, template: str) -> "AnswerFormats":
         knows_tools = re.search(r"\btools\b", template) is not None
         tool = next((name for name, sign in _CALL_SIGNS.items() if knows_tools and sign in template), "")
         return cls(tool, next((name for name, one in CHANNELS.items() if one.closer in template), ""))

@@ -178,6 +178,12 @@ def test_templates_tell_their_formats(template: str, tool: str, reasoning: str) 
     assert AnswerFormats.of(template) == AnswerFormats(tool, reasoning)
 
 
+def test_settings_name_formats() -> None:
+    both = "{{ tools }}<tool_call></think>"
+    assert AnswerFormats.of(both, "off", "magistral") == AnswerFormats("", "magistral")
+    assert AnswerFormats.of("", "mistral", "off") == AnswerFormats("mistral", "")
+
+
 @pytest.mark.parametrize("tool_format", CALL_FORMATS)
 def test_calls_are_read_as_they_are_written(tool_format: str) -> None:
     form = CALL_FORMATS[tool_format]
