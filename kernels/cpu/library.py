@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parent
 UNITS = ("attention.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
-AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma", "f16c")
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c")
 ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
 COMPILE_TIMEOUT_S = 300.0

@@ -418,23 +418,38 @@ class Piece {
 
 #if defined(__AVX512BF16__)
 // Up to PIECE keys and their values, of one KV head, as K, for few rows: turned and widened in registers while they are multiplied, in the order
-// of `Piece`. Packed ones would be written and read again for the same work.
+// of `Piece`. Packed ones would be written and read again for the same work. Codes are turned as they are, four dimensions in a word.
 template <class K>
 class Unpacked {
    public:
     static constexpr int MAX_TILE = 4;
 
+    Unpacked() {
+        for (int i = 0; HAS_SCALES && i < 128; ++i) {
+            const uint8_t byte = uint8_t(i);
+            K code;
+            std::memcpy(&code, &byte, 1);
+            const uint32_t bits = float_to_bits(to_float(code));
+            low_bytes_[i] = uint8_t(bits >> 16), high_bytes_[i] = uint8_t(bits >> 24);
+        }
+    }
+
     static bool takes(const Attention& call) { return call.group() <= MAX_TILE && call.head_size % (2 * PANEL) == 0; }
 
-    // Takes the first num_tokens of a piece, or all if there are fewer; zeros for tokens that are not seen.
+    // Takes the first num_tokens of a piece, or all if there are fewer. Sixteen that are not all seen, or not of one block, are copied, zeros
+    // for those that are not seen.
     void take(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head) {
         const int64_t offset = kv_head * call.pages.head_stride, plane_stride = call.pages.plane_stride;
         head_size_ = call.head_size;
-        zeros_.resize(head_size_);
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i) {
-                keys_[i] = tokens.keys[i] ? (const K*)(tokens.keys[i] + offset) : zeros_.data();
-                values_[i] = tokens.keys[i] ? (const K*)(tokens.keys[i] + offset + plane_stride) : zeros_.data();
+            const char* const* first = tokens.keys + num_keys_;
+            Rows& keys = keys_[num_keys_ / LANES];
+            Rows& values = values_[num_keys_ / LANES];
+            keys.first = (const K*)(*first + offset);
+            values.first = (const K*)(*first + offset + plane_stride);
+            if (call.pages.block_size % LANES || !first[0] || !first[LANES - 1]) {
+                keys.copy(first, offset, head_size_);
+                values.copy(first, offset + plane_stride, head_size_);
             }
             if constexpr (HAS_SCALES) read_scales(tokens, num_keys_, offset, plane_stride, key_scales_, value_scales_);
         }
@@ -460,11 +475,14 @@ class Unpacked {
                 for (int v = 0; v < 4; ++v) sums[r][v] = (load(all + r * columns + column + v * LANES) * splat(kept[r])).v;
             for (int64_t key = 0; key < num_keys_; key += 2) {
                 prefetcher.bring(4 * PANEL * sizeof(K));
+                __m512i first[2], second[2];
+                const K* row = values_[key / LANES].first + key % LANES * head_size_ + column;
+                widen(row, first);
+                widen(row + head_size_, second);
                 __m512i pairs[4];
                 for (int panel = 0; panel < 2; ++panel) {  // as in `interleave`
-                    const __m512i first = wide(values_[key] + column + panel * PANEL), second = wide(values_[key + 1] + column + panel * PANEL);
-                    pairs[2 * panel] = _mm512_unpacklo_epi16(first, second);
-                    pairs[2 * panel + 1] = _mm512_unpackhi_epi16(first, second);
+                    pairs[2 * panel] = _mm512_unpacklo_epi16(first[panel], second[panel]);
+                    pairs[2 * panel + 1] = _mm512_unpackhi_epi16(first[panel], second[panel]);
                 }
                 for (int r = 0; r < ROWS; ++r) {
                     const __m512bh weight = Product<bf16>::row(weights + r * PIECE + key);
@@ -479,10 +497,40 @@ class Unpacked {
    private:
     static constexpr bool HAS_SCALES = !std::is_same_v<K, bf16>;
 
-    static __m512i wide(const bf16* p) { return _mm512_loadu_si512(p); }
+    // Sixteen rows, one behind the other.
+    struct Rows {
+        const K* first;
+        std::vector<K> copied;
+
+        void copy(const char* const* tokens, int64_t offset, int64_t size) {
+            copied.assign(LANES * size, K{});
+            for (int64_t i = 0; i < LANES; ++i)
+                if (tokens[i]) std::memcpy(copied.data() + i * size, tokens[i] + offset, size * sizeof(K));
+            first = copied.data();
+        }
+    };
+
+    // The bytes of 64 codes as bfloat16, which is exact. Looked up by the magnitude, which has seven bits; -128 is never written.
+    void look_up(__m512i codes, __m512i& low, __m512i& high) const {
+        const __m512i magnitudes = std::is_same_v<K, int8_t> ? _mm512_abs_epi8(codes) : codes;
+        const auto found = [&](const uint8_t* table) {
+            return _mm512_permutex2var_epi8(_mm512_load_si512(table), magnitudes, _mm512_load_si512(table + 64));
+        };
+        low = found(low_bytes_);
+        high = _mm512_ternarylogic_epi32(found(high_bytes_), codes, _mm512_set1_epi8(char(0x80)), 0xf8);
+    }
+
+    // Two vectors of 32 numbers.
+    void widen(const bf16* p, __m512i (&out)[2]) const {
+        for (int i = 0; i < 2; ++i) out[i] = _mm512_loadu_si512(p + i * PANEL);
+    }
     template <class Code>
-    static __m512i wide(const Code* p) {
-        return (__m512i)_mm512_cvtne2ps_pbh(load(p + LANES).v, load(p).v);
+    void widen(const Code* p, __m512i (&out)[2]) const {
+        const __m512i in_order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // for each half of a lane to hold what follows in its vector
+        __m512i low, high;
+        look_up(_mm512_permutexvar_epi64(in_order, _mm512_loadu_si512(p)), low, high);
+        out[0] = _mm512_unpacklo_epi8(low, high);
+        out[1] = _mm512_unpackhi_epi8(low, high);
     }
 
     // Two sets of sixteen keys take turns: the sums of one would wait for themselves.
@@ -491,24 +539,50 @@ class Unpacked {
         __m512 sums[SETS][ROWS];
         for (auto& of_set : sums)
             for (__m512& sum : of_set) sum = _mm512_setzero_ps();
-        for (int64_t column = 0; column < head_size_; column += PANEL)
-#pragma GCC unroll 2
+        constexpr int NUM_IN_WORD = sizeof(uint32_t) / sizeof(K);
+        const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i first = _mm512_add_epi32(_mm512_set1_epi32(0x41014000), _mm512_mullo_epi32(_mm512_set1_epi32(0x04040404), numbers));
+        const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi8(2));
+        for (int64_t column = 0; column < head_size_; column += LANES * NUM_IN_WORD) {
+            __m512i words[SETS][LANES];
             for (int set = 0; set < SETS; ++set) {
-                prefetcher.bring(LANES * PANEL * sizeof(K));
-                __m512i a[LANES];
-                for (int i = 0; i < LANES; ++i) a[i] = wide(keys_[key + set * LANES + i] + column);
-                turn(a);
-                for (int word = 0; word < LANES; ++word)
-                    for (int r = 0; r < ROWS; ++r)
-                        sums[set][r] = _mm512_dpbf16_ps(sums[set][r], Product<bf16>::row(queries + r * depth + column + 2 * word), (__m512bh)a[word]);
+                prefetcher.bring(LANES * LANES * sizeof(uint32_t));
+                for (int i = 0; i < LANES; ++i) words[set][i] = _mm512_loadu_si512(keys_[key / LANES + set].first + i * head_size_ + column);
+                turn(words[set]);
             }
+            const bf16* at = queries + column;
+            for (int word = 0; word < LANES; ++word) {
+                const auto add = [&](__m512i (&pairs)[SETS]) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; ++r) {
+                        const __m512bh query = Product<bf16>::row(at + r * depth);
+#pragma GCC unroll 4
+                        for (int set = 0; set < SETS; ++set) sums[set][r] = _mm512_dpbf16_ps(sums[set][r], query, (__m512bh)pairs[set]);
+                    }
+                    at += 2;
+                };
+                __m512i pairs[SETS], next[SETS];
+#pragma GCC unroll 4
+                for (int set = 0; set < SETS; ++set)
+                    if constexpr (HAS_SCALES) {  // turned as codes: four of them are two pairs
+                        __m512i low, high;
+                        look_up(words[set][word], low, high);
+                        pairs[set] = _mm512_permutex2var_epi8(low, first, high);
+                        next[set] = _mm512_permutex2var_epi8(low, second, high);
+                    } else {
+                        pairs[set] = words[set][word];
+                    }
+                add(pairs);
+                if constexpr (HAS_SCALES) add(next);
+            }
+        }
         for (int set = 0; set < SETS; ++set)
             for (int r = 0; r < ROWS; ++r) store(scores + r * PIECE + key + set * LANES, Floats{sums[set][r]} * splat(scale));
     }
 
     int64_t head_size_ = 0, num_keys_ = 0;
-    const K *keys_[PIECE], *values_[PIECE];
+    alignas(64) uint8_t low_bytes_[128], high_bytes_[128];
+    Rows keys_[PIECE / LANES], values_[PIECE / LANES];
     float key_scales_[PIECE], value_scales_[PIECE];
-    std::vector<K> zeros_;
 };
 #endif
