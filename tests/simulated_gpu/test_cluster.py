@@ -17,6 +17,7 @@ from wire.pb import inference_pb2 as pb
 LENGTHS = (1, 17, 40, 100, 17)
 NUM_TOKENS = 24
 MOST_REQUESTS = 20
+TIME_LEFT_S = 300.0
 ROOM_BYTES = 8 * 4096
 WORKER_TO_DEVICE = {"p0": 0, "d0": 1, "d1": 2}
 
@@ -67,7 +68,7 @@ async def test_workers_on_devices_of_their_own_give_transformers_tokens(folder: 
     cluster = DeviceCluster(folder)
     await cluster.start(1, 2)
     try:
-        outputs = await asyncio.gather(*(cluster.generate(ask(folder, length)) for length in LENGTHS))
+        outputs = await asyncio.gather(*(cluster.generate(ask(folder, length), TIME_LEFT_S) for length in LENGTHS))
     finally:
         await cluster.stop()
     assert [output.token_ids[0] for output in outputs] == expected(folder)
@@ -79,7 +80,7 @@ async def test_requests_of_a_device_that_fails_go_on_elsewhere_token_for_token(f
     cluster = DeviceCluster(folder)
     await cluster.start(1, 2)
     try:
-        sessions = [cluster.router.dispatcher.open(ask(folder, length), 60.0) for length in LENGTHS]
+        sessions = [cluster.router.dispatcher.open(ask(folder, length), TIME_LEFT_S) for length in LENGTHS]
         tokens: list[list[int]] = [[] for _ in LENGTHS]
         for own, session in zip(tokens, sessions, strict=True):
             async for response in session.outbox:
@@ -87,7 +88,7 @@ async def test_requests_of_a_device_that_fails_go_on_elsewhere_token_for_token(f
                 if len(own) >= 4:
                     commands().fail(WORKER_TO_DEVICE["d0"], "an uncorrectable error of its memory")
         for _ in range(MOST_REQUESTS):
-            outputs = await asyncio.gather(*(cluster.generate(ask(folder, length)) for length in LENGTHS))
+            outputs = await asyncio.gather(*(cluster.generate(ask(folder, length), TIME_LEFT_S) for length in LENGTHS))
             assert [output.token_ids[0] for output in outputs] == expected(folder)
             if cluster.broken:
                 break
@@ -105,7 +106,7 @@ async def test_requests_of_a_device_without_memory_go_on_elsewhere(
     await cluster.start(1, 2)
     try:
         commands().set_limit(WORKER_TO_DEVICE["d0"], commands().num_used(WORKER_TO_DEVICE["d0"]) + ROOM_BYTES)
-        outputs = await asyncio.gather(*(cluster.generate(ask(folder, length)) for length in LENGTHS))
+        outputs = await asyncio.gather(*(cluster.generate(ask(folder, length), TIME_LEFT_S) for length in LENGTHS))
     finally:
         await cluster.stop()
     assert [output.token_ids[0] for output in outputs] == expected(folder)
