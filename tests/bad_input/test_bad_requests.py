@@ -189,8 +189,8 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
     "adapter": (b"\x3a\x01x", "adapter: field 7 of GenerateRequest is not offered yet"),
     "an adapter of 8 KiB": (b"\x3a\x80\x40" + bytes(8 << 10), "adapter: field 7 of GenerateRequest is not offered yet"),
     "a part of a message that is no text": (
-        b"\x2a\x04\x0a\x02\x2a\x00",
-        "message: Message has no field 5; leave it out",
+        b"\x2a\x04\x0a\x02\x4a\x00",
+        "message: Message has no field 9; leave it out",
     ),
     "priority": (b"\x48\x01", "priority: field 9 of GenerateRequest is not offered yet"),
     "text as a number": (b"\x18\x01", "text: field 3 of GenerateRequest was sent with another wire type"),

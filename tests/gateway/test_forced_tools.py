@@ -10,6 +10,7 @@ import pytest
 from engine.model.hash_model import HashModel
 from gateway import fields
 from gateway.chat import ChatDialect
+from tests.gateway import local_gateway
 from tests.gateway.local_gateway import LocalDoor
 from tests.harness.local_cluster import LocalCluster
 from text.answer.formats import NO_FORMATS
@@ -39,6 +40,12 @@ SAID: dict[str, Any] = {
     "chat_template_kwargs": CLOSED,
 }
 REQUIRED = {**SAID, "tool_choice": "required", "seed": 2}
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cluster starts processes for grammars: seconds, on a busy machine."""
+    monkeypatch.setattr(local_gateway, "WAIT_S", 60.0)
 
 
 @pytest.fixture
