@@ -25,10 +25,23 @@ stubs_are_current() {
     return $same
 }
 
+kernels_are_compiled() {
+    python - <<'PYTHON'
+from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, load_library
+
+for isa in ISA_TO_FEATURES:
+    try:
+        load_library(isa)
+    except NoKernels as error:
+        print(f"without {isa}: {error}")
+PYTHON
+}
+
 step formatting ruff format --check --quiet .
 step lint ruff check --quiet .
 step types mypy
 step imports lint-imports
 step words python tests/docs/words.py
 step stubs stubs_are_current
+step kernels kernels_are_compiled
 step tests python -m pytest -n 2 "$@"
