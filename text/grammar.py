@@ -31,6 +31,7 @@ INITIAL_FUEL, STEP_FUEL = 500_000, 100_000
 _JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Fixed separators, as Python's json has them: a model that may write spaces may go on with them for ever."""
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
 _IN_WORDS = {"NoExtensionBias": "no token may come next, nor an end"}
 
@@ -82,8 +83,11 @@ def lark_term(given: ResponseFormat) -> str:
 
 
 def schema_term(schema: Mapping[str, Any]) -> str:
-    """Writes a schema of JSON as a term of a larger grammar."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS}, ensure_ascii=False)}"
+    """Writes a schema of JSON as a term of a larger grammar. Raises InvalidRequest for one that is no Unicode."""
+    written = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    if _HALF_PAIR.search(written):
+        raise InvalidRequest(PARAM, "a schema has half of a surrogate pair, which is no character")
+    return f"%json {written}"
 
 
 def _schema_of(source: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Packed weights in files of the user's cache, which all workers of a node map: packed once, kept once in memory.
 
 A file is named by all that its bytes follow from: the model's content, compute dtype, instruction set, version of the
-kernels and width of weights, which the model's fingerprint covers, and the sources that read and pack tensors.
+kernels and width of weights, which the model's fingerprint covers, and the sources that read, pack and lay out tensors.
 """
 
 import hashlib
@@ -29,7 +29,10 @@ PART = "part"
 """The file that the holder of the folder's lock writes; one that a killed process has left is overwritten."""
 LOCK_TIMEOUT_S = 600.0
 _ROOT = Path(__file__).parents[2]
-_RULES = ("engine/checkpoint", "engine/model/weights.py", "kernels/cpu/packed.py", "kernels/quantized.py")
+RULES = (
+    *("engine/checkpoint", "engine/model/weights.py", "engine/model/weight_file.py"),
+    *("kernels/cpu/backend.py", "kernels/cpu/packed.py", "kernels/quantized.py", "kernels/torch_backend.py"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +119,7 @@ def _name(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> str:
 def _rules() -> bytes:
     """Digests the sources that make packed weights of a checkpoint's tensors."""
     digest = hashlib.sha256()
-    for place in _RULES:
+    for place in RULES:
         for source in sorted((_ROOT / place).rglob("*.py")) or [_ROOT / place]:
             digest.update(source.read_bytes())
     return digest.digest()

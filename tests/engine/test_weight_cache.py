@@ -1,5 +1,6 @@
 """Packed weights in the cache: packed once, equal to private ones, never used unless whole, and never in the way."""
 
+import inspect
 import os
 import resource
 import signal
@@ -16,10 +17,14 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import weight_cache
 from engine.model.decoder import Decoder
 from engine.model.weight_cache import PART, WeightCache
-from engine.model.weights import DecoderWeights, count_bytes, load_private
+from engine.model.weight_file import WeightWriter
+from engine.model.weights import DecoderWeights, WeightLoader, count_bytes, load_private
 from kernels.backend import Backend, Weight
+from kernels.cpu import packed
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import best_isa
 from kernels.selection import select_backend
+from kernels.torch_backend import TorchBackend
 from kernels.user_cache import user_cache
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.model_alone import generate
@@ -186,6 +191,20 @@ def test_another_version_of_kernels_or_of_the_rules_is_another_file(
     checkpoint = Checkpoint(model)
     WeightCache(64 * MIB).load(checkpoint, torch.bfloat16, CPU, backend)
     assert len(files(folder)) == 4
+
+
+def test_the_rules_cover_what_packs_and_what_lays_out_a_file() -> None:
+    makers: list[Callable[..., object]] = [
+        CpuBackend.pack_codes,
+        TorchBackend.pack,
+        WeightWriter.put,
+        WeightLoader.load,
+        packed.pack,
+    ]
+    sources = {Path(inspect.getfile(one)) for one in makers}
+    rules = {Path(weight_cache.__file__).parents[2] / place for place in weight_cache.RULES}
+    assert sources <= rules
+    assert all(place.exists() for place in rules)
 
 
 def test_the_model_that_started_longest_ago_is_evicted(tmp_path: Path, folder: Path) -> None:

@@ -25,6 +25,8 @@ class Arguments:
 
 
 Found = str | CallBegun | Arguments
+MAX_PIECE_CHARS = 1024
+"""A longer text is read in pieces: each call found copies what is held behind it."""
 _BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
 _BEGUN_BARE_HEAD = re.compile(
     r"\s{0,8}(?:[A-Za-z0-9_-]{1,64}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
@@ -76,10 +78,11 @@ class CallParser:
 
     def feed(self, text: str) -> list[Found]:
         """Feeds text; returns what has become certain, in order."""
-        self._held += text
         found: list[Found] = []
-        while (certain := self._steps[self._place]()) is not None:
-            found += certain
+        for start in range(0, len(text), MAX_PIECE_CHARS):
+            self._held += text[start : start + MAX_PIECE_CHARS]
+            while (certain := self._steps[self._place]()) is not None:
+                found += certain
         return [one for one in found if one != ""]
 
     def flush(self) -> str:

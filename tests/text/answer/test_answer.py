@@ -1,6 +1,7 @@
 """Answers in parts: the same however their text is split, and all of it but marks and the ends of calls."""
 
 import sys
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -189,3 +190,9 @@ def test_calls_are_read_as_they_are_written(tool_format: str) -> None:
     form = CALL_FORMATS[tool_format]
     calls = form.between.join(f"{form.head(name)}{given}{form.tail}" for name, given in (F, G))
     assert parsed(tool_format, [f"{form.opener}{form.lead}{calls}{form.trail}"]) == ("", [F, G])
+
+
+def test_many_calls_at_once_take_time_by_their_length() -> None:
+    began_s = time.process_time()
+    AnswerParser(AnswerFormats("llama"), {"f"}).feed(f"{LLAMA_F};" * 60_000)
+    assert time.process_time() - began_s < 5

@@ -1,5 +1,6 @@
 """Grammars of answers: what each takes and refuses, with marks spelled and as tokens; parsers read what they take."""
 
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ from text.answer.formats import CALL_FORMATS, AnswerFormats
 from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
 from text.byte_tokenizer import ByteTokenizer
 from text.grammar import new_matcher
-from wire.errors import Unsupported
+from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
 A_NUMBER = {
@@ -153,3 +154,13 @@ def test_reasoning_ends_at_its_budget() -> None:
     assert not takes_tokens(free, "<think>sosos", 258, "yes")
     with pytest.raises(Unsupported, match="thinking_token_budget"):
         free.grammar(None, ByteTokenizer())
+
+
+def test_a_schema_that_is_no_unicode_is_refused() -> None:
+    schema = {"type": "object", "properties": {"\ud800": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        frame_of("qwen", ToolUse((tool,), required=True)).grammar(None)
+    content = ResponseFormat(FormatKind.JSON_SCHEMA, json.dumps(schema))
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        frame_of("", ToolUse(), "", "think").grammar(content)
