@@ -141,7 +141,7 @@ class _Rules:
         if content is not None:
             rules = [f"content: {lark_term(content)}"]
             return [*rules, "answer: content | calls", *self._calls(calls)] if calls else [*rules, "answer: content"]
-        plain = f"PLAIN: /{self._plain(calls)}/"
+        plain = f"PLAIN: {self._plain(calls)}"
         if calls is None:
             return ["answer: PLAIN", plain]
         behind = " | told listed" if calls.needs_opener else ""
@@ -173,11 +173,11 @@ class _Rules:
         return [f"{rule}: {rule}_text {self._term(mark)}", f"{rule}_text[max_tokens={budget}]: TEXT"]
 
     def _plain(self, calls: CallFormat | None) -> str:
-        """Writes the expression of a text that begins neither a channel nor a call."""
-        barred = "{" if calls and not calls.needs_opener else ""
-        if self._frame.channel and not self._frame.is_open:
-            barred += self._frame.channel.opener[0]
-        return rf"(\s*[^\s{re.escape(barred)}](.|\n)*)?" if barred else r"(.|\n)*"
+        """Writes the lexeme of a text that begins neither a channel nor a call."""
+        text = r"/(\s*[^\s{](.|\n)*)?/" if calls and not calls.needs_opener else r"/(.|\n)*/"
+        if self._frame.channel is None or self._frame.is_open:
+            return text
+        return rf"{text} & ~/\s*{re.escape(self._frame.channel.opener)}(.|\n)*/"
 
     def _term(self, text: str) -> str:
         """Writes a text, with the marks in it as tokens."""

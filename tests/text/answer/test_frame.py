@@ -151,6 +151,8 @@ def test_reasoning_ends_at_its_budget() -> None:
     free = frame_of("qwen", ToolUse(), "", "think", 4)
     assert takes_tokens(free, "<think>so", 258, "yes")
     assert takes_tokens(free, "yes yes yes")
+    assert takes_tokens(free, "<p>yes</p>")
+    assert takes_tokens(free, " <thin ice")
     assert not takes_tokens(free, "<think>sosos", 258, "yes")
     with pytest.raises(Unsupported, match="thinking_token_budget"):
         free.grammar(None, ByteTokenizer())
