@@ -73,4 +73,4 @@ def test_checks_before_a_commit_are_the_first_of_ci() -> None:
     hooks = [(hook["id"], hook["entry"].removeprefix(".venv/bin/")) for hook in config["repos"][0]["hooks"]]
     steps = re.findall(r"^step (\w+) (.+)$", (ROOT / "tests/run.sh").read_text(), re.MULTILINE)
     assert hooks == steps[: len(hooks)]
-    assert [name for name, _ in steps[len(hooks) :]] == ["stubs", "tests"]
+    assert [name for name, _ in steps[len(hooks) :]] == ["stubs", "kernels", "tests"]
