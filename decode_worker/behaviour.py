@@ -21,7 +21,7 @@ from worker.job import Behaviour, Job, News, SpanName, end_choice
 
 @dataclass(frozen=True)
 class DecodeBatcher:
-    """Decode first, then prompt tokens without KV, in chunks small enough not to hold decoding sequences up.
+    """Decode first, then chunks of prompt tokens without KV, small enough not to hold up decoding sequences.
 
     max_step_tokens: tokens of one step over all sequences; at least max_running + max_chunk_tokens.
     max_running: sequences with pages at a time.
@@ -46,14 +46,14 @@ class DecodeBatcher:
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
     """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
-    spoken_for = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
-    return pages.num_allocatable - spoken_for
+    num_claimed = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
+    return pages.num_allocatable - num_claimed
 
 
 class DecodeJob(Job):
-    """A Job with an update for each token, and one at the last choice's fetch, which ends the hold.
+    """A Job with an update for each token, and one at the last choice's fetch, which releases the hold.
 
-    An attempt that ends before leaves its hold to the router, which ends it with the attempt.
+    If the attempt ends before that, the router releases the hold.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
@@ -98,7 +98,7 @@ class DecodeJob(Job):
         return None if self._unfetched else self._update(prompt=self._prompt.source)
 
     def _finished(self, event: Finished, now_s: float) -> worker_pb2.Update:
-        # A first token that a sibling's run drew may be the last.
+        # A choice whose first token, drawn with a sibling's, is its last ends without a fetch of its own.
         update = self._fetched(event.choice) or self._update()
         end_choice(update.choices.add(index=event.choice, first_position=self._num_output[event.choice]), event)
         self._unfinished.discard(event.choice)

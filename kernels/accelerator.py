@@ -1,6 +1,6 @@
 """The differences between kinds of accelerators: their kernels, graphs and pinned memory.
 
-All else of a device is torch.Stream, torch.Event and torch.accelerator. A further kind is a row of ACCELERATORS.
+The rest of a device's code uses torch.Stream, torch.Event and torch.accelerator. A new kind is a row of ACCELERATORS.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ import torch
 from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
 
-_PORTABLE = 1
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 
 
 class Graph(Protocol):
-    """Launches that were captured once, to be repeated as one."""
+    """Kernel launches that are captured once and replayed as one launch."""
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Captures the launches of `work` in place of doing them. Raises RuntimeError where the device cannot."""
+        """Calls `work` and captures its launches, which do not run. Raises RuntimeError where the device cannot."""
         ...
 
     def replay(self) -> None:
-        """Launches them all on the current stream. Does not block."""
+        """Launches the captured work on the current stream. Does not block."""
         ...
 
 
@@ -32,13 +32,13 @@ class Accelerator(Protocol):
     """A kind of device that computes beside the host."""
 
     def backend(self) -> Backend:
-        """Makes the backend that serves on such devices. Raises ImportError without its packages."""
+        """Makes the backend of kernels for such devices. Raises ImportError without its packages."""
         ...
 
     def graph(self, device: torch.device) -> Graph: ...
 
     def pin(self, address: int, num_bytes: int) -> str | None:
-        """Pins host memory for direct copies of all such devices; returns the reason where that fails."""
+        """Pins host memory for DMA by all such devices; returns the error where that fails, else None."""
         ...
 
     def unpin(self, address: int) -> None:
@@ -62,9 +62,8 @@ class Cuda:
         error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
         if int(error) == 0:
             return None
-        with suppress(
-            RuntimeError
-        ):  # a launch reports the error that a failed call has left, so that no later one does
+        with suppress(RuntimeError):
+            # The next launch raises the error that the failed call has left: this one, in place of one of the model's.
             torch.zeros(1, device="cuda")
         return str(error)
 
@@ -73,14 +72,14 @@ class Cuda:
 
 
 class CudaGraph:
-    """A CUDA graph, in the memory that all of them share: one runs at a time."""
+    """A CUDA graph, in the memory pool that all graphs share: one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._device = device
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Captures on the device itself, which need not be the current one: work of another would be done at once."""
+        """Captures on the graph's own device, made current for it: launches on any other would run at once."""
         with (
             torch.cuda.device(self._device),
             torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"),
@@ -92,13 +91,13 @@ class CudaGraph:
 
 
 ACCELERATORS: dict[str, Accelerator] = {"cuda": Cuda()}
-"""By the type of a torch.device."""
+"""The kinds, by `torch.device.type`."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
     """Returns the kind of a device. Raises NoKernels for an unknown one."""
     if device.type not in ACCELERATORS:
-        raise NoKernels(f"no kernels for device {device}: there are some for cpu, {', '.join(ACCELERATORS)}")
+        raise NoKernels(f"no kernels for device {device}: supported are cpu, {', '.join(ACCELERATORS)}")
     return ACCELERATORS[device.type]
 
 
@@ -110,5 +109,5 @@ def present_accelerator() -> Accelerator | None:
 
 @cache
 def _graph_memory() -> Any:
-    """Returns the memory of all graphs, whose results are read before the next one runs."""
+    """Returns the memory pool of all graphs; each one's results are read before the next one runs."""
     return torch.cuda.graph_pool_handle()

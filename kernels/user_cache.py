@@ -1,4 +1,4 @@
-"""The user's cache: folders that their user alone may write, each with a lock among processes."""
+"""The user's cache: folders that only their user may write, each with a lock between processes."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ def user_cache() -> Path:
 
 
 def own_folder(name: str) -> Path:
-    """Returns a folder of the cache; makes it if need be. Raises OSError."""
+    """Returns a folder of the cache, made if it is missing. Raises OSError."""
     folder = user_cache() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_own(os.stat(folder, follow_symlinks=False), folder)
@@ -37,7 +37,10 @@ def require_own(status: os.stat_result, path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, timeout_s: float) -> Iterator[None]:
-    """Holds the folder's lock, which ends with its process. Raises TimeoutError if another process holds it so long."""
+    """Holds the folder's flock, which the system releases when its process ends. Blocks.
+
+    Raises TimeoutError if another process holds it for `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     with (folder / "lock").open("w") as file:
         while not _try_lock(file.fileno()):

@@ -22,7 +22,7 @@ from worker.job import Behaviour, Job, News, SpanName, end_choice
 
 @dataclass(frozen=True)
 class PrefillBatcher:
-    """Shortest prompt first by tokens left to compute, with each later arrival in favour of a waiting prompt.
+    """Shortest remaining prompt first, with ageing: each later arrival raises the priority of a waiting prompt.
 
     A prompt that would hold up short ones lets them pass, but no more than `num_missing / patience_tokens` of them.
     The batcher admits a prompt with pages for all of it only, so prompts do not take pages from one another half-way.
@@ -56,7 +56,7 @@ def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
 class PrefillJob(Job):
     """A Job with scores of the prompt, if they are wanted, and one update at its end.
 
-    An attempt that fails or is withdrawn ends its hold, too.
+    An attempt that fails or is withdrawn releases its hold, too.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
@@ -100,7 +100,7 @@ class PrefillJob(Job):
         )
 
     def _failed(self, error: BatonError) -> worker_pb2.Update:
-        """Tells where the KV came from: cached KV may be why there is no number."""
+        """Adds the sources of the prompt's KV to the error: a cached block may be why logits are NaN."""
         update = self.withdraw(error)
         if (source := self._prompt.source) is not None:
             update.prompt.CopyFrom(source)

@@ -22,18 +22,18 @@ MAX_FAULT_CHARS = 160
 NUM_PROCESSES = 2
 MEMORY_BYTES = 512 << 20
 MAX_STEP_ITEMS = 10_000
-"""Of the parser, for one token: 50 ms of an ambiguous grammar; 1,900 optional properties want over 5,000."""
+"""Earley items for one token: 50 ms of an ambiguous grammar; a schema of 1,900 optional properties needs over 5,000."""
 MAX_LEXER_STATES = 20_000
-"""Of one choice: each takes a kilobyte or two."""
+"""States of the lexer of one choice, of one or two kilobytes each."""
 MAX_GRAMMAR_SIZE = 100_000
 INITIAL_FUEL, STEP_FUEL = 500_000, 100_000
-"""Steps of a lexer: 10 ms to begin with, and 7 ms for one mask."""
+"""Steps of the lexer: 10 ms when a matcher is built, and 7 ms for each mask."""
 _JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Fixed separators, as Python's json has them: a model that may write spaces may go on with them for ever."""
+"""Fixed separators, as Python's json has them: a model that may write white space may write it without end."""
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
-_IN_WORDS = {"NoExtensionBias": "no token may come next, nor an end"}
+_IN_WORDS = {"NoExtensionBias": "it allows neither a further token nor the end"}
 
 
 def new_matcher(given: ResponseFormat, tokenizer: "LLTokenizer") -> "LLMatcher":
@@ -47,7 +47,7 @@ def new_matcher(given: ResponseFormat, tokenizer: "LLTokenizer") -> "LLMatcher":
 
 
 def fault_of(matcher: "LLMatcher") -> str:
-    """Returns why a matcher can go on no more, in the library's words; "" for one that can."""
+    """Returns the error of a matcher, in llguidance's words; "" without one."""
     if not matcher.is_error():
         return ""
     said = matcher.get_error().split("\n")[0]
@@ -59,7 +59,7 @@ def require_library() -> None:
     try:
         import llguidance  # noqa: F401
     except ImportError as error:
-        raise Unsupported(f"{PARAM}: wants the package llguidance where Baton runs", param=PARAM) from error
+        raise Unsupported(f"{PARAM}: needs the package llguidance in Baton's environment", param=PARAM) from error
 
 
 def _translated(given: ResponseFormat) -> str:
@@ -83,7 +83,7 @@ def lark_term(given: ResponseFormat) -> str:
 
 
 def schema_term(schema: Mapping[str, Any]) -> str:
-    """Writes a schema of JSON as a term of a larger grammar. Raises InvalidRequest for one that is no Unicode."""
+    """Writes a schema of JSON as a term of a larger grammar. Raises InvalidRequest for lone surrogates."""
     written = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
     if _HALF_PAIR.search(written):
         raise InvalidRequest(PARAM, "a schema has half of a surrogate pair, which is no character")
@@ -115,9 +115,9 @@ def _limits() -> "LLParserLimits":
 
 
 class GrammarProcesses:
-    """Processes in which grammars of requests are built first, where one that never ends costs no worker.
+    """Processes that build each request's grammar before a worker does, within bounds of time and memory.
 
-    They start at the first grammar.
+    The first grammar starts them.
     """
 
     def __init__(self) -> None:

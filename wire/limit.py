@@ -1,4 +1,4 @@
-"""The limiter: a bound on what is in use at once, shares of it, and the pace of work that holds up the event loop."""
+"""The limiter: a bound on units in use at once, one holder's share of it, and a rate limit for blocking work."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ RETRY_AFTER_S = 1.0
 class Limit:
     """A bound on the units in use at once: requests, or, by weight, bytes or tokens. Belongs to one event loop.
 
-    A refusal is Overloaded, and names the bound as `reached` does. A weight of 0 is always taken.
+    what: the units' name, and setting: the setting of the bound, for the message of Overloaded. A weight of 0 is never
+    refused.
     """
 
     max_units: int
@@ -28,12 +29,12 @@ class Limit:
         return self.max_units - self.num_used
 
     def require(self, weight: int = 1) -> None:
-        """Raises Overloaded where there is no room."""
+        """Raises Overloaded if fewer units are free."""
         if weight and weight > self.num_free:
             raise self.refusal()
 
     def take(self, weight: int = 1) -> None:
-        """Takes units. Raises Overloaded where there is no room."""
+        """Takes units. Raises Overloaded if fewer are free."""
         self.require(weight)
         self.num_used += weight
 
@@ -42,12 +43,12 @@ class Limit:
         self.num_used -= weight
 
     def refusal(self) -> Overloaded:
-        """Makes the error of a taker without room."""
+        """Makes the error that names the bound and its setting."""
         return Overloaded(reached(self.max_units, self.what, self.setting), self.retry_after_s)
 
     @contextmanager
     def taken(self, weight: int = 1) -> Iterator[None]:
-        """Has units taken within the context. Raises Overloaded."""
+        """Takes units for the length of the context. Raises Overloaded."""
         self.take(weight)
         try:
             yield
@@ -59,7 +60,7 @@ class Limit:
 class Share(AbstractContextManager["Share"]):
     """The units of one holder, taken as it grows, and released together at the end of the context.
 
-    A share is at most as large as the free rest of its limit: however many large ones there are, small ones find room.
+    A share never exceeds the units that stay free, so that large shares leave room for small ones.
     """
 
     limit: Limit
@@ -77,9 +78,9 @@ class Share(AbstractContextManager["Share"]):
 
 
 class Pace:
-    """A pace of work that blocks the event loop: one piece after another, with pauses by its bytes.
+    """A rate limit for work that blocks the event loop: one piece at a time, each followed by a pause.
 
-    free_bytes: smaller work begins at once. bytes_per_s: of larger work, its pauses included.
+    free_bytes: pieces up to this size do not wait. bytes_per_s: the rate of larger ones, from start to start.
     """
 
     def __init__(self, free_bytes: int, bytes_per_s: int) -> None:
@@ -88,7 +89,7 @@ class Pace:
         self._lock = asyncio.Lock()
 
     async def wait(self, num_bytes: int) -> None:
-        """Waits in FIFO order; the next piece begins after a pause by these bytes. Its caller bounds the wait."""
+        """Waits in FIFO order; the next piece begins `num_bytes / bytes_per_s` later. The caller bounds the wait."""
         if num_bytes > self._free_bytes:
             await self._lock.acquire()
             asyncio.get_running_loop().call_later(num_bytes / self._bytes_per_s, self._lock.release)

@@ -1,18 +1,18 @@
-"""Quantized checkpoints in .safetensors files: weights of the package compressed-tensors, and of `fp8`.
+"""Quantized checkpoints in .safetensors files: formats of compressed-tensors (W4A16, W8A16, FP8), and `fp8`.
 
-Of a matrix X.weight [columns, depth] the files have codes and scales under names of their own:
+A matrix X.weight [columns, depth] is stored as codes and scales, in tensors of these names:
 
 | quant_method, format                      | codes                                                   |
 |-------------------------------------------|---------------------------------------------------------|
 | compressed-tensors, pack-quantized        | X.weight_packed, int32 [columns, words], low bits first |
 | compressed-tensors, int-, naive-quantized | X.weight, int8                                          |
-| the same, float-quantized                 | X.weight, float8_e4m3fn                                 |
+| compressed-tensors, float-quantized       | X.weight, float8_e4m3fn                                 |
 | fp8                                       | X.weight, float8_e4m3fn                                 |
 
-Scales are X.weight_scale or, of fp8, X.weight_scale_inv: one for all, [columns, 1], [columns, groups of the depth] or
-[blocks, blocks]. X.weight_zero_point is int8 [columns, groups], or int32 packed down the columns. A weight is (code -
-zero point) * scale, rounded once to the scale's dtype, as compressed-tensors decompresses it. Activations are not
-rounded, so a checkpoint that has scales for them is refused.
+Scales are X.weight_scale or, of fp8, X.weight_scale_inv. Their shape: one number, [columns, 1], [columns, groups of the
+depth] or [blocks of columns, blocks of the depth]. X.weight_zero_point is int8 [columns, groups], or int32 packed along
+the columns. A weight is (code - zero point) * scale, rounded once to the scale's dtype, as compressed-tensors
+decompresses it. Activations are not quantized; a checkpoint with static scales of activations is refused.
 """
 
 from collections.abc import Container, Mapping
@@ -46,7 +46,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, config: JsonFields) -> "Scheme | None":
-        """Reads config.json's quantization; None where there is none. Raises ModelError for any that is not served."""
+        """Reads the quantization of config.json; None without one. Raises ModelError for one that is not supported."""
         name = next((one for one in FIELDS if one in config), None)
         if name is None:
             return None
@@ -60,7 +60,9 @@ class Scheme:
 
     @classmethod
     def _of_fp8(cls, fields: JsonFields) -> "Scheme":
-        _require(fields, "activation_scheme", "dynamic: scales of activations are not supported", (None, "dynamic"))
+        _require(
+            fields, "activation_scheme", "dynamic: static scales of activations are not supported", (None, "dynamic")
+        )
         _require(fields, "fmt", "e4m3", (None, "e4m3"))
         return cls(blocks=frozenset(_block(fields, "weight_block_size")))
 
@@ -78,7 +80,7 @@ class Scheme:
             _require(scheme, "output_activations", "none: it is not supported", (None,))
             if "input_activations" in scheme:
                 activations = scheme.section("input_activations")
-                _require(activations, "dynamic", "true: scales of activations are not supported", (True,))
+                _require(activations, "dynamic", "true: static scales of activations are not supported", (True,))
             weights = scheme.section("weights")
             _require(weights, "num_bits", "4 or 8", (4, 8))
             kinds = ("int", "float") if weights.count("num_bits") == 8 else ("int",)
@@ -92,30 +94,30 @@ class Scheme:
 
 
 class CompressedCodes:
-    """The matrices of .safetensors files that have codes; none without a scheme."""
+    """The quantized matrices of .safetensors files; none without a scheme."""
 
     def __init__(self, tensor_to_file: Mapping[str, TensorFile], scheme: Scheme | None) -> None:
         self._files = tensor_to_file
         self._scheme = scheme
 
     def names(self, name: str) -> list[str]:
-        """Lists the tensors that a matrix is made of; none of one without codes."""
+        """Lists the stored tensors of a matrix; none for one that is not quantized."""
         stem = name.removesuffix("weight")
         parts = [part for part in PARTS if f"{stem}{part}" in self._files]
         return [f"{stem}{part}" for part in parts] if self._scheme and parts not in ([], ["weight"]) else []
 
     def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
-        """Reads a matrix, without content on the device `meta`. Raises ModelError, naming it, for a wrong one."""
+        """Reads a matrix; without content on the device `meta`. Raises ModelError, which names the tensor."""
         stem = name.removesuffix("weight")
         parts = {one.removeprefix(stem): self._part(one, device) for one in self.names(name)}
         codes, bits = _codes(name, parts, shape[1])
-        is_other = "weight_shape" in parts and device.type != "meta" and tuple(parts["weight_shape"].tolist()) != shape
-        if codes.shape != shape or is_other:
-            raise ModelError(f"tensor {name} has codes of {list(codes.shape)}, config.json makes it {list(shape)}")
-        given = next((parts[one] for one in SCALES if one in parts), None)
-        if given is None or given.dtype not in _DTYPES:
+        declared = [parts["weight_shape"].tolist()] if "weight_shape" in parts and device.type != "meta" else []
+        if wrong := [one for one in (list(codes.shape), *declared) if one != list(shape)]:
+            raise ModelError(f"tensor {name} has codes of {str(wrong[0])[:64]}, config.json makes it {list(shape)}")
+        stored = next((parts[one] for one in SCALES if one in parts), None)
+        if stored is None or stored.dtype not in _DTYPES:
             raise ModelError(f"tensor {name} has codes without scales of float32, bfloat16 or float16")
-        scales, group = self._spread(name, given, shape)
+        scales, group = self._spread(name, stored, shape)
         if "weight_zero_point" not in parts:
             return Quantized(codes, bits, group, group, scales, zero=8 if bits == 4 else 0, source=scales.dtype)
         zeros, _ = self._spread(name, _zeros(parts["weight_zero_point"], bits, len(codes)), shape)
@@ -130,7 +132,7 @@ class CompressedCodes:
         return torch.empty(file.entries[name].shape, dtype=file.entries[name].dtype, device=device)
 
     def _spread(self, name: str, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, int]:
-        """Returns scales [columns, groups], and the weights of a group. Raises ModelError for undeclared sizes."""
+        """Expands scales to [columns, groups]; returns them and the group size. Raises ModelError."""
         assert self._scheme is not None
         columns, depth = shape
         if scales.numel() == 1:
@@ -143,7 +145,9 @@ class CompressedCodes:
         for group in self._scheme.groups:
             if scales.shape == (columns, depth / group):
                 return scales, group
-        raise ModelError(f"tensor {name} has scales of {list(scales.shape)}, not of groups that config.json declares")
+        raise ModelError(
+            f"tensor {name} has scales of {list(scales.shape)}, which fit no group that config.json declares"
+        )
 
 
 def _codes(name: str, parts: Mapping[str, Tensor], depth: int) -> tuple[Tensor, int]:
@@ -155,11 +159,13 @@ def _codes(name: str, parts: Mapping[str, Tensor], depth: int) -> tuple[Tensor, 
                 return _unpacked(packed, bits, depth), bits
     elif "weight" in parts and parts["weight"].dtype in (torch.int8, torch.float8_e4m3fn):
         return parts["weight"], 8
-    raise ModelError(f"tensor {name} has codes that are neither of 4 or 8 bits in int32, int8 nor float8_e4m3fn")
+    raise ModelError(
+        f"tensor {name} has codes that are neither 4 or 8 bits packed in int32, nor int8, nor float8_e4m3fn"
+    )
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Reads the first codes of each row: of 4 bits as uint8, of 8 bits as int8."""
+    """Unpacks the first `count` codes of each row: 4 bits to uint8, 8 bits to int8."""
     rows = packed.contiguous().view(torch.uint8)
     if bits == 8:
         return (rows ^ 128).view(torch.int8)[:, :count]
@@ -167,7 +173,7 @@ def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _zeros(given: Tensor, bits: int, columns: int) -> Tensor:
-    """Reads zero points, int8 [columns, groups], as far from zero as codes of `Quantized` are."""
+    """Reads zero points, int8 [columns, groups], in the range of the codes: from 0 for 4 bits, from -128 for 8."""
     if given.dtype is torch.int32 and given.dim() == 2:
         return _unpacked(given.T, bits, columns).T.to(torch.int8)
     return given.to(torch.int8) + (8 if bits == 4 else 0)
@@ -179,7 +185,7 @@ def _require(fields: JsonFields, name: str, expected: str, served: Container[Any
 
 
 def _block(fields: JsonFields, name: str) -> set[tuple[int, int]]:
-    """Reads the size of blocks [columns, depth], if there is one."""
+    """Reads the size of a block [columns, depth], if config.json has one."""
     match fields.raw(name):
         case None:
             return set()

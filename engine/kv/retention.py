@@ -4,16 +4,16 @@ r"""Retention: the KV of a sequence that stays, in the layers of one group; a se
     SnapKV      the whole prompt up to its end, then chosen tokens of it, and all that follows
     H2O         the same, and behind the prompt a page is dropped whenever one is full
 
-What a retention answers:
+The decisions of a retention:
 
-    prefix      the tokens whose KV may be looked up, and the pages to reserve beside theirs
+    prefix      the tokens whose KV may be looked up, and further pages to reserve
     names       the blocks to look up, write or purge, by the tokens dropped from them
     window      the blocks that a position reads
     boundary    the number of computed tokens at which KV may be dropped; no chunk crosses it
-    choose      what is dropped there, by the attention that `watch` has weighed
+    choose      the tokens or pages to drop there, by the attention that `watch` has summed
 
-and what it keeps: `table`, the pages; `reserved`, pages for the tokens that stay of a prompt; `delayed`, blocks that
-the store gets after these. SnapKV and H2O pass from one state to the next with a new table:
+and its state: `table`, the pages; `reserved`, pages for the kept tokens of a prompt; `delayed`, full blocks of the
+prompt, which are written through after the kept ones. A new table moves SnapKV and H2O from one state to the next:
 
     without pages -> whole, num_dropped 0 -> kept, num_dropped > 0      the last state has names with SnapKV,
          \------- by the names of kept blocks ----^                     and none with H2O
@@ -91,7 +91,7 @@ class BlockTable:
 
 
 Tokens = Callable[[int, int], list[int]]
-"""A slice of a sequence's known tokens, from a position on and so many of them."""
+"""Returns known tokens of a sequence, by first position and count."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,10 @@ class Retention:
         return None if self.watch is None else self.watch.boundary
 
     def prefix(self, num_readable: int, num_known: int) -> Prefix:
-        """Returns what a sequence without pages may begin with, of the known tokens that may be read from elsewhere."""
+        """Returns the prefix that a sequence without pages may begin with.
+
+        num_readable: tokens whose KV may be read, not computed. num_known: tokens of prompt and output so far.
+        """
         return Prefix(num_readable)
 
     def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
@@ -137,20 +140,20 @@ class Retention:
         return True
 
     def begin(self, table: BlockTable) -> None:
-        """Replaces the pages: by none while the sequence waits, and when it ends."""
+        """Replaces the block table; by an empty one while the sequence waits, and when it ends."""
         self.table = table
 
     def names(self, tokens: Tokens, num_tokens: int, num_dropped: int = 0) -> list[BlockName]:
-        """Names the blocks of the first `num_tokens` tokens without dropped ones, a tail too where it has a name."""
+        """Names the blocks of the first `num_tokens` tokens without dropped ones; a partial last one if named."""
         if self.window.layout.has_open_blocks:
             num_tokens -= num_tokens % self.window.layout.block_size
         chain = self._chain(tokens, num_tokens, num_dropped)
         return [] if chain is None else chain.cover(num_tokens - num_dropped)
 
     def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
-        """Lists the blocks that became full since the sequence had `start` tokens with KV, and behind them its sinks.
+        """Lists the blocks that became full since the sequence had `start` tokens with KV, then its sinks.
 
-        No prefix is of use without its sinks, so they count as used as recently as the rest.
+        Sinks are listed again so that they count as recently used: no prefix can be read without its sinks.
         """
         num_dropped, block_size = self.table.num_dropped, self.window.layout.block_size
         start, stop = start - num_dropped, num_computed - num_dropped
@@ -172,9 +175,9 @@ class Retention:
 
 
 class Weighed(Retention):
-    """Retention of tokens of a prompt that are chosen at its end, by the attention of its last rows.
+    """Retention of a prompt's tokens chosen at its end, by the attention of its last rows.
 
-    num_kept: blocks that they are copied to; 0 where the whole prompt stays.
+    num_kept: blocks that the chosen tokens are copied to; 0 where the whole prompt stays.
     """
 
     def __init__(self, request: EngineRequest, layout: KVLayout, dropping: Dropping) -> None:
@@ -184,7 +187,7 @@ class Weighed(Retention):
         self.begin(self.table)
 
     def prefix(self, num_readable: int, num_known: int) -> Prefix:
-        """Returns whole blocks before the weighing rows, which are always run."""
+        """Returns whole blocks before the rows whose attention is summed: these are computed even on a hit."""
         block_size, first = self.window.layout.block_size, self._request.num_prompt - self._dropping.rule.num_watched
         return Prefix(max(0, min(num_readable, first)) // block_size * block_size, num_reserved=self.num_kept)
 
@@ -194,7 +197,7 @@ class Weighed(Retention):
             self.watch = Watch(self._dropping, self._request.num_prompt, self.window.layout.block_size)
 
     def choose(self, watch: Watch, attention: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
-        """Chooses the tokens that stay, as a Chooser does, or the places of full pages that go.
+        """Chooses the tokens to keep, as a Chooser does, or the indices of full pages to drop.
 
         attention: on each stored token, float32 [num_layers, num_kv_heads, tokens].
         """
@@ -218,7 +221,7 @@ class SnapKV(Weighed):
         return Prefix(num_known - 1, num_prompt - self.num_kept * self.window.layout.block_size)
 
     def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
-        """Notes that kept blocks are lost unless all are there: tokens are then chosen again."""
+        """Refuses a part of the kept blocks; tokens are then chosen again, from the whole prompt."""
         is_lost = prefix.num_dropped > 0 and num_blocks < self.num_kept
         self._is_lost |= is_lost
         return not is_lost
@@ -239,7 +242,7 @@ class SnapKV(Weighed):
 class H2O(Weighed):
     """Retention of chosen tokens of a prompt, and of as many behind it, page by page. Source: arXiv 2306.14048.
 
-    Blocks have no names once any token was dropped: the weights of their tokens would be missing.
+    Blocks have no names once any token was dropped: a reader would lack the attention summed for their tokens.
     """
 
     def choose(self, watch: Watch, attention: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
@@ -247,8 +250,8 @@ class H2O(Weighed):
             return super().choose(watch, attention, chooser)
         block_size = self.window.layout.block_size
         weights = page_attention(attention, block_size)
-        num_going = len(weights) - self._dropping.num_blocks(self._request.num_prompt, block_size)
-        pages = chooser.pages(weights, num_going, watch.start) if num_going > 0 else []
+        num_to_drop = len(weights) - self._dropping.num_blocks(self._request.num_prompt, block_size)
+        pages = chooser.pages(weights, num_to_drop, watch.start) if num_to_drop > 0 else []
         watch.drop(pages)
         return pages
 

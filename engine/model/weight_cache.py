@@ -1,7 +1,7 @@
 """Packed weights in files of the user's cache, which all workers of a node map: packed once, kept once in memory.
 
-A file is named by all that its bytes follow from: the model's content, compute dtype, instruction set, version of the
-kernels and width of weights, which the model's fingerprint covers, and the sources that read, pack and lay out tensors.
+The name of a file is a digest of all that determines its bytes: the model's fingerprint (content, compute dtype,
+instruction set, version of the kernels, width of weights), and the sources that read, pack and lay out tensors.
 """
 
 import hashlib
@@ -26,19 +26,20 @@ from wire.errors import ModelError
 FOLDER = "weights"
 SUFFIX = ".weights"
 PART = "part"
-"""The file that the holder of the folder's lock writes; one that a killed process has left is overwritten."""
+"""The temporary file of the process that holds the folder's lock, which overwrites that of a killed process."""
 LOCK_TIMEOUT_S = 600.0
 _ROOT = Path(__file__).parents[2]
 RULES = (
     *("engine/checkpoint", "engine/model/weights.py", "engine/model/weight_file.py"),
     *("kernels/cpu/backend.py", "kernels/cpu/packed.py", "kernels/quantized.py", "kernels/torch_backend.py"),
 )
+"""Sources that determine the bytes of packed weights."""
 
 logger = logging.getLogger(__name__)
 
 
 class WeightCache:
-    """The files of packed weights of this user. Beyond a bound the model that was started longest ago is evicted."""
+    """The files of packed weights of this user, at most `max_bytes` in all; evicts the least recently loaded."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -47,10 +48,10 @@ class WeightCache:
     def load(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, backend: Backend
     ) -> DecoderWeights:
-        """Maps a model's packed weights on a CPU. The first worker of a node packs them, the others wait for it.
+        """Maps a model's packed weights on a CPU. The first worker of a node packs them; the others wait for its lock.
 
-        On another device, with a cache of no bytes and, with a warning, where the cache cannot be used, it is
-        `load_private`. Raises ModelError as that does, and for files that change meanwhile.
+        Does as `load_private` on other devices, with a bound of 0 and, with a warning, where the cache cannot be used.
+        Blocks. Raises ModelError as `load_private` does, and for model files that change meanwhile.
         """
         if device.type != "cpu" or not self._max_bytes:
             return load_private(checkpoint, dtype, device, backend)
@@ -66,18 +67,18 @@ class WeightCache:
             path = own_folder(FOLDER) / name
             file = WeightFile.open(path) or self._make(path, count_bytes(checkpoint, dtype, backend), write)
         except OSError as error:
-            way_out = "make room there, or set model.weight_cache_bytes, 0 for no cache"
+            way_out = "mend that, or change model.weight_cache_bytes; 0 is no cache"
             logger.warning(
-                "this worker has packed weights of its own, which take memory again: %s (%s)", error, way_out
+                "this worker has packed weights of its own, in memory that no other shares: %s (%s)", error, way_out
             )
             return load_private(checkpoint, dtype, device, backend)
-        with suppress(OSError):  # of a folder that is read only
+        with suppress(OSError):  # a read-only folder keeps the former time
             os.utime(path)
         self.mapped_bytes += file.num_bytes
         return loader(file.find).load()
 
     def _make(self, path: Path, num_bytes: int, write: Callable[[WeightWriter], None]) -> WeightFile:
-        """Makes a file, unless another process has done so meanwhile. Raises OSError where it cannot be kept."""
+        """Writes a file, unless another process has done so meanwhile. Raises OSError where it cannot be kept."""
         part = path.with_name(PART)
         with locked(path.parent, LOCK_TIMEOUT_S):
             if (made := WeightFile.open(path)) is not None:
@@ -85,7 +86,7 @@ class WeightCache:
             self._make_room(path.parent, num_bytes)
             try:
                 with FileIO(part, "w", opener=_open_private) as file:
-                    os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is told before anything is packed
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk fails before anything is packed
                     write(writer := WeightWriter(file))
                     writer.finish()
                 part.replace(path)
@@ -93,13 +94,13 @@ class WeightCache:
                 part.unlink(missing_ok=True)
             _sync(path.parent)
             if (made := WeightFile.open(path)) is None:
-                raise OSError(f"{path} is damaged as soon as it is written")
+                raise OSError(f"{path} fails its digest right after it was written")
         return made
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
-        """Evicts files until another one fits. Raises OSError for one that never does."""
+        """Evicts files until `num_bytes` fit. Raises OSError if they exceed the cache's bound."""
         if num_bytes > self._max_bytes:
-            raise OSError(f"weights of {num_bytes} bytes are more than the cache's {self._max_bytes}")
+            raise OSError(f"weights of {num_bytes} bytes exceed the cache's bound of {self._max_bytes}")
         kept = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in folder.glob(f"*{SUFFIX}"))
         excess = num_bytes + sum(size for _, size, _ in kept) - self._max_bytes
         for _, size, path in kept:
@@ -117,7 +118,7 @@ def _name(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> str:
 
 @cache
 def _rules() -> bytes:
-    """Digests the sources that make packed weights of a checkpoint's tensors."""
+    """Digests the sources of RULES."""
     digest = hashlib.sha256()
     for place in RULES:
         for source in sorted((_ROOT / place).rglob("*.py")) or [_ROOT / place]:

@@ -1,7 +1,7 @@
 """A file of packed weights, written once and then mapped read-only.
 
-It has the matrices, each at a multiple of 64 bytes; their table, a JSON object from the name of a matrix's first tensor
-to the fields of `_Place`; the table's length, u64 little-endian; and XXH3-128 of all bytes before.
+Layout: the matrices, each aligned to 64 bytes; a table, the JSON object from the name of a matrix's first tensor to the
+fields of `_Entry`; the length of the table, u64 little-endian; XXH3-128 of all bytes before it.
 """
 
 import json
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The bytes of a matrix, what its `Weight` has, and the dtype and shape of its data."""
+class _Entry:
+    """The table's entry of a matrix: its bytes in the file, the fields of its `Weight`, dtype and shape of its data."""
 
     begin: int
     end: int
@@ -40,12 +40,12 @@ class _Place:
 
 
 class WeightWriter:
-    """The writer of a file, matrix by matrix: none of them stays in memory."""
+    """The writer of a file, one matrix at a time; keeps none in memory."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
         self._digest = xxhash.xxh3_128()
-        self._places: dict[str, _Place] = {}
+        self._entries: dict[str, _Entry] = {}
         self._end = 0
 
     def put(self, name: str, pack: Callable[[], Weight]) -> Weight:
@@ -54,7 +54,7 @@ class WeightWriter:
         data = weight.data.contiguous()
         begin = self._end
         self._append(data.view(-1).view(torch.uint8).numpy().data)
-        place = _Place(
+        entry = _Entry(
             begin,
             self._end,
             weight.columns,
@@ -64,12 +64,12 @@ class WeightWriter:
             list(data.shape),
         )
         self._append(bytes(-self._end % LINE_BYTES))
-        self._places[name] = place
+        self._entries[name] = entry
         return weight
 
     def finish(self) -> None:
-        """Writes the table and the digest; returns when the disk has all."""
-        table = json.dumps({name: asdict(place) for name, place in self._places.items()}).encode()
+        """Writes the table and the digest, and syncs the file. Blocks. Raises OSError."""
+        table = json.dumps({name: asdict(entry) for name, entry in self._entries.items()}).encode()
         self._append(table)
         self._append(len(table).to_bytes(_LENGTH_BYTES, "little"))
         self._append(self._digest.digest())
@@ -91,11 +91,11 @@ class WeightFile:
         tail = len(data) - _DIGEST_BYTES - _LENGTH_BYTES
         length = int.from_bytes(data[tail : tail + _LENGTH_BYTES].numpy().tobytes(), "little")
         table = json.loads(data[tail - length : tail].numpy().tobytes())
-        self._places = {name: _Place(**place) for name, place in table.items()}
+        self._entries = {name: _Entry(**entry) for name, entry in table.items()}
 
     @classmethod
     def open(cls, path: Path) -> "WeightFile | None":
-        """Maps a file and reads it once, for its digest; None where there is none, or a damaged one, with a warning.
+        """Maps a file and verifies its digest, which reads all of it; None if missing or, with a warning, damaged.
 
         Raises OSError for a file that is not this user's own.
         """
@@ -119,13 +119,13 @@ class WeightFile:
 
     def find(self, name: str, _pack: Callable[[], Weight]) -> Weight:
         """Finds a matrix by the name of its first tensor."""
-        place = self._places[name]
-        data = self._data[place.begin : place.end].view(_dtype_of(place.data_dtype)).view(place.shape)
-        return Weight(data, place.columns, place.depth, _dtype_of(place.dtype))
+        entry = self._entries[name]
+        data = self._data[entry.begin : entry.end].view(_dtype_of(entry.data_dtype)).view(entry.shape)
+        return Weight(data, entry.columns, entry.depth, _dtype_of(entry.dtype))
 
 
 class _Mapping:
-    """A read-only mapping. Its array interface calls it writable, lest torch warns; a write would end the process."""
+    """A read-only mapping. Its array interface says writable, so that torch does not warn; a write is a SIGSEGV."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

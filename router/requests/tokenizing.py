@@ -1,7 +1,7 @@
-"""Tokens of prompts: threads that tokenize them, pieces that were tokenized lately, and public beginnings.
+"""Tokenization of prompts: the threads, a cache of the pieces of chats, and public prefixes.
 
-The shortest prompt is first, and long ones are never in the way of short ones. Pieces of a chat that came lately, and
-beginnings that the operator has declared public, are not tokenized again.
+The shortest waiting prompt is first, and long ones have a thread of their own. Pieces of recent chats, and prefixes
+that the operator has declared public, are not tokenized again.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from wire.ids import NamespaceRoot
 from wire.names import PublicPart
 
 PUBLIC = "*"
-"""Stands for the tenant in the root of public names; no tenant is called so."""
+"""The tenant in the root of public block names; no real tenant may have this name."""
 MAX_ADDED_CHARS = 1 << 20
 _QUESTIONS = ("a", "1")
-"""Two turns of a user: the tokens before the first that differs are the system message's alone."""
+"""Two user turns: the tokens that both chats begin with come from the system message alone."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,20 @@ class PublicPrefixes:
 
     @classmethod
     async def make(cls, config: RouterConfig, codec: TextCodec, renderer: Renderer) -> "PublicPrefixes":
-        """Tokenizes each text as a prompt begins with it, and as the system message of a chat. Raises ConfigError."""
+        """Tokenizes each text as the beginning of a prompt, and as a chat's system message. Raises ConfigError."""
         size, found = config.model.layout.block_size, []
         for number, text in enumerate(config.public_prefixes):
             known = [tuple(codec.encode(text)), await _system_tokens(text, codec, renderer)]
             whole = [one[: len(one) // size * size] for one in known if len(one) >= size]
             if not whole:
-                raise ConfigError(f"router.public_prefixes[{number}] must have {size} tokens, which are a block")
+                raise ConfigError(
+                    f"router.public_prefixes[{number}] must have at least {size} tokens, the size of a block"
+                )
             found += whole
         return cls(config.root_of(PUBLIC), tuple(found))
 
     def part_of(self, prompt_ids: Sequence[int], block_size: int) -> PublicPart | None:
-        """Finds the longest public prefix that a prompt has whole."""
+        """Finds the longest public prefix that a prompt begins with."""
         begun = [len(one) for one in self.token_ids if tuple(prompt_ids[: len(one)]) == one]
         return PublicPart(self.root, max(begun) // block_size) if begun else None
 
@@ -60,7 +62,7 @@ NO_PREFIXES = PublicPrefixes(NamespaceRoot(b""))
 
 
 async def _system_tokens(text: str, codec: TextCodec, renderer: Renderer) -> tuple[int, ...]:
-    """Returns the tokens of all chats with that system message; none where the template takes no such message."""
+    """Returns the tokens that each chat with this system message begins with; none where the template takes none."""
     try:
         one, other = [await _chat_tokens(text, question, codec, renderer) for question in _QUESTIONS]
     except (InvalidRequest, Unsupported):
@@ -93,7 +95,7 @@ class TokenizerThreads:
         self._long = TokenizerThread(LONG_NICENESS)
 
     async def run(self, length: int, work: Callable[[], T]) -> T:
-        """Runs the work for a prompt of that length, the shortest first; a cancelled wait takes it out."""
+        """Runs the work for a prompt of that length, shortest first; cancellation takes it out of the queue."""
         thread = self._short if length <= MAX_SHORT_LEN else self._long
         result: T = await thread.run(length, work)
         return result
@@ -150,10 +152,10 @@ class TokenizerThread:
 
 
 class PieceCache:
-    """The tokens of pieces of chats, by the pieces' digests: the latest of each tenant, and of the latest tenants.
+    """An LRU cache of the tokens of chat pieces, by digest: bounded for each tenant, and over all tenants.
 
-    A tenant's pieces are found by that tenant alone: no other learns from the time of an answer that they were sent.
-    All threads may use it. max_bytes: at least max_tenant_bytes.
+    A hit is found by the tenant that sent the piece alone: response times show no other tenant that it was sent.
+    Safe for threads. max_bytes: at least max_tenant_bytes.
     """
 
     def __init__(self, max_bytes: int = MAX_KNOWN_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:

@@ -236,7 +236,7 @@ def assert_private(model: Path, folder: Path, caplog: pytest.LogCaptureFixture, 
 
 
 def test_weights_beyond_the_bound_stay_private(model: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert_private(model, folder, caplog, "are more than the cache's 1000", 1000)
+    assert_private(model, folder, caplog, "exceed the cache's bound of 1000", 1000)
 
 
 def test_a_folder_that_is_a_file_costs_a_warning(model: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:

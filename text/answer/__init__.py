@@ -1,1 +1,1 @@
-"""The answer of a chat: its text in parts (reasoning, content, calls of tools), and the frame that holds it. Pure."""
+"""The answer of a chat: its text in parts (reasoning, content, tool calls), and the frame that holds it. Pure."""

@@ -1,4 +1,4 @@
-"""An answer in parts: its reasoning, its content, and its calls of tools, as its text grows. Pure."""
+"""The parser of an answer: reasoning, content and tool calls, found while its text streams. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats, Channel
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Further reasoning."""
+    """A delta of the reasoning."""
 
     text: str
 
 
 Part = Reasoning | str | CallBegun | Arguments
-"""A part; a text is content."""
+"""A part of an answer; a plain `str` is a delta of the content."""
 
 
 class AnswerParser:
-    """Splits the text of an answer into parts: reasoning, then content and calls. Joined, they are a function of it.
+    """Splits the text of an answer into parts: reasoning, then content and tool calls.
 
+    The parts, joined, depend on the whole text alone, not on how feeds split it.
     names: the functions that may be called.
     """
 
@@ -31,14 +32,14 @@ class AnswerParser:
         self._calls = CallParser(form, names) if form and names else None
 
     def feed(self, text: str) -> list[Part]:
-        """Feeds text; returns the parts that have become certain, in order."""
+        """Feeds text; returns the parts that no later text can change, in order."""
         reasoning, content = self._channel.feed(text) if self._channel else ("", text)
-        return [*_told(reasoning), *self._split(content)]
+        return [*_reasoning_parts(reasoning), *self._split(content)]
 
     def flush(self) -> list[Part]:
         """Returns the parts that were held back, at the end of the answer."""
         reasoning, content = self._channel.flush() if self._channel else ("", "")
-        parts = [*_told(reasoning), *self._split(content)]
+        parts = [*_reasoning_parts(reasoning), *self._split(content)]
         rest = self._calls.flush() if self._calls else ""
         return [*parts, rest] if rest else parts
 
@@ -48,12 +49,12 @@ class AnswerParser:
         return [content] if content else []
 
 
-def _told(reasoning: str) -> list[Part]:
+def _reasoning_parts(reasoning: str) -> list[Part]:
     return [Reasoning(reasoning)] if reasoning else []
 
 
-class _Place(Enum):
-    """The place of the next character: before a channel, in it, behind its closer, in the content."""
+class _State(Enum):
+    """The state of the parser: before the channel, in it, in white space after its closer, in the content."""
 
     START = "start"
     WITHIN = "within"
@@ -69,52 +70,52 @@ class ChannelParser:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._place = _Place.START
+        self._state = _State.START
         self._held = ""
         self._is_blank = True
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within the channel."""
-        return self._place is _Place.WITHIN
+        return self._state is _State.WITHIN
 
     @property
     def may_reason(self) -> bool:
         """Whether the text that follows may be reasoning."""
-        return self._place in (_Place.START, _Place.WITHIN)
+        return self._state in (_State.START, _State.WITHIN)
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Feeds text; returns the reasoning and the content that have become certain."""
+        """Feeds text; returns the reasoning and the content that no later text can change."""
         self._held += text
         reasoning = ""
-        if self._place is _Place.START:
+        if self._state is _State.START:
             self._open()
-        if self._place is _Place.WITHIN:
+        if self._state is _State.WITHIN:
             reasoning = self._take_reasoning()
-        if self._place is _Place.BEHIND:
+        if self._state is _State.BEHIND:
             self._held = self._held.lstrip()
-            self._place = _Place.CONTENT if self._held else _Place.BEHIND
+            self._state = _State.CONTENT if self._held else _State.BEHIND
         content = ""
-        if self._place is _Place.CONTENT:
+        if self._state is _State.CONTENT:
             content, self._held = self._held, ""
         return reasoning, content
 
     def flush(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the answer."""
         held, self._held = self._held, ""
-        return (held.rstrip(), "") if self._place is _Place.WITHIN else ("", held)
+        return (held.rstrip(), "") if self._state is _State.WITHIN else ("", held)
 
     def _open(self) -> None:
         stripped, opener = self._held.lstrip(), self._channel.opener
         if stripped.startswith(opener):
-            self._place, self._held = _Place.WITHIN, stripped[len(opener) :]
+            self._state, self._held = _State.WITHIN, stripped[len(opener) :]
         elif not opener.startswith(stripped):
-            self._place = _Place.CONTENT
+            self._state = _State.CONTENT
 
     def _take_reasoning(self) -> str:
         before, closer, behind = self._held.partition(self._channel.closer)
         if closer:
-            self._place, self._held = _Place.BEHIND, behind
+            self._state, self._held = _State.BEHIND, behind
         else:
             before = before[: len(before) - overlap(before, self._channel.closer)]
         certain = before.rstrip()
@@ -127,7 +128,10 @@ class ChannelParser:
 
 
 class ReasoningCount:
-    """The count of the tokens of an answer's reasoning, its marks included. opening: text that no token has."""
+    """The number of tokens of an answer's reasoning, marks included.
+
+    opening: the beginning of the text that the chat template has written, which is no token of the answer.
+    """
 
     def __init__(self, channel: Channel, opening: str) -> None:
         self.num_tokens = 0

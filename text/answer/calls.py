@@ -1,4 +1,4 @@
-"""Calls of tools, found in the text of an answer as it grows. Pure; no text raises."""
+"""The parser of tool calls in the text of an answer, while it streams. Pure; raises for no text."""
 
 import json
 import re
@@ -12,31 +12,31 @@ from text.answer.formats import CallFormat
 
 @dataclass(frozen=True)
 class CallBegun:
-    """A call of a function, whose arguments follow."""
+    """The name of a call, whose arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Further arguments of the call that has begun, as the model writes them: together an object in JSON."""
+    """A delta of the current call's arguments, as the model writes them: all deltas together are a JSON object."""
 
     text: str
 
 
 Found = str | CallBegun | Arguments
 MAX_PIECE_CHARS = 1024
-"""A longer text is read in pieces: each call found copies what is held behind it."""
+"""Length of the pieces that a feed is parsed in: each call copies the text held after it, quadratic in one piece."""
 _BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
 _BEGUN_BARE_HEAD = re.compile(
     r"\s{0,8}(?:[A-Za-z0-9_-]{1,64}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
     r"|\[CALL_ID\][A-Za-z0-9]{0,64}(?:\[[A-Z]{0,4}|\[ARGS\]\s{0,8})?)?)?"
 )
-"""Matches all that may become such a head."""
+"""Matches each text that may still grow into a match of _BARE_HEAD."""
 
 
-class _Place(Enum):
-    """The place of the next character: at the start, in text, in a part of a call, behind a call or between two."""
+class _State(Enum):
+    """The state of the parser: at the start, in text, in a part of a call, after a call or between two of a list."""
 
     START = "start"
     TEXT = "text"
@@ -57,7 +57,7 @@ class CallParser:
     def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
         self._format = call_format
         self._names = names
-        self._place = _Place.START
+        self._state = _State.START
         self._held = ""
         self._scan = _JsonScan()
         self._is_in_list = False
@@ -67,86 +67,86 @@ class CallParser:
             rf'\s{{0,8}}"{key}"\s{{0,8}}:\s{{0,8}}(?={{)'
         )
         self._steps = {
-            _Place.START: self._take_start,
-            _Place.BEHIND: self._take_start,
-            _Place.TEXT: self._take_text,
-            _Place.HEAD: self._take_head,
-            _Place.ARGUMENTS: self._take_arguments,
-            _Place.TAIL: self._take_tail,
-            _Place.LIST: self._take_comma,
+            _State.START: self._take_start,
+            _State.BEHIND: self._take_start,
+            _State.TEXT: self._take_text,
+            _State.HEAD: self._take_head,
+            _State.ARGUMENTS: self._take_arguments,
+            _State.TAIL: self._take_tail,
+            _State.LIST: self._take_comma,
         }
 
     def feed(self, text: str) -> list[Found]:
-        """Feeds text; returns what has become certain, in order."""
+        """Feeds text; returns the text and calls that no later text can change, in order."""
         found: list[Found] = []
         for start in range(0, len(text), MAX_PIECE_CHARS):
             self._held += text[start : start + MAX_PIECE_CHARS]
-            while (certain := self._steps[self._place]()) is not None:
+            while (certain := self._steps[self._state]()) is not None:
                 found += certain
         return [one for one in found if one != ""]
 
     def flush(self) -> str:
         """Returns the text held back, at the end of the answer."""
         held, self._held = self._held, ""
-        is_behind = self._place in (_Place.BEHIND, _Place.LIST)
+        is_behind = self._state in (_State.BEHIND, _State.LIST)
         is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._format.skipped))
         return "" if is_rest_of_call else held
 
     def _take_start(self) -> list[Found] | None:
-        """Looks for a call where one may stand without text before it; None where more text is needed."""
+        """Looks for a call at the start or directly after another; None where more text is needed."""
         stripped, form = self._held.lstrip(), self._format
-        if self._place is _Place.BEHIND:
+        if self._state is _State.BEHIND:
             for one in form.skipped:
                 if stripped.startswith(one):
                     self._held = stripped[len(one) :]
                     return []
         num_spaces = len(self._held) - len(stripped)
         if stripped.startswith(form.opener):
-            return self._go_to(_Place.HEAD, num_spaces + len(form.opener))
+            return self._go_to(_State.HEAD, num_spaces + len(form.opener))
         if not form.needs_opener and stripped.startswith(form.bracket):
-            return self._go_to(_Place.HEAD, num_spaces)
+            return self._go_to(_State.HEAD, num_spaces)
         if any(one.startswith(stripped) for one in (form.opener, *form.skipped)):
             return None
-        return self._go_to(_Place.TEXT)
+        return self._go_to(_State.TEXT)
 
     def _take_text(self) -> list[Found] | None:
         before, opener, _ = self._held.partition(self._format.opener)
         if opener:
             self._held = self._held[len(before) :]
-            return [before, *self._go_to(_Place.HEAD, len(opener))]
+            return [before, *self._go_to(_State.HEAD, len(opener))]
         kept = overlap(self._held, self._format.opener)
         certain, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         return [certain] if certain else None
 
     def _take_head(self) -> list[Found] | None:
-        """Begins a call where its name and the first bracket of its arguments have come, in this order."""
+        """Begins a call once its name and, after it, the first bracket of its arguments are there."""
         first = self._scan.first
         if self._format.bracket == "[" and not self._is_in_list:
             if head := _BARE_HEAD.match(self._held, first):
-                return self._begin_call(head, _Place.BEHIND)
+                return self._begin_call(head, _State.BEHIND)
             if _BEGUN_BARE_HEAD.fullmatch(self._held, first):
                 return None
             rest = self._held[first:].lstrip()
             if rest.startswith("["):
                 self._is_in_list = True
-                return self._go_to(_Place.HEAD, len(self._held) - len(rest) + 1)
+                return self._go_to(_State.HEAD, len(self._held) - len(rest) + 1)
         if (head := self._head.match(self._held, first)) and head[1] in self._names:
-            return self._begin_call(head, _Place.TAIL)
+            return self._begin_call(head, _State.TAIL)
         end = self._scan.end_of(self._held, "{")
         return None if end is None else self._take_whole(self._held[:end], first)
 
-    def _begin_call(self, head: re.Match[str], behind: _Place) -> list[Found]:
+    def _begin_call(self, head: re.Match[str], behind: _State) -> list[Found]:
         if head[1] not in self._names:
             return self._take_whole(self._held[: head.end()], len(self._held))
         self._held = self._held[head.end() :]
         self._behind_arguments = behind
-        return [CallBegun(head[1]), *self._go_to(_Place.ARGUMENTS)]
+        return [CallBegun(head[1]), *self._go_to(_State.ARGUMENTS)]
 
     def _take_whole(self, raw: str, first: int) -> list[Found]:
-        """Takes a call whose parts are in another order, or text that is none."""
+        """Takes a whole JSON object: a call with its keys in another order, or text that is no call."""
         self._held = self._held[len(raw) :]
         call = self._call_in(raw[first:])
-        self._go_to((_Place.LIST if self._is_in_list else _Place.BEHIND) if call else _Place.TEXT)
+        self._go_to((_State.LIST if self._is_in_list else _State.BEHIND) if call else _State.TEXT)
         return [*call] if call else [raw]
 
     def _take_arguments(self) -> list[Found] | None:
@@ -159,11 +159,11 @@ class CallParser:
         return [Arguments(text)] if text else None
 
     def _take_tail(self) -> list[Found] | None:
-        """Drops what a call has behind its arguments."""
+        """Drops the tail of a call, from its arguments to its last bracket."""
         end = self._scan.end_of(self._held, "{")
         self._held = "" if end is None else self._held[end:]
         self._scan.rewind()
-        return None if end is None else self._go_to(_Place.LIST if self._is_in_list else _Place.BEHIND)
+        return None if end is None else self._go_to(_State.LIST if self._is_in_list else _State.BEHIND)
 
     def _take_comma(self) -> list[Found] | None:
         stripped = self._held.lstrip()
@@ -171,17 +171,17 @@ class CallParser:
             return None
         self._held = stripped.removeprefix("]")
         self._is_in_list = stripped.startswith(",")
-        return self._go_to(_Place.HEAD, 1) if self._is_in_list else self._go_to(_Place.BEHIND)
+        return self._go_to(_State.HEAD, 1) if self._is_in_list else self._go_to(_State.BEHIND)
 
-    def _go_to(self, place: _Place, first: int = 0) -> list[Found]:
-        """Goes on at a place, in front of a value of JSON. Takes nothing."""
-        self._place, self._scan = place, _JsonScan(first)
-        if place is _Place.TEXT:
+    def _go_to(self, state: _State, first: int = 0) -> list[Found]:
+        """Enters a state, with a new scan for a JSON value from `first` on. Returns no parts."""
+        self._state, self._scan = state, _JsonScan(first)
+        if state is _State.TEXT:
             self._is_in_list = False
         return []
 
     def _call_in(self, text: str) -> list[Found]:
-        """Returns a call in JSON; nothing if it is invalid, or has arguments that JSON cannot write."""
+        """Parses a call; returns no parts for one that is invalid, or has arguments that JSON cannot write."""
         try:
             read: Any = json.loads(text)
             name, arguments = (read.get("name"), read.get(self._format.arguments)) if isinstance(read, dict) else (0, 0)
@@ -194,27 +194,30 @@ class CallParser:
 
 
 class _JsonScan:
-    """The end of a JSON value in text that grows: each character is looked at once. `first`: where the value begins."""
+    """A scan for the end of a JSON value in a growing text, which reads each character once.
+
+    first: the index from which on the value is expected.
+    """
 
     def __init__(self, first: int = 0, depth: int = 0) -> None:
         self.first = first
-        self._place = first
+        self._position = first
         self._depth = depth
         self._is_in_string = False
         self._is_escaped = False
 
     def rewind(self) -> None:
-        """Takes the text so far for gone."""
-        self._place = 0
+        """Restarts at index 0, after the caller has dropped the text read so far."""
+        self._position = 0
 
     def end_of(self, text: str, bracket: str) -> int | None:
-        """Returns the place behind the value, or behind a character that cannot begin it; None before that."""
-        while self._place < len(text):
-            char = text[self._place]
-            self._place += 1
+        """Returns the index after the value, or after a character that begins none; None where more text is needed."""
+        while self._position < len(text):
+            char = text[self._position]
+            self._position += 1
             if not self._depth and char != bracket:
                 if not char.isspace():
-                    return self._place
+                    return self._position
             elif self._is_in_string:
                 self._is_in_string = self._is_escaped or char != '"'
                 self._is_escaped = char == "\\" and not self._is_escaped
@@ -223,11 +226,11 @@ class _JsonScan:
             else:
                 self._depth += (char in "{[") - (char in "}]")
                 if not self._depth:
-                    return self._place
+                    return self._position
         return None
 
 
 def overlap(text: str, mark: str) -> int:
-    """Counts the characters at a text's end that a mark may begin with."""
+    """Returns the length of the longest end of a text that is a beginning of a mark, but not all of it."""
     longest = min(len(text), len(mark) - 1)
     return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)

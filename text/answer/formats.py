@@ -1,4 +1,4 @@
-"""The formats of answers: the writing of calls of tools, and of reasoning, which a model has learnt.
+"""The formats of answers: the syntax in which a family of models writes tool calls and reasoning.
 
 qwen          <tool_call>{"name": ..., "arguments": {...}}</tool_call> for each call; Qwen 2.5 and 3, Hermes
 llama         {"name": ..., "parameters": {...}} at the start of the answer, or behind <|python_tag|>
@@ -11,16 +11,17 @@ import re
 from dataclasses import dataclass, replace
 
 AUTO, OFF = "auto", "off"
-"""Settings of formats: what the template asks for, and none."""
+"""Settings of a format: AUTO finds it by the marks in the chat template; OFF is none."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The writing of calls: opener, lead, a call, further ones behind `between`, trail. A call: head, arguments, tail.
+    """The syntax of tool calls: opener, lead, calls joined by `between`, trail. A call is head, arguments, tail.
 
-    marks: the parts that are tokens, special in some vocabularies. arguments: the name of a call's arguments.
-    skipped: the texts that may follow a call, besides spaces. bracket: begins a call or, as "[", a list of calls.
-    has_bare_names: the head is the function's name and [ARGS]; all formats with "[" are read in both writings.
+    marks: delimiters that are special tokens in some vocabularies. arguments: the JSON key of a call's arguments.
+    bracket: the first character of a call or, "[", of a list of calls. skipped: delimiters dropped after a call.
+    needs_opener: a call without an opener is text.
+    has_bare_names: a head is NAME[ARGS], not JSON; of each format with "[" the parser takes both.
     """
 
     opener: str
@@ -91,7 +92,7 @@ class AnswerFormats:
 
     @classmethod
     def of(cls, template: str, tool: str = AUTO, reasoning: str = AUTO) -> "AnswerFormats":
-        """Returns the formats that settings name; AUTO finds what a template asks for, by the marks that it writes."""
+        """Returns the formats that the settings name; AUTO finds them by the marks in the chat template."""
         found = cls._found(template)
         return cls(
             {AUTO: found.tool, OFF: ""}.get(tool, tool), {AUTO: found.reasoning, OFF: ""}.get(reasoning, reasoning)

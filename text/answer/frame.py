@@ -1,11 +1,11 @@
-"""The frame of a chat's answer: its channel of reasoning, the calls of tools that it may have, and their grammar.
+"""The frame of a chat's answer: its reasoning channel, the tool calls that it may have, and the grammar of both.
 
     start: (channel's opener, reasoning, closer)? answer
     answer: calls                      where calls are required
           | content | calls            where the content has a format
           | text | calls | text calls  where the arguments of a tool are strict
 
-Calls follow one another, and nothing follows them.
+Nothing but further calls may follow a call.
 """
 
 import json
@@ -26,9 +26,10 @@ ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a chat, and the calls that its answer may have. strict: the functions whose schemas are held to.
+    """The tools of a chat, and the calls that its answer may have.
 
-    required: the answer is calls and nothing else, whose schemas are all held to. only: the function that is called.
+    strict: functions whose arguments the grammar holds to their schemas. required: the answer is calls alone, and the
+    grammar holds all to their schemas. only: the one function that may be called; "" for all. parallel: several calls.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -53,7 +54,7 @@ NO_TOOLS = ToolUse()
 class AnswerFrame:
     """The frame of an answer. calls: None without tools. is_open: the template has written the channel's opener.
 
-    max_reasoning_tokens: after which the channel is closed.
+    max_reasoning_tokens: the bound at which the grammar forces the closer; None for no bound.
     """
 
     calls: CallFormat | None = None
@@ -66,7 +67,7 @@ class AnswerFrame:
     def behind(
         cls, prompt: str, formats: AnswerFormats, tool_use: ToolUse, max_reasoning_tokens: int | None = None
     ) -> "AnswerFrame":
-        """Returns the frame of the answer to a rendered prompt; a channel that the prompt has closed is none of it."""
+        """Returns the frame of the answer to a rendered prompt; without a channel where the prompt has closed it."""
         calls = CALL_FORMATS.get(formats.tool) if tool_use.tools else None
         channel, end = CHANNELS.get(formats.reasoning), prompt.rstrip()
         if channel is None or end.endswith(channel.closer):
@@ -75,7 +76,7 @@ class AnswerFrame:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that are part of the answer's text where they are special tokens."""
+        """The marks that stay in the answer's text though they are special tokens, which are else skipped."""
         of_channel = (self.channel.opener, self.channel.closer) if self.channel else ()
         return (*(self.calls.marks if self.calls else ()), *of_channel)
 
@@ -89,10 +90,10 @@ class AnswerFrame:
         return ReasoningCount(self.channel, self.opening) if self.channel else None
 
     def grammar(self, content: ResponseFormat | None, codec: TextCodec | None = None) -> ResponseFormat | None:
-        """Writes the grammar of the answer; None where any text is one. Raises InvalidRequest or Unsupported.
+        """Writes the grammar of the answer; None where any text is allowed. Raises InvalidRequest or Unsupported.
 
-        content: the format of the content. Without a codec marks are spelled, and reasoning may be of any length: so
-        the grammar can be checked without the model's vocabulary.
+        content: the format of the content. Without a codec the grammar spells marks as text and has no bound on
+        reasoning, so that it can be checked without the model's vocabulary.
         """
         use, has_budget = self.tool_use, self.max_reasoning_tokens is not None
         if self.channel is None and (content is None or not self.calls) and not (use.required or use.strict):
@@ -103,7 +104,7 @@ class AnswerFrame:
         return ResponseFormat(FormatKind.LARK, "\n".join([*rules.start(), *rules.answer(content)]))
 
     def _tokens(self, codec: TextCodec) -> dict[str, int]:
-        """Returns the ids of marks that are special tokens; with a budget, of the channel's closer in any case."""
+        """Returns the token ids of marks that are special tokens and, with a budget, of the channel's closer."""
         ids = {mark: codec.encode_rendered(mark) for mark in self.marks}
         named = [mark for mark in self.marks if mark in codec.special_tokens]
         if self.channel and self.max_reasoning_tokens is not None:
@@ -118,7 +119,7 @@ NO_FRAME = AnswerFrame()
 
 
 class _Rules:
-    """The rules of a grammar in llguidance's dialect of Lark. tokens: ids of marks; other marks are spelled."""
+    """The rules of a grammar in llguidance's dialect of Lark. tokens: ids of marks; other marks are spelled as text."""
 
     def __init__(self, frame: AnswerFrame, tokens: Mapping[str, int]) -> None:
         self._frame = frame
@@ -149,7 +150,7 @@ class _Rules:
         return [f"answer: PLAIN | calls{behind}", plain, *told, *self._calls(calls)]
 
     def _calls(self, calls: CallFormat) -> list[str]:
-        """Writes the rules of calls, and of what follows the opener of the first."""
+        """Writes the rules `calls` and `listed`: the calls with the first opener, and without it."""
         schemas, use = self._frame.tool_use.schemas(), self._frame.tool_use
         more = f"({self._term(calls.between)} call)*" if use.parallel else ""
         opener = self._term(calls.opener) if calls.needs_opener else ""
@@ -164,7 +165,7 @@ class _Rules:
         return rules
 
     def _until(self, rule: str, text: str, mark: str) -> list[str]:
-        """Writes the rule of a text up to a mark, the first that it has."""
+        """Writes a rule for text up to the first occurrence of a mark, which it includes."""
         if mark not in self._tokens:
             return [f"{rule}[lazy]: {text} {json.dumps(mark)}"]
         budget = self._frame.max_reasoning_tokens
@@ -173,14 +174,14 @@ class _Rules:
         return [f"{rule}: {rule}_text {self._term(mark)}", f"{rule}_text[max_tokens={budget}]: TEXT"]
 
     def _plain(self, calls: CallFormat | None) -> str:
-        """Writes the lexeme of a text that begins neither a channel nor a call."""
+        """Writes the lexeme of text that begins with neither a channel's opener nor a call without an opener."""
         text = r"/(\s*[^\s{](.|\n)*)?/" if calls and not calls.needs_opener else r"/(.|\n)*/"
         if self._frame.channel is None or self._frame.is_open:
             return text
         return rf"{text} & ~/\s*{re.escape(self._frame.channel.opener)}(.|\n)*/"
 
     def _term(self, text: str) -> str:
-        """Writes a text, with the marks in it as tokens."""
+        """Writes a text as Lark terms: strings, and token ids for the marks in it."""
         terms, place = [], 0
         for mark in self._marks.finditer(text):
             terms += [text[place : mark.start()], mark[0]]
