@@ -72,6 +72,7 @@ class ChannelParser:
         self._channel = channel
         self._state = _State.START
         self._held = ""
+        self._spaces: list[str] = []  # before what is held, joined once other text follows
         self._is_blank = True
 
     @property
@@ -86,7 +87,10 @@ class ChannelParser:
 
     def feed(self, text: str) -> tuple[str, str]:
         """Feeds text; returns the reasoning and the content that no later text can change."""
-        self._held += text
+        if text.isspace() and not self._held and self._state is not _State.CONTENT:
+            self._spaces.append(text)
+            return "", ""
+        self._held = self._take_held() + text
         reasoning = ""
         if self._state is _State.START:
             self._open()
@@ -98,12 +102,21 @@ class ChannelParser:
         content = ""
         if self._state is _State.CONTENT:
             content, self._held = self._held, ""
+        if self._held.isspace():
+            self._spaces, self._held = [self._held], ""
         return reasoning, content
 
     def flush(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        return (held.rstrip(), "") if self._state is _State.WITHIN else ("", held)
+        held = self._take_held()
+        if self._state is _State.WITHIN:
+            return held.rstrip(), ""
+        return "", "" if self._state is _State.BEHIND else held
+
+    def _take_held(self) -> str:
+        held, self._held = "".join((*self._spaces, self._held)), ""
+        self._spaces.clear()
+        return held
 
     def _open(self) -> None:
         stripped, opener = self._held.lstrip(), self._channel.opener

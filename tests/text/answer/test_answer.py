@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text.answer.answer import AnswerParser, Part, Reasoning
+from text.answer.answer import AnswerParser, Part, Reasoning, ReasoningCount
 from text.answer.calls import Arguments, CallBegun
-from text.answer.formats import CALL_FORMATS, AnswerFormats
+from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 QWEN_F, QWEN_G = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in (F, G))
@@ -195,4 +195,13 @@ def test_calls_are_read_as_they_are_written(tool_format: str) -> None:
 def test_many_calls_at_once_take_time_by_their_length() -> None:
     began_s = time.process_time()
     AnswerParser(AnswerFormats("llama"), {"f"}).feed(f"{LLAMA_F};" * 60_000)
+    assert time.process_time() - began_s < 5
+
+
+@pytest.mark.parametrize("opening", ["", "<think>", "<think>a", "<think>a</think>"])
+def test_white_space_token_by_token_takes_time_by_its_length(opening: str) -> None:
+    count = ReasoningCount(CHANNELS["think"], opening)
+    began_s = time.process_time()
+    for _ in range(400_000):
+        count.add(" ")
     assert time.process_time() - began_s < 5
