@@ -258,6 +258,7 @@ def test_generate_as_json_is_one_object(server: FakeServer, capsys: pytest.Captu
         "cached_tokens": {"device": 0, "host": 16, "peers": 0, "redis": 0, "files": 0},
         "guessed_tokens": 0,
         "accepted_tokens": 0,
+        "reasoning_tokens": 0,
     }
     assert answer["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
     assert answer["timeline"]["total_ms"] == 5

@@ -34,6 +34,7 @@ def test_a_prefix_that_was_there_is_not_computed_again(cluster: ServedCluster, c
         "cached_tokens": {"device": 0, "host": 0, "peers": 0, "redis": 0, "files": 0},
         "guessed_tokens": 0,
         "accepted_tokens": 0,
+        "reasoning_tokens": 0,
     }
     assert sum(second["usage"]["cached_tokens"].values()) == 96
     assert second["token_ids"] == first["token_ids"]
