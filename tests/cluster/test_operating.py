@@ -36,7 +36,7 @@ def _order(cluster: ServedCluster, num_decode: int) -> "subprocess.Popen[str]":
 
 
 def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
-    overtaken = _order(cluster, 3)
+    overtaken = _order(cluster, 6)  # so many that they start for longer than the next command does
     assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
     assert overtaken.communicate()[1] == "baton: overtaken by a later order: decode 2\n"
     assert overtaken.returncode == 1
