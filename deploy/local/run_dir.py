@@ -116,7 +116,9 @@ def ray_folder(folder: Path) -> Path:
 
 
 def ray_session(folder: Path) -> Path:
-    return ray_folder(folder) / "session_latest"
+    """Returns the folder of such a Ray's session; Ray's link to it, which each of its workers makes anew, where none is."""
+    ray = ray_folder(folder)
+    return max(ray.glob("session_[0-9]*"), default=ray / "session_latest")
 
 
 def ray_logs(folder: Path) -> Path:

@@ -49,6 +49,7 @@ BAD_REDIS_URLS = (
 )
 RUN_DIR = "/tmp/baton-default-00000000"
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
+SESSION = "session_2026-11-23_12-00-00_000000_1"
 ASKING = [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"]]
 WAIT_S = 60.0
 COMPLETE = pb.Complete(
@@ -324,7 +325,7 @@ def test_a_crash_of_ray_is_told_though_the_router_still_answers(
 
 
 @pytest.mark.parametrize("command", [*ASKING, ["chat"]])
-@pytest.mark.parametrize(("lost", "is_joined"), [(".", False), ("r/session_latest", False), (".", True)])
+@pytest.mark.parametrize(("lost", "is_joined"), [(".", False), (f"r/{SESSION}", False), (".", True)])
 def test_a_run_folder_that_was_removed_is_told_at_once(
     command: list[str],
     lost: str,
@@ -335,16 +336,29 @@ def test_a_run_folder_that_was_removed_is_told_at_once(
 ) -> None:
     state = StateFile("default").read()
     assert state is not None
-    (run_folder / "r" / "session_latest").mkdir(parents=True)
+    (run_folder / "r" / SESSION).mkdir(parents=True)
     StateFile("default").write(replace(state, head=None if is_joined else ProcessRef.of(os.getpid())))
     assert main(["status"]) == 0
     capsys.readouterr()
     shutil.rmtree(run_folder / lost)
     assert main(command) == 1
     told = capsys.readouterr().err
-    assert told.startswith(f"baton: the cluster default cannot go on: {run_folder / lost} was removed")
+    named = run_folder / lost.replace(SESSION, "session_latest")
+    assert told.startswith(f"baton: the cluster default cannot go on: {named} was removed")
     assert told.endswith(": `baton down` cleans up, `baton up` starts anew\n")
     assert len(server.asked) == 1, "the status of before"
+
+
+def test_a_worker_of_ray_that_makes_the_link_anew_is_no_loss(
+    server: FakeServer, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = StateFile("default").read()
+    assert state is not None
+    (session := run_folder / "r" / SESSION).mkdir(parents=True)
+    StateFile("default").write(replace(state, head=ProcessRef.of(os.getpid())))
+    assert not (session.parent / "session_latest").exists(), "Ray removes its link before it makes it again"
+    assert main(["status"]) == 0
+    assert f"logs in {session / 'logs'}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ASKING)
