@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
             self._answer.is_last = True
 
     def abort(self) -> None:
-        """Closes at once; what is unsent is lost."""
+        """Closes at once, and drops unsent bytes."""
         self._transport.abort()
 
     def _read_later(self, data: bytes) -> None:

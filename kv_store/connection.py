@@ -1,13 +1,13 @@
-"""Connections to services of other processes: a breaker before one that does not answer, bytes as many as asked for."""
+"""Connections to services of other processes: a circuit breaker, and reads of an exact number of bytes."""
 
 from collections.abc import Callable
 
 
 def receive_exactly(receive_some: Callable[[memoryview], int], into: memoryview) -> memoryview:
-    """Fills `into`, however few bytes come at a time, and returns it.
+    """Fills `into` by as many reads as that takes, and returns it.
 
-    receive_some: fills the start of what is left, as `socket.recv_into` does, and raises OSError if that takes too
-    long. Raises ConnectionError if the other side hangs up.
+    receive_some: fills the start of the view it is given, as `socket.recv_into` does, and raises OSError after a
+    timeout. Raises ConnectionError if the peer hangs up.
     """
     left = into
     while left:

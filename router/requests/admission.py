@@ -63,7 +63,7 @@ class Admission:
         self._open.release()
 
     def check(self) -> list[str]:
-        """Returns violated invariants: the limits count what is open and queued."""
+        """Returns violated invariants: each limit counts the requests or bytes that the tables hold."""
         queued = [num_bytes for num_bytes in self._queued_bytes.values() if num_bytes is not None]
         counts = (
             ("requests are counted as open", self._open, len(self._queued_bytes)),
@@ -85,7 +85,7 @@ class Budget:
         self._at_s = now_s
 
     def take(self, amount: float, now_s: float) -> None:
-        """Takes an amount; more than what is left is a debt."""
+        """Takes an amount, which may leave a debt."""
         self._left = self._left_at(now_s) - amount
         self._at_s = now_s
 

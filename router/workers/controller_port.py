@@ -13,7 +13,7 @@ ORDER_TIMEOUT_S, KEYS_TIMEOUT_S, REPORT_TIMEOUT_S = 590.0, 25.0, 5.0
 
 @dataclass(frozen=True)
 class ControllerEvent:
-    """Something an operator wants to know of, `age_s` seconds ago."""
+    """An event of the cluster for its operator, `age_s` seconds old."""
 
     age_s: float
     text: str
@@ -21,7 +21,7 @@ class ControllerEvent:
 
 @dataclass(frozen=True)
 class ControllerReport:
-    """The last events, newest last, and what is wrong now."""
+    """The last events, newest last, and the problems that last."""
 
     events: tuple[ControllerEvent, ...] = ()
     problems: tuple[str, ...] = ()

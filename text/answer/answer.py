@@ -53,7 +53,7 @@ def _reasoning_parts(reasoning: str) -> list[Part]:
     return [Reasoning(reasoning)] if reasoning else []
 
 
-class _State(Enum):
+class _ChannelState(Enum):
     """The state of the parser: before the channel, in it, in white space after its closer, in the content."""
 
     START = "start"
@@ -70,7 +70,7 @@ class ChannelParser:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._state = _State.START
+        self._state = _ChannelState.START
         self._held = ""
         self._spaces: list[str] = []  # before what is held, joined once other text follows
         self._is_blank = True
@@ -78,29 +78,29 @@ class ChannelParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within the channel."""
-        return self._state is _State.WITHIN
+        return self._state is _ChannelState.WITHIN
 
     @property
     def may_reason(self) -> bool:
         """Whether the text that follows may be reasoning."""
-        return self._state in (_State.START, _State.WITHIN)
+        return self._state in (_ChannelState.START, _ChannelState.WITHIN)
 
     def feed(self, text: str) -> tuple[str, str]:
         """Feeds text; returns the reasoning and the content that no later text can change."""
-        if text.isspace() and not self._held and self._state is not _State.CONTENT:
+        if text.isspace() and not self._held and self._state is not _ChannelState.CONTENT:
             self._spaces.append(text)
             return "", ""
         self._held = self._take_held() + text
         reasoning = ""
-        if self._state is _State.START:
+        if self._state is _ChannelState.START:
             self._open()
-        if self._state is _State.WITHIN:
+        if self._state is _ChannelState.WITHIN:
             reasoning = self._take_reasoning()
-        if self._state is _State.BEHIND:
+        if self._state is _ChannelState.BEHIND:
             self._held = self._held.lstrip()
-            self._state = _State.CONTENT if self._held else _State.BEHIND
+            self._state = _ChannelState.CONTENT if self._held else _ChannelState.BEHIND
         content = ""
-        if self._state is _State.CONTENT:
+        if self._state is _ChannelState.CONTENT:
             content, self._held = self._held, ""
         if self._held.isspace():
             self._spaces, self._held = [self._held], ""
@@ -109,9 +109,9 @@ class ChannelParser:
     def flush(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the answer."""
         held = self._take_held()
-        if self._state is _State.WITHIN:
+        if self._state is _ChannelState.WITHIN:
             return held.rstrip(), ""
-        return "", "" if self._state is _State.BEHIND else held
+        return "", "" if self._state is _ChannelState.BEHIND else held
 
     def _take_held(self) -> str:
         held, self._held = "".join((*self._spaces, self._held)), ""
@@ -121,14 +121,14 @@ class ChannelParser:
     def _open(self) -> None:
         stripped, opener = self._held.lstrip(), self._channel.opener
         if stripped.startswith(opener):
-            self._state, self._held = _State.WITHIN, stripped[len(opener) :]
+            self._state, self._held = _ChannelState.WITHIN, stripped[len(opener) :]
         elif not opener.startswith(stripped):
-            self._state = _State.CONTENT
+            self._state = _ChannelState.CONTENT
 
     def _take_reasoning(self) -> str:
         before, closer, behind = self._held.partition(self._channel.closer)
         if closer:
-            self._state, self._held = _State.BEHIND, behind
+            self._state, self._held = _ChannelState.BEHIND, behind
         else:
             before = before[: len(before) - overlap(before, self._channel.closer)]
         certain = before.rstrip()

@@ -35,7 +35,7 @@ _BEGUN_BARE_HEAD = re.compile(
 """Matches each text that may still grow into a match of _BARE_HEAD."""
 
 
-class _State(Enum):
+class _CallState(Enum):
     """The state of the parser: at the start, in text, in a part of a call, after a call or between two of a list."""
 
     START = "start"
@@ -57,7 +57,7 @@ class CallParser:
     def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
         self._format = call_format
         self._names = names
-        self._state = _State.START
+        self._state = _CallState.START
         self._held = ""
         self._scan = _JsonScan()
         self._is_in_list = False
@@ -67,13 +67,13 @@ class CallParser:
             rf'\s{{0,8}}"{key}"\s{{0,8}}:\s{{0,8}}(?={{)'
         )
         self._steps = {
-            _State.START: self._take_start,
-            _State.BEHIND: self._take_start,
-            _State.TEXT: self._take_text,
-            _State.HEAD: self._take_head,
-            _State.ARGUMENTS: self._take_arguments,
-            _State.TAIL: self._take_tail,
-            _State.LIST: self._take_comma,
+            _CallState.START: self._take_start,
+            _CallState.BEHIND: self._take_start,
+            _CallState.TEXT: self._take_text,
+            _CallState.HEAD: self._take_head,
+            _CallState.ARGUMENTS: self._take_arguments,
+            _CallState.TAIL: self._take_tail,
+            _CallState.LIST: self._take_comma,
         }
 
     def feed(self, text: str) -> list[Found]:
@@ -88,32 +88,32 @@ class CallParser:
     def flush(self) -> str:
         """Returns the text held back, at the end of the answer."""
         held, self._held = self._held, ""
-        is_behind = self._state in (_State.BEHIND, _State.LIST)
+        is_behind = self._state in (_CallState.BEHIND, _CallState.LIST)
         is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._format.skipped))
         return "" if is_rest_of_call else held
 
     def _take_start(self) -> list[Found] | None:
         """Looks for a call at the start or directly after another; None where more text is needed."""
         stripped, form = self._held.lstrip(), self._format
-        if self._state is _State.BEHIND:
+        if self._state is _CallState.BEHIND:
             for one in form.skipped:
                 if stripped.startswith(one):
                     self._held = stripped[len(one) :]
                     return []
         num_spaces = len(self._held) - len(stripped)
         if stripped.startswith(form.opener):
-            return self._go_to(_State.HEAD, num_spaces + len(form.opener))
+            return self._go_to(_CallState.HEAD, num_spaces + len(form.opener))
         if not form.needs_opener and stripped.startswith(form.bracket):
-            return self._go_to(_State.HEAD, num_spaces)
+            return self._go_to(_CallState.HEAD, num_spaces)
         if any(one.startswith(stripped) for one in (form.opener, *form.skipped)):
             return None
-        return self._go_to(_State.TEXT)
+        return self._go_to(_CallState.TEXT)
 
     def _take_text(self) -> list[Found] | None:
         before, opener, _ = self._held.partition(self._format.opener)
         if opener:
             self._held = self._held[len(before) :]
-            return [before, *self._go_to(_State.HEAD, len(opener))]
+            return [before, *self._go_to(_CallState.HEAD, len(opener))]
         kept = overlap(self._held, self._format.opener)
         certain, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         return [certain] if certain else None
@@ -123,30 +123,30 @@ class CallParser:
         first = self._scan.first
         if self._format.bracket == "[" and not self._is_in_list:
             if head := _BARE_HEAD.match(self._held, first):
-                return self._begin_call(head, _State.BEHIND)
+                return self._begin_call(head, _CallState.BEHIND)
             if _BEGUN_BARE_HEAD.fullmatch(self._held, first):
                 return None
             rest = self._held[first:].lstrip()
             if rest.startswith("["):
                 self._is_in_list = True
-                return self._go_to(_State.HEAD, len(self._held) - len(rest) + 1)
+                return self._go_to(_CallState.HEAD, len(self._held) - len(rest) + 1)
         if (head := self._head.match(self._held, first)) and head[1] in self._names:
-            return self._begin_call(head, _State.TAIL)
+            return self._begin_call(head, _CallState.TAIL)
         end = self._scan.end_of(self._held, "{")
         return None if end is None else self._take_whole(self._held[:end], first)
 
-    def _begin_call(self, head: re.Match[str], behind: _State) -> list[Found]:
+    def _begin_call(self, head: re.Match[str], behind: _CallState) -> list[Found]:
         if head[1] not in self._names:
             return self._take_whole(self._held[: head.end()], len(self._held))
         self._held = self._held[head.end() :]
         self._behind_arguments = behind
-        return [CallBegun(head[1]), *self._go_to(_State.ARGUMENTS)]
+        return [CallBegun(head[1]), *self._go_to(_CallState.ARGUMENTS)]
 
     def _take_whole(self, raw: str, first: int) -> list[Found]:
         """Takes a whole JSON object: a call with its keys in another order, or text that is no call."""
         self._held = self._held[len(raw) :]
         call = self._call_in(raw[first:])
-        self._go_to((_State.LIST if self._is_in_list else _State.BEHIND) if call else _State.TEXT)
+        self._go_to((_CallState.LIST if self._is_in_list else _CallState.BEHIND) if call else _CallState.TEXT)
         return [*call] if call else [raw]
 
     def _take_arguments(self) -> list[Found] | None:
@@ -163,7 +163,7 @@ class CallParser:
         end = self._scan.end_of(self._held, "{")
         self._held = "" if end is None else self._held[end:]
         self._scan.rewind()
-        return None if end is None else self._go_to(_State.LIST if self._is_in_list else _State.BEHIND)
+        return None if end is None else self._go_to(_CallState.LIST if self._is_in_list else _CallState.BEHIND)
 
     def _take_comma(self) -> list[Found] | None:
         stripped = self._held.lstrip()
@@ -171,12 +171,12 @@ class CallParser:
             return None
         self._held = stripped.removeprefix("]")
         self._is_in_list = stripped.startswith(",")
-        return self._go_to(_State.HEAD, 1) if self._is_in_list else self._go_to(_State.BEHIND)
+        return self._go_to(_CallState.HEAD, 1) if self._is_in_list else self._go_to(_CallState.BEHIND)
 
-    def _go_to(self, state: _State, first: int = 0) -> list[Found]:
+    def _go_to(self, state: _CallState, first: int = 0) -> list[Found]:
         """Enters a state, with a new scan for a JSON value from `first` on. Returns no parts."""
         self._state, self._scan = state, _JsonScan(first)
-        if state is _State.TEXT:
+        if state is _CallState.TEXT:
             self._is_in_list = False
         return []
 
