@@ -116,9 +116,8 @@ def ray_folder(folder: Path) -> Path:
 
 
 def ray_session(folder: Path) -> Path:
-    """Returns the folder of such a Ray's session; Ray's link to it, which each of its workers makes anew, where none is."""
-    ray = ray_folder(folder)
-    return max(ray.glob("session_[0-9]*"), default=ray / "session_latest")
+    """Returns the folder of such a Ray's session. Ray's link to it is no sign: each worker removes and renews it."""
+    return max(ray_folder(folder).glob("session_[0-9]*"), default=ray_folder(folder) / "session_latest")
 
 
 def ray_logs(folder: Path) -> Path:
