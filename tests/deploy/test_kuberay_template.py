@@ -22,7 +22,8 @@ SPEC = {
 HEAD = {"template", "rayStartParams", "serviceType", "headService", "enableIngress", "resources", "labels"}
 WORKERS = {"groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams", "template", "suspend"}
 CONTAINER = {"name", "image", "env", "ports", "resources", "volumeMounts"}
-ROUTER_PORT = ClusterConfig().router.grpc_port
+PORTS = [ClusterConfig().router.grpc_port, ClusterConfig().http_port]
+"""Ports of a router and its gateways for clients."""
 
 
 @pytest.fixture
@@ -64,12 +65,14 @@ def test_each_role_has_a_group_with_the_resource_that_its_workers_ask_for(parts:
         assert config.worker.of(role).resources.keys() == offered.keys()
 
 
-def test_clients_alone_reach_the_router_and_no_other_port(parts: dict[str, dict[str, Any]]) -> None:
+def test_clients_alone_reach_the_router_and_the_gateway_and_no_other_port(parts: dict[str, dict[str, Any]]) -> None:
     name = parts["RayCluster"]["metadata"]["name"]
     service, policy = parts["Service"]["spec"], parts["NetworkPolicy"]["spec"]
     assert service["selector"] == {"ray.io/cluster": name, "ray.io/node-type": "head"}
-    assert [one["targetPort"] for one in service["ports"]] == [ROUTER_PORT]
+    assert [(one["port"], one["targetPort"]) for one in service["ports"]] == [(port, port) for port in PORTS]
     assert policy["podSelector"]["matchLabels"] == {"ray.io/cluster": name}
     within, clients = policy["ingress"]
     assert within["from"] == [{"podSelector": policy["podSelector"]}]
-    assert [one["port"] for one in clients["ports"]] == [ROUTER_PORT]
+    assert [one["port"] for one in clients["ports"]] == PORTS
+    [head] = parts["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {one["containerPort"] for one in head["ports"]} >= set(PORTS)
