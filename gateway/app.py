@@ -147,7 +147,8 @@ class Gateway:
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
         model = taken.get("model") or (await self._served_model(client)).name
-        generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
+        timeline = taken.pop("timeline", False)
+        generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage), timeline)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)

@@ -285,6 +285,7 @@ COMMON: dict[str, Read] = {
     "model": text,
     "stream": flag,
     "stream_options": stream_options,
+    "timeline": flag,
 }
 """The fields of both kinds of requests."""
 TOKENIZE: dict[str, Read] = {"model": text, "prompt": text, "messages": messages, "return_token_strs": flag}

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from baton import AsyncClient, Chunk, Completion
@@ -55,13 +55,18 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class Generation:
-    """A request, read and checked as far as that is the gateway's. `usage`: whether a stream is to end with it."""
+    """A request, read and checked as far as that is the gateway's.
+
+    usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
+    ends with, too.
+    """
 
     request_id: str
     model: str
     prompts: Sequence[Prompt]
     options: Options
     usage: bool
+    timeline: bool = False
 
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
@@ -127,14 +132,14 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
     for number, choice in enumerate(_choices(streams)):
         described = dialect.choice(choice, "".join(drafts[number].text), number)
         pieces += [b", " if number else b"", *drafts[number].pieces(described)]
-    usage = json.dumps(usage_of([stream.completion for stream in streams]))
-    return [*pieces, b'], "usage": ', usage.encode(), b"}"]
+    return [*pieces, b'], "usage": ', _usage(generation, streams), b"}"]
 
 
 async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
     """Yields events as tokens come. Raises BatonError, as a rule before the first event."""
     head = json.dumps(_head(generation, dialect, dialect.event_name))[:-1].encode()
-    tail = b'],"usage":null}\n\n' if generation.usage else b"]}\n\n"
+    has_usage = generation.usage or generation.timeline
+    tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
     start = b"data: " + head + b',"choices":['
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
@@ -146,9 +151,8 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
     ends = [
         start + dialect.last_event(choice, number).encode() + tail for number, choice in enumerate(_choices(streams))
     ]
-    if generation.usage:
-        usage = json.dumps(usage_of([stream.completion for stream in streams]))
-        ends.append(start + b'],"usage":' + usage.encode() + b"}\n\n")
+    if has_usage:
+        ends.append(start + b'],"usage":' + _usage(generation, streams) + b"}\n\n")
     yield b"".join((*ends, DONE))
 
 
@@ -165,6 +169,12 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(sum(one.usage.cached_tokens.values()) for one in completions)},
         **details,
     }
+
+
+def _usage(generation: Generation, streams: Sequence[AsyncStream]) -> bytes:
+    completions = [stream.completion for stream in streams]
+    timelines = {"timelines": [asdict(one.timeline) for one in completions]} if generation.timeline else {}
+    return json.dumps({**usage_of(completions), **timelines}).encode()
 
 
 def _head(generation: Generation, dialect: Dialect, name: str) -> dict[str, Any]:

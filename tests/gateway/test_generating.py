@@ -90,6 +90,28 @@ async def test_a_completion_streamed(gateway: LocalGateway) -> None:
     assert {one["id"] for one in answer.events[:-1]} == {f"cmpl-{answer.headers['x-request-id']}"}
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_usage_has_the_timeline_that_a_body_asks_for(gateway: LocalGateway, path: str, is_streamed: bool) -> None:
+    prompt: dict[str, Any] = {"prompt": PROMPT} if path == COMPLETIONS else SAID
+    answer = await gateway.post(path, {**prompt, "max_tokens": 3, "stream": is_streamed, "timeline": True})
+    [timeline] = (answer.events[-2] if is_streamed else answer.json)["usage"]["timelines"]
+    parts = {span["name"].split(".")[0] for span in timeline["spans"]}
+    assert {"router", "prefill", "decode"} <= parts
+    assert timeline["prefill_worker"]
+    assert timeline["decode_worker"]
+    assert all(span.keys() == {"name", "worker", "start_ms", "duration_ms", "counts"} for span in timeline["spans"])
+    assert sum(span["duration_ms"] for span in timeline["spans"]) >= timeline["total_ms"] * 0.99 > 0
+
+
+async def test_each_prompt_has_a_timeline_of_its_own(gateway: LocalGateway) -> None:
+    body = {"prompt": [PROMPT, "xyz"], "max_tokens": 2, "timeline": True}
+    answer = await gateway.post(COMPLETIONS, body)
+    assert len(answer.json["usage"]["timelines"]) == 2
+    refused = await gateway.post(COMPLETIONS, {**body, "timeline": "yes"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "timeline")
+
+
 async def test_a_chat(gateway: LocalGateway) -> None:
     answer = await gateway.post(CHAT, {**SAID, "max_completion_tokens": 5, "seed": 1})
     text = await text_of(gateway, RENDERED, max_tokens=5, seed=1)
