@@ -19,6 +19,7 @@ COMMANDS = {
     "status": "cli.status",
     "scale": "cli.scale",
     "drain": "cli.drain",
+    "abort": "cli.abort",
     "down": "cli.down",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",

@@ -6,7 +6,7 @@ import grpc.aio
 
 from router.router import Router
 from wire.errors import BatonError, Cancelled
-from wire.ids import WorkerId
+from wire.ids import QualifiedId, WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterServicer
@@ -55,6 +55,10 @@ class ClusterApi(ClusterServicer):
         finally:
             opened.stop(Cancelled("the caller went away"))
         return answer
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        await self._router.dispatcher.abort_any(QualifiedId(request.request_id))
+        return pb.AbortResponse()
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()

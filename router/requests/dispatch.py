@@ -210,10 +210,17 @@ class Dispatcher:
         Raises RequestNotFound, for a request of another tenant too.
         """
         is_id = REQUEST_ID.fullmatch(request_id) is not None  # else it could be another tenant's
-        request = self._open.get(qualified(caller.tenant, request_id)) if is_id else None
+        await self._abort(qualified(caller.tenant, request_id) if is_id else None, "the request was aborted")
+
+    async def abort_any(self, request_id: QualifiedId) -> None:
+        """Ends a request of any tenant as `abort` does, for the operator. Raises RequestNotFound."""
+        await self._abort(request_id, "the operator aborted the request")
+
+    async def _abort(self, request_id: QualifiedId | None, reason: str) -> None:
+        request = self._open.get(request_id) if request_id is not None else None
         if request is None:
             raise RequestNotFound("no request of that id is running")
-        request.stop(Cancelled("the request was aborted", request_id=request_id))
+        request.stop(Cancelled(reason, request_id=request.request_id))
         await request.ended()
 
     def stop(self) -> None:

@@ -50,7 +50,7 @@ BAD_REDIS_URLS = (
 RUN_DIR = "/tmp/baton-default-00000000"
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 SESSION = "session_2026-11-23_12-00-00_000000_1"
-ASKING = [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"]]
+ASKING = [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"], ["abort", "r"]]
 WAIT_S = 60.0
 COMPLETE = pb.Complete(
     choices=[pb.Choice(index=0, finish_reason=pb.FINISH_REASON_STOP, stop_string="end")],
@@ -91,6 +91,10 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:  # noqa: N802
         self.asked.append(request)
         return cluster_pb2.ScaleResponse(prefill=2, decode=request.decode)
+
+    def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
+        self.asked.append(request)
+        return pb.AbortResponse()
 
 
 @pytest.fixture
@@ -452,6 +456,12 @@ def test_a_cluster_that_never_came_up_is_said_to_be_one(capsys: pytest.CaptureFi
         capsys.readouterr().err
         == "baton: the cluster default has not come up: `baton down` cleans up, `baton up` starts anew\n"
     )
+
+
+def test_a_request_is_aborted_by_its_id(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["abort", "acme/r-1"]) == 0
+    assert [one.request_id for one in server.asked] == ["acme/r-1"]
+    assert capsys.readouterr().out == "acme/r-1 is aborted\n"
 
 
 def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,3 +177,19 @@ async def test_the_services_that_were_walked_are_all_there_are(service: Service)
         [answer] = [one async for one in stub.ServerReflectionInfo(iter([asked]), metadata=metadata)]
         named = {one.name for one in answer.list_services_response.service}
         assert named == {own, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_the_operator_ends_a_request_of_any_tenant(service: Service) -> None:
+    service.cluster.workers["d0"].may_go.clear()
+    asked = request(max_tokens=2)
+    asked.request_id = "same"
+    call = service.inference.Generate(asked, metadata=shows(ACME_TEXT))
+    await anext(aiter(call))
+    operator = shows(OPERATOR_TEXT)
+    for name in ("same", "beta/same", "", "acme/same\n"):
+        unknown = await failure_of_unary(service.operate.Abort(pb.AbortRequest(request_id=name), metadata=operator))
+        assert unknown.code() is grpc.StatusCode.NOT_FOUND
+    await service.operate.Abort(pb.AbortRequest(request_id="acme/same"), metadata=operator)
+    failure = await failure_of(call)
+    assert (failure.code(), failure.details()) == (grpc.StatusCode.CANCELLED, "the operator aborted the request")
+    assert not service.cluster.router.dispatcher.num_running

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from wire.pb import cluster_pb2 as cluster__pb2
+from wire.pb import inference_pb2 as inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -54,6 +55,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=cluster__pb2.ProbeResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/baton.v1.Cluster/Abort',
+                request_serializer=inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/baton.v1.Cluster/Shutdown',
                 request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
@@ -97,6 +103,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """Ends a running request of any tenant by its id as logs have it, TENANT/ID but for the default tenant's; NOT_FOUND if
+        there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops every actor of this cluster.
         """
@@ -133,6 +147,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=cluster__pb2.ProbeRequest.FromString,
                     response_serializer=cluster__pb2.ProbeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=inference__pb2.AbortRequest.FromString,
+                    response_serializer=inference__pb2.AbortResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -253,6 +272,33 @@ class Cluster:
             '/baton.v1.Cluster/Probe',
             cluster__pb2.ProbeRequest.SerializeToString,
             cluster__pb2.ProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Abort',
+            inference__pb2.AbortRequest.SerializeToString,
+            inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
