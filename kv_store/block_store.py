@@ -12,11 +12,13 @@ from wire.tier import FarStatus, Tier
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """`directory` is None while it is out of reach."""
+    """`directory` is None while it is out of reach. Counts since the start of this store."""
 
     directory: DirectoryStatus | None
     cold: Sequence[FarStatus]
     block_bytes: int
+    num_corrupt: int = 0
+    num_failed: int = 0
 
 
 class BlockStore(Protocol):

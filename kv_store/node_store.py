@@ -72,6 +72,7 @@ class NodeStore:
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
         self._is_passed_over = False
+        self._num_corrupt = self._num_failed = 0
 
     def fence(self) -> None:
         self._pool.fence()
@@ -103,6 +104,8 @@ class NodeStore:
             directory=self._or_else(None, ask),
             cold=self._far.status(),
             block_bytes=self._layout.block_bytes,
+            num_corrupt=self._num_corrupt,
+            num_failed=self._num_failed,
         )
 
     def check(self) -> list[str]:
@@ -209,6 +212,7 @@ class NodeStore:
         blocks = [Block(entry.slot, name, entry.checksum) for name, entry in zip(names, entries, strict=False) if entry]
         for block, checksum in zip(blocks, self._checksums(self._payload(one.slot) for one in blocks), strict=True):
             if checksum != block.checksum:
+                self._num_corrupt += 1
                 log.warning(
                     "slot %d of the arena does not hold what was written there: its block is rejected", block.slot
                 )
@@ -232,7 +236,7 @@ class NodeStore:
         return blocks
 
     def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
-        """Runs an action; returns `otherwise` if the directory is out of reach."""
+        """Runs an action; returns `otherwise` and counts a failure if the directory is out of reach."""
         try:
             answer = action()
         except EpochChanged:
@@ -245,6 +249,7 @@ class NodeStore:
         else:
             self._is_passed_over = False
             return answer
+        self._num_failed += 1
         return otherwise
 
 

@@ -124,17 +124,17 @@ async def test_a_chat(gateway: LocalGateway) -> None:
 
 
 async def test_a_chat_streamed_has_content_in_its_first_event(gateway: LocalGateway) -> None:
-    answer = await gateway.post(CHAT, {**SAID, "max_tokens": 5, "seed": 1, "stream": True})
+    # This seed's answer begins with a letter: a space is held back, for it may stand before a channel.
+    answer = await gateway.post(CHAT, {**SAID, "max_tokens": 5, "seed": 14, "stream": True})
     first, *others, last, done = answer.events
     assert done == "[DONE]"
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"]["role"] == "assistant"
-    # The answer begins with a space, which may stand before a channel: it is told with the next token.
-    assert "".join(one["choices"][0]["delta"]["content"] for one in (first, others[0])) != ""
+    assert first["choices"][0]["delta"]["content"] != ""
     assert all(list(one["choices"][0]["delta"]) == ["content"] for one in others)
     assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
     assert "usage" not in first
-    assert texts_of(answer) == await text_of(gateway, RENDERED, max_tokens=5, seed=1)
+    assert texts_of(answer) == await text_of(gateway, RENDERED, max_tokens=5, seed=14)
 
 
 async def test_a_chat_in_parts(gateway: LocalGateway) -> None:

@@ -263,6 +263,7 @@ def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> No
     store = node.store(pool)
     assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
     assert not any(page_of(pool, PageId(2)))
+    assert store.status().num_corrupt == 1
     assert node.directory.exists([name.key for name in names]) == [True, True, False, True]
     node.publish(names)
     assert node.fetch(names) == [Tier.HOST] * 4
@@ -412,6 +413,7 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
         assert store.fetch(names, pages_from(8, 2)) == [Tier.HOST] * 2
         assert store.check() == []
         assert bytes(service.arena.slot(SlotId(0))[:8]) == payload_of(names[0])[:8]
+        assert store.status().num_failed == 3
         service.stop()
 
 
