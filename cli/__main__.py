@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "cli.generate",
     "chat": "cli.chat",
     "status": "cli.status",
+    "logs": "cli.logs",
     "scale": "cli.scale",
     "drain": "cli.drain",
     "abort": "cli.abort",

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,13 +12,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from cli.terminal import NOT_KNOWN, Subparsers, add_command, render
+from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, render, repeat
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
 from deploy.plan.byte_size import format_bytes
 from deploy.processes.process import recorded_gateways
 from wire.convert import arenas_of, status_of, tiers_from_pb
+from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, Tier, advice
 
@@ -24,7 +27,8 @@ DESCRIPTION = """\
 Shows the pools, their KV pages by state, the tiers, the queue and the last events.
 
 With --check every part verifies its invariants (page states sum to the pool, references are those of requests, leases
-and holds, nothing is left at rest), and the exit code is 1 if one is violated."""
+and holds, nothing is left at rest), and the exit code is 1 if one is violated. With --watch it is drawn again and
+again; without a terminal each is a line."""
 CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
@@ -41,6 +45,7 @@ COLD_STATES = {
     "full": "full, and refuses blocks",
     "read-only": "refuses blocks, and is only read",
 }
+WATCH_EVERY_S = 2.0
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
@@ -48,9 +53,40 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "status", "show how a cluster is", DESCRIPTION, run)
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
     parser.add_argument("--check", action="store_true", help="verify the invariants")
+    told = f"show it every {WATCH_EVERY_S:g} s, until Ctrl-C; without --json and --check"
+    parser.add_argument("--watch", action="store_true", help=told)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.watch and (args.json or args.check):
+        raise InvalidRequest("--watch", "goes without --json and --check")
+    return repeat(lambda: _show_again(args.name), WATCH_EVERY_S) if args.watch else _show_once(args)
+
+
+def _show_again(name: str) -> bool:
+    """Draws the status over the last one, or prints it as one line where there is no terminal.
+
+    A router that does not answer is told, and asked again. Raises Unavailable when the cluster is gone.
+    """
+    state, is_drawn = find_cluster(name), sys.stdout.isatty()
+    try:
+        status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(), STATUS_IN_COMMAND_S)
+        told = render_status(status, state.http_url) if is_drawn else "; ".join(_summary(status, "", {}))
+    except (Unavailable, DeadlineExceeded) as error:
+        told = error.message
+    told = escaped(f"{time.strftime('%H:%M:%S')}  {told}")
+    print(_drawn(told) if is_drawn else f"{' '.join(told.split())}\n", end="", flush=True)
+    return True
+
+
+def _drawn(text: str) -> str:
+    """Returns what draws a text over the last one, as much of it as the terminal shows."""
+    columns, num_lines = shutil.get_terminal_size()
+    lines = text.splitlines()[: num_lines - 1]
+    return "\x1b[H" + "".join(f"{line[:columns]}\x1b[K\n" for line in lines) + "\x1b[J"
+
+
+def _show_once(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
     status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), STATUS_IN_COMMAND_S)
     gateways = recorded_gateways(Path(state.run_dir))

@@ -6,9 +6,12 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
+from deploy.processes.interrupts import Interrupts
 from wire.errors import InvalidRequest
 
 DEFAULT_NAME = "default"
@@ -16,6 +19,10 @@ MAX_MESSAGE_CHARS = 300
 MAX_ECHO_CHARS = 64
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+_CONTROLS = re.compile(
+    r"[^\t\n -~\u00a0-\U0010ffff]|[\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+"""C0 and C1 but tabs and line ends, DEL, and characters that order or hide others."""
 Subparsers = Any
 """argparse keeps the type of what `add_subparsers` returns to itself."""
 NOT_KNOWN = "-"
@@ -107,6 +114,19 @@ def add_command(
 def is_drawn(color: str, stream: TextIO) -> bool:
     """Tells whether a stream gets colours and lines. `auto`: on a terminal, unless NO_COLOR is set."""
     return color == "always" or (color == "auto" and stream.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def escaped(text: str) -> str:
+    """Returns a text whose control characters, but for line ends and tabs, are escapes: it cannot drive a terminal."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def repeat(look: Callable[[], bool], pause_s: float) -> int:
+    """Calls `look` until it returns False, or SIGINT, SIGTERM or SIGHUP comes; returns the exit status 0."""
+    with suppress(KeyboardInterrupt), Interrupts() as interrupts, interrupts.awaited():
+        while look():
+            time.sleep(pause_s)
+    return 0
 
 
 def show(head: Sequence[str], rows: Sequence[Sequence[str]], color: str) -> None:

@@ -19,11 +19,17 @@ from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 CONNECT_TIMEOUT_S = 5.0
 
 
-def find_cluster(name: str) -> ClusterState:
-    """Returns the state of a cluster that serves. Raises Unavailable, with advice, if there is none."""
+def known_cluster(name: str) -> ClusterState:
+    """Returns the state of a cluster, whether it serves or not. Raises Unavailable, with advice, if there is none."""
     state = StateFile(name).read()
     if state is None:
         raise Unavailable(f"no cluster named {name} is running: start one with `{command_line('up', name)}`")
+    return state
+
+
+def find_cluster(name: str) -> ClusterState:
+    """Returns the state of a cluster that serves. Raises Unavailable, with advice, if there is none."""
+    state = known_cluster(name)
     if state.phase is ClusterPhase.STARTING:
         what = "is still starting" if state.command.is_alive else f"has not come up: {_anew(name)}"
         raise Unavailable(f"the cluster {name} {what}")

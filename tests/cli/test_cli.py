@@ -2,11 +2,13 @@ import importlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -52,6 +54,7 @@ GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 SESSION = "session_2026-11-23_12-00-00_000000_1"
 ASKING = [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"], ["abort", "r"]]
 WAIT_S = 60.0
+WATCH = [sys.executable, "-m", "cli", "status", "--watch"]
 COMPLETE = pb.Complete(
     choices=[pb.Choice(index=0, finish_reason=pb.FINISH_REASON_STOP, stop_string="end")],
     usage=pb.Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=tiers_to_pb({"host": 16})),
@@ -419,6 +422,65 @@ def test_a_command_that_waits_is_interrupted_without_a_word(command: list[str], 
                 process.send_signal(signal.SIGINT)
                 assert process.communicate(timeout=WAIT_S) == (b"", b"")
             assert process.returncode == 130
+
+
+def test_a_watch_without_a_terminal_prints_a_line_each_time_and_ends_at_an_interrupt(server: FakeServer) -> None:
+    server.status.model, server.status.num_running = "evil\x1b[2J", 3
+    with subprocess.Popen(WATCH, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=WAIT_S) == ("", "")
+    assert process.returncode == 0
+    assert len(server.asked) == 2
+    for line in lines:
+        assert re.fullmatch(r"\d\d:\d\d:\d\d evil\\x1b\[2J at ; requests 3 running, .*; hits no prompts yet\n", line)
+
+
+def test_a_watch_draws_over_itself_on_a_terminal(server: FakeServer) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    server.status.model = "evil\x1b[2J" + "x" * 500
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(ours, (8, 60))
+    with subprocess.Popen(WATCH, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"\x1b[J") < 2:
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    os.close(ours)
+    first, second, rest = seen.split(b"\x1b[J")
+    assert rest == b""
+    for drawn in (first, second):
+        assert drawn.startswith(b"\x1b[H")
+        assert b"evil\\x1b[2Jxxx" in drawn
+        lines = drawn.removeprefix(b"\x1b[H").split(b"\x1b[K\r\n")
+        assert len(lines) <= 8
+        assert max(map(len, lines)) == 60
+
+
+def test_a_watch_goes_on_while_the_router_is_away_and_ends_with_the_cluster(server: FakeServer) -> None:
+    with subprocess.Popen(WATCH, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        state = StateFile("default").read()
+        assert state is not None
+        living = replace(state, addresses=Addresses(*["127.0.0.1:1"] * 3), redis=ProcessRef.of(os.getpid()))
+        StateFile("default").write(living)
+        assert "the router went away or is not back yet" in process.stdout.readline()
+        StateFile("default").write(state)
+        assert "0 running" in process.stdout.readline()
+        StateFile("default").remove()
+        _, error = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert error == "baton: no cluster named default is running: start one with `baton up`\n"
+
+
+def test_a_watch_goes_without_check_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for other in ("--check", "--json"):
+        assert main(["status", "--watch", other]) == 2
+        assert capsys.readouterr() == ("", "baton: --watch: goes without --json and --check\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

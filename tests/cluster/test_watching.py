@@ -1,4 +1,5 @@
 import json
+import re
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,17 @@ def test_a_request_leaves_a_line_and_is_counted(cluster: ServedCluster) -> None:
     assert line["decode_worker"] == answer["workers"]["decode"]
     text = _scrape(cluster.status()["metrics_address"])
     assert 'baton_requests_total{outcome="OK"}' in text
+
+
+def test_logs_are_found_by_the_names_of_processes(cluster: ServedCluster) -> None:
+    worker_id = next(iter(cluster.workers("decode")))
+    shown = cluster.do("logs", "router", "--lines", "1000")
+    assert '"process": "router"' in shown
+    assert f'"process": "{worker_id}"' not in shown
+    assert {line.partition(" | ")[0] for line in cluster.do("logs").splitlines()} >= {"controller", "router"}
+    refused = cluster.run("logs", "decode-99")
+    assert refused.returncode == 1
+    assert {worker_id, "router"} <= set(re.split("[ ,\n]+", refused.stderr))
 
 
 def test_every_worker_is_in_one_scrape(cluster: ServedCluster) -> None:
