@@ -1,7 +1,7 @@
 """A process for tasks: their loop, with the bounds of memory and processor time.
 
 in   the first message, with "memory_bytes", then tasks
-out  {}, then the answer to each task, which has a "failure" if it failed
+out  {}, then the answer to each task, which has a "failure" if it failed, and may name the "param" at fault
 
 Messages are JSON on a `multiprocessing.Connection`, which is stdin; the process that asks limits its wait.
 """

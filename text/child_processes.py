@@ -94,7 +94,7 @@ class _Child:
         if answer is None:
             raise InvalidRequest(self._task.param, self._task.too_long)
         if "failure" in answer:
-            raise InvalidRequest(self._task.param, answer["failure"])
+            raise InvalidRequest(answer.get("param", self._task.param), answer["failure"])
         return answer
 
     def end(self) -> None:

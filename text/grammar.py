@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PARAM = "response_format"
 MAX_FAULT_CHARS = 160
 NUM_PROCESSES = 2
+NO_SOURCES: Mapping[str, ResponseFormat] = {}
 MEMORY_BYTES = 512 << 20
 MAX_STEP_ITEMS = 10_000
 """Earley items for one token: 50 ms of an ambiguous grammar; a schema of 1,900 optional properties needs over 5,000."""
@@ -54,6 +55,13 @@ def fault_of(matcher: "LLMatcher") -> str:
     return _IN_WORDS.get(said) or "".join(char for char in said if char.isprintable())[:MAX_FAULT_CHARS]
 
 
+def in_sources(error: InvalidRequest, sources: Mapping[str, ResponseFormat]) -> InvalidRequest:
+    """Names the fields behind an error about a grammar as a whole: the only source, or `tools` for several."""
+    if error.ids.get("param") != PARAM or PARAM in sources or not sources:
+        return error
+    return InvalidRequest(next(iter(sources)) if len(sources) == 1 else "tools", error.message.partition(": ")[2])
+
+
 def require_library() -> None:
     """Raises Unsupported where llguidance is not installed."""
     try:
@@ -82,11 +90,14 @@ def lark_term(given: ResponseFormat) -> str:
     return schema_term(_schema_of(given.source))
 
 
-def schema_term(schema: Mapping[str, Any]) -> str:
-    """Writes a schema of JSON as a term of a larger grammar. Raises InvalidRequest for lone surrogates."""
+def schema_term(schema: Mapping[str, Any], param: str = PARAM) -> str:
+    """Writes a schema of JSON, the request's field `param`, as a term of a larger grammar.
+
+    Raises InvalidRequest for lone surrogates.
+    """
     written = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
     if _HALF_PAIR.search(written):
-        raise InvalidRequest(PARAM, "a schema has half of a surrogate pair, which is no character")
+        raise InvalidRequest(param, "a schema has half of a surrogate pair, which is no character")
     return f"%json {written}"
 
 
@@ -114,6 +125,10 @@ def _limits() -> "LLParserLimits":
     )
 
 
+def _as_json(given: ResponseFormat) -> dict[str, str]:
+    return {"kind": given.kind.value, "source": given.source}
+
+
 class GrammarProcesses:
     """Processes that build each request's grammar before a worker does, within bounds of time and memory.
 
@@ -126,10 +141,15 @@ class GrammarProcesses:
         )
         self._processes = ChildProcesses(task, NUM_PROCESSES)
 
-    async def check(self, given: ResponseFormat) -> None:
-        """Raises InvalidRequest for a grammar that is not built in time and memory, Unsupported without llguidance."""
+    async def check(self, given: ResponseFormat, sources: Mapping[str, ResponseFormat] = NO_SOURCES) -> None:
+        """Raises InvalidRequest for a grammar that is not built in time and memory, Unsupported without llguidance.
+
+        sources: the formats in the grammar, by fields of the request; the error names the first faulty one.
+        """
         await asyncio.to_thread(require_library)
-        await self._processes.ask({"kind": given.kind.value, "source": given.source})
+        await self._processes.ask(
+            {**_as_json(given), "sources": {param: _as_json(source) for param, source in sources.items()}}
+        )
 
     async def close(self) -> None:
         await self._processes.close()

@@ -1,7 +1,8 @@
 """A process that builds grammars, before any worker does: `python -m text.grammar_child`.
 
 first   {"memory_bytes"}
-task    {"kind", "source"} of a response format, answered by {} or {"failure"}
+task    {"kind", "source"} of a response format, and "sources": the same of the formats in it, by fields of the request;
+        answered by {} or {"failure"}, with the "param" of the first source that is faulty alone
 """
 
 from functools import partial
@@ -23,14 +24,22 @@ def _prepare(_: dict[str, Any]) -> Handler:
 
 
 def _answer(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> dict[str, str]:
-    """Builds a grammar, and its first mask."""
+    """Builds a grammar; where that fails, the formats in it one by one."""
+    if not (failure := _failure(tokenizer, asked)):
+        return {}
+    alone = ((param, _failure(tokenizer, source)) for param, source in asked["sources"].items())
+    return next(({"param": param, "failure": one} for param, one in alone if one), {"failure": failure})
+
+
+def _failure(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> str:
+    """Builds a grammar, and its first mask; returns what is wrong with it, or ""."""
     try:
         matcher = new_matcher(ResponseFormat(FormatKind(asked["kind"]), asked["source"]), tokenizer)
     except InvalidRequest as error:
-        return {"failure": error.message.partition(": ")[2]}
+        return error.message.partition(": ")[2]
     matcher.compute_bitmask()
     fault = fault_of(matcher)
-    return {"failure": f"cannot be answered: {fault}"} if fault else {}
+    return f"cannot be answered: {fault}" if fault else ""
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class ResponseFormat:
     kind: FormatKind
     source: str
 
+    def require_in_range(self, param: str = "response_format") -> None:
+        """Raises InvalidRequest, for the request's field `param`, where the source is empty or too long."""
+        num_bytes = len(self.source.encode(errors="replace"))
+        _require(0 < num_bytes <= MAX_FORMAT_BYTES, param, f"must be 1 to {MAX_FORMAT_BYTES} bytes")
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -104,8 +109,7 @@ class SamplingParams:
         _require(known, "stop_token_ids", f"must be below the vocabulary's size, {vocab_size}")
         self._require_biases(vocab_size)
         if self.response_format is not None:
-            num_bytes = len(self.response_format.source.encode(errors="replace"))
-            _require(0 < num_bytes <= MAX_FORMAT_BYTES, "response_format", f"must be 1 to {MAX_FORMAT_BYTES} bytes")
+            self.response_format.require_in_range()
             _require(not self.ignore_eos, "ignore_eos", "an answer in a response_format ends where the format does")
 
     def _require_biases(self, vocab_size: int) -> None:

@@ -24,7 +24,7 @@ from router.workers.membership import PROBE_TIMEOUT_S
 from text.answer.frame import NO_FRAME
 from text.chat import Chat, NoRenderer, Rendered, Renderer
 from text.codec import TextCodec
-from text.grammar import PARAM, GrammarProcesses
+from text.grammar import GrammarProcesses, in_sources
 from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
@@ -73,14 +73,14 @@ class Services:
         grammar, checked = frame.grammar(content, self.codec), frame.grammar(content)
         if grammar is None or checked is None:
             return valid
-        sampling = replace(valid.sampling, response_format=grammar)
+        sampling, sources = replace(valid.sampling, response_format=grammar), frame.sources(content)
         try:
+            for param, source in sources.items():
+                source.require_in_range(param)
             sampling.require_in_range(limits.vocab_size)
-            await self.grammars.check(checked)
+            await self.grammars.check(checked, sources)
         except InvalidRequest as error:
-            if content is None and error.ids.get("param") == PARAM:
-                raise InvalidRequest("tools", error.message.partition(": ")[2]) from error
-            raise
+            raise in_sources(error, sources) from error
         return replace(valid, sampling=sampling)
 
 
@@ -214,6 +214,9 @@ class Attempt:
             is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
             self.request.services.mark_lost(member.id)
             raise AttemptFailed(WorkerLeaving(error.message) if is_leaving else error) from error
+        except InvalidRequest as error:
+            sources = self.request.prepared.frame.sources(self.request.admitted.valid.sampling.response_format)
+            raise AttemptFailed(in_sources(error, sources)) from error
         except BatonError as error:
             raise AttemptFailed(error) from error
         finally:

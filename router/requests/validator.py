@@ -299,19 +299,20 @@ def valid_chat(conversation: pb.Conversation) -> Chat:
 def _tool_use(conversation: pb.Conversation) -> ToolUse:
     """Reads tools and the choice among them. `strict` is not for the template."""
     _require(len(conversation.tools) <= MAX_TOOLS, "tools", f"at most {MAX_TOOLS}")
-    tools = tuple(_function(one, "tools") for one in conversation.tools)
+    tools = tuple(_function(one, f"tools[{place}]") for place, one in enumerate(conversation.tools))
     functions, choice = {one["function"]["name"]: one["function"] for one in tools}, conversation.tool_choice
     _require(len(functions) == len(tools), "tools", "must have names of their own")
     strict = frozenset(name for name, function in functions.items() if function.pop("strict", False) is True)
     required = choice.required or bool(choice.name)
     _require(bool(tools) or not required, "tool_choice", "wants tools")
     _require(choice.name in functions or not choice.name, "tool_choice", "must name one of the tools")
+    parallel = choice.parallel or not choice.HasField("parallel")
+    use = ToolUse(tools, strict, required, choice.name, parallel)
     for name in functions if required else strict:
         schema = functions[name].get("parameters") or {}
         is_object = isinstance(schema, dict) and schema.get("type", "object") == "object"
-        _require(is_object, "tools", f"the parameters of {name[:MAX_TOLD_CHARS]} must be of type object")
-    parallel = choice.parallel or not choice.HasField("parallel")
-    return ToolUse(tools, strict, required, choice.name, parallel)
+        _require(is_object, use.field(name), "must be of type object")
+    return use
 
 
 def _variables(text: str) -> dict[str, Any]:

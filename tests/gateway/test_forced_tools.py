@@ -133,20 +133,39 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
+FIRST = "tools[0].function.parameters"
+GOOD = tool(name="f", parameters=CLOCK, strict=True)
+REMOTE = {"properties": {"a": {"$ref": "https://example.com/a"}}}
+FORMAT = {"guided_choice": ["yes", "no"]}
+
+
 def strict(schema: object) -> dict[str, Any]:
     return {"tools": [tool(parameters=schema, strict=True)]}
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two of a name": ({"tools": [tool(), tool()]}, "tools"),
-    "a cycle": (strict({"$ref": "#"}), "tools"),
-    "a remote reference": (strict({"properties": {"a": {"$ref": "https://example.com/a"}}}), "tools"),
-    "no object": (strict({"type": "array"}), "tools"),
+    "a cycle": (strict({"$ref": "#"}), FIRST),
+    "a remote reference": (strict({"properties": {"a": {"$ref": "https://example.com/a"}}}), FIRST),
+    "no object": (strict({"type": "array"}), FIRST),
     "a contradiction": (
         strict({"properties": {"a": False}, "required": ["a"], "additionalProperties": False}),
+        FIRST,
+    ),
+    "schemas that are too long": (strict({"enum": ["a" * 70_000]}), FIRST),
+    "schemas that are too long together": (
+        {"tools": [tool(name=name, parameters={"enum": ["a" * 40_000]}, strict=True) for name in "fg"]},
         "tools",
     ),
-    "schemas that are too long": (strict({"enum": ["a" * 70_000]}), "tools"),
+    "the third of three, beside a good format": (
+        {"tools": [GOOD, tool(name="h"), tool(name="g", parameters=REMOTE, strict=True)], **FORMAT},
+        "tools[2].function.parameters",
+    ),
+    "a third that is too long": (
+        {"tools": [GOOD, tool(name="h"), tool(name="g", parameters={"enum": ["a" * 70_000]}, strict=True)], **FORMAT},
+        "tools[2].function.parameters",
+    ),
+    "a format beside good tools": ({"tools": [GOOD], "guided_json": REMOTE}, "response_format"),
     "a function that is no tool": ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     "no tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     "beside ignore_eos": ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),

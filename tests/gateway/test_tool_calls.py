@@ -86,7 +86,7 @@ async def test_tools_are_bounded(gateway: LocalGateway) -> None:
     for _ in range(70):
         deep = {"a": deep}
     nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
-    assert (await gateway.post(CHAT, {**SAID, "tools": [nested]})).error["param"] == "tools"
+    assert (await gateway.post(CHAT, {**SAID, "tools": [nested]})).error["param"] == "tools[0]"
 
 
 async def test_reasoning_is_told_beside_the_content(gateway: LocalGateway) -> None:

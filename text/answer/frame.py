@@ -17,7 +17,7 @@ from typing import Any
 from text.answer.answer import ReasoningCount
 from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats, CallFormat, Channel
 from text.codec import TextCodec
-from text.grammar import lark_term, schema_term
+from text.grammar import PARAM, lark_term, schema_term
 from wire.errors import Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
@@ -37,6 +37,11 @@ class ToolUse:
     required: bool = False
     only: str = ""
     parallel: bool = True
+
+    def field(self, name: str) -> str:
+        """Names the field of a request that has the schema of a function's arguments."""
+        place = next(place for place, one in enumerate(self.tools) if one["function"]["name"] == name)
+        return f"tools[{place}].function.parameters"
 
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """Returns the schemas of the arguments of the functions that may be called."""
@@ -103,6 +108,15 @@ class AnswerFrame:
         rules = _Rules(self, {} if codec is None else self._tokens(codec))
         return ResponseFormat(FormatKind.LARK, "\n".join([*rules.start(), *rules.answer(content)]))
 
+    def sources(self, content: ResponseFormat | None) -> dict[str, ResponseFormat]:
+        """Returns the formats that a request gives for the grammar, by their fields."""
+        given = {} if content is None else {PARAM: content}
+        schemas = self.tool_use.schemas().items() if self.calls else ()
+        return given | {
+            self.tool_use.field(name): ResponseFormat(FormatKind.JSON_SCHEMA, json.dumps(schema))
+            for name, schema in schemas
+        }
+
     def _tokens(self, codec: TextCodec) -> dict[str, int]:
         """Returns the token ids of marks that are special tokens and, with a budget, of the channel's closer."""
         ids = {mark: codec.encode_rendered(mark) for mark in self.marks}
@@ -161,7 +175,7 @@ class _Rules:
         ]
         for place, (name, schema) in enumerate(schemas.items()):
             head, tail = self._term(calls.head(name)), self._term(calls.tail)
-            rules.append(f"call_{place}: {head} {schema_term(schema)} {tail}")
+            rules.append(f"call_{place}: {head} {schema_term(schema, use.field(name))} {tail}")
         return rules
 
     def _until(self, rule: str, text: str, mark: str) -> list[str]:
