@@ -17,6 +17,7 @@ from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from router.config import METRICS_COMPAT
 from wire.errors import BatonError, ConfigError
 from wire.layout import KV_DTYPES
 from wire.pb import cluster_pb2
@@ -52,6 +53,7 @@ _GRPC = "where clients connect; 0 is any free port (default: 50051)"
 _HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
 _GATEWAYS = "processes that serve the HTTP port together, each on about a core under load (default: 1)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
+_COMPAT = "vllm: export metrics under vLLM's names, too (default: off)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
@@ -81,6 +83,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
         "--gateways": ("http.gateways", "N", int, _GATEWAYS),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
+        "--metrics-compat": ("router.metrics_compat", None, str, _COMPAT),
         "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
         "--redis-url": ("redis.url", "URL", str, _REDIS),
         "--files-folder": (
@@ -109,6 +112,7 @@ CHOICES = {
     "model.weights": WEIGHTS,
     "model.kv_dtype": KV_DTYPES,
     "speculation.proposer": PROPOSERS,
+    "router.metrics_compat": ("off", *METRICS_COMPAT),
 }
 
 

@@ -17,6 +17,8 @@ NO_ADAPTER = ""
 FULL_CACHE = ""
 """The policy of a cache that keeps every token."""
 LOOPBACK = "127.0.0.1"
+METRICS_COMPAT = ("vllm",)
+"""Servers under whose names metrics may be exported, too."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ServedModel:
 class Listeners:
     """Host and ports of the router. Port 0 takes a free one; without a port for metrics, there are none to scrape.
 
+    metrics_compat: one of METRICS_COMPAT.
     host: of the ports for clients and metrics; the operator's port is on this machine only.
     max_connections: that either of the gRPC ports takes; more are closed at once.
     reflection: whether these ports describe their services to clients. tls: of the port for clients; then metrics are
@@ -66,6 +69,7 @@ class Listeners:
     local_port: int = 0
     operator_port: int = 0
     metrics_port: int | None = None
+    metrics_compat: str | None = None
     max_connections: int = 2048
     reflection: bool = True
     tls: TlsFiles | None = None

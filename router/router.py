@@ -3,9 +3,12 @@
 import asyncio
 from functools import lru_cache
 
+from prometheus_client import CollectorRegistry
+
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
 from router.observe.status import StatusReader, StatusWatch
+from router.observe.vllm_names import VllmNames
 from router.observe.worker_metrics import WorkerCollector
 from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
@@ -82,6 +85,10 @@ class Router:
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
+        self.metrics_page = self.metrics.registry
+        if config.listeners.metrics_compat == "vllm":
+            self.metrics_page = CollectorRegistry()
+            self.metrics_page.register(VllmNames(self.metrics.registry, model.name))
 
     def start(self) -> None:
         self.holds.start()

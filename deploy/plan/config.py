@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.machine import RESERVED
-from router.config import LOOPBACK, AdmissionBounds, StreamBounds
+from router.config import LOOPBACK, METRICS_COMPAT, AdmissionBounds, StreamBounds
 from text.answer.formats import AUTO, CALL_FORMATS, CHANNELS, OFF
 from wire.errors import ConfigError
 from wire.kv_policy import Sinks, parse_kv_policy
@@ -169,6 +169,7 @@ class PortSettings:
     host: str = LOOPBACK
     grpc_port: int = 50051
     metrics_port: int | str = 0
+    metrics_compat: str = OFF
     max_connections: int = 2048
     reflection: bool = True
 
@@ -319,6 +320,7 @@ class ClusterConfig:
             "model.reasoning_format": (AUTO, OFF, *CHANNELS),
             "worker.cpu_kernels": CPU_KERNELS,
             "speculation.proposer": PROPOSERS,
+            "router.metrics_compat": (OFF, *METRICS_COMPAT),
             "redis.write": tuple(Write),
             "files.write": tuple(Write),
         }

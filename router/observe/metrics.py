@@ -1,12 +1,12 @@
 """Records of requests for the log, and metrics of them. docs/operating.md says what each one means."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import prometheus_client as prometheus
 
-from wire.errors import BatonError
+from wire.errors import BatonError, Cancelled
 from wire.ids import QualifiedId, WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
@@ -18,7 +18,9 @@ INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-OK = "OK"
+OK, CANCELLED = "OK", Cancelled.status.grpc
+ABORT, ERROR = "abort", "error"
+"""Finish reasons of a request that did not end well."""
 GATES = (
     "router.wait_tokenizer",
     "router.wait_room",
@@ -53,13 +55,17 @@ class RequestSummary:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """A request that is over. `outcome`: its gRPC status; `ttft_s`: from arrival to first token, None without one."""
+    """A request that is over. `outcome`: its gRPC status; `ttft_s`: from arrival to first token, None without one.
+
+    finish_reasons: of its choices, of a request that ended well.
+    """
 
     request_id: QualifiedId
     outcome: str
     summary: RequestSummary
     ttft_s: float | None
     timeline: pb.Timeline
+    finish_reasons: Sequence[str] = ()
 
     @property
     def total_s(self) -> float:
@@ -120,6 +126,9 @@ class RequestMetrics:
         )
         self._waits = self._counter("gate_wait_seconds", "Time that requests waited, by gate", "gate")
         self._requests = self._counter("requests", "Requests that are over, by gRPC status", "outcome")
+        self._choices = self._counter(
+            "finished_choices", "Choices that are over: stop or length; abort or error for a request", "finish_reason"
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were prefilled or found cached")
         self._generated = self._counter("generation_tokens", "Tokens sent to clients")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in a tier", "tier")
@@ -141,6 +150,8 @@ class RequestMetrics:
 
     def ended(self, record: RequestRecord) -> None:
         self._requests.labels(record.outcome).inc()
+        for reason in record.finish_reasons or (ABORT if record.outcome == CANCELLED else ERROR,):
+            self._choices.labels(reason).inc()
         self._replays.inc(record.summary.num_attempts - 1)
         waits_s = record.waits_s
         self._queued.observe(sum(waits_s.values()))

@@ -88,7 +88,7 @@ class RouterServer:
         tls = None if listeners.tls is None else Certificates(listeners.tls)
         metrics = ""
         if listeners.metrics_port is not None:
-            self._metrics = MetricsServer(self._router.metrics.registry, self._router.keys)
+            self._metrics = MetricsServer(self._router.metrics_page, self._router.keys)
             metrics = await self._metrics.start(LOOPBACK if tls else listeners.host, listeners.metrics_port)
         public = listen(self._public, listeners.host, listeners.grpc_port, tls)
         return Addresses(

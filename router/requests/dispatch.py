@@ -27,6 +27,7 @@ from router.requests.validator import (
 from text.answer.formats import AnswerFormats
 from text.codec import TextCodec
 from wire import errors
+from wire.convert import reason_from_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
 from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
 from wire.limit import Limit
@@ -97,8 +98,8 @@ class OpenRequest:
             ended.timeline.prefill_worker = summary.prefill_worker or ""
             ended.timeline.decode_worker = summary.decode_worker or ""
             self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=ended))
-        outcome = outcome_of(ended) if isinstance(ended, BatonError) else OK
-        record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline)
+        outcome, reasons = (outcome_of(ended), []) if isinstance(ended, BatonError) else (OK, _finish_reasons(ended))
+        record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline, reasons)
         self._metrics.ended(record)
         log.info("request ended", extra=record.values)
 
@@ -273,6 +274,11 @@ class Dispatcher:
         except Exception as error:
             self._services.metrics.refused(error)
             raise
+
+
+def _finish_reasons(complete: pb.Complete) -> list[str]:
+    reasons = [reason_from_pb(choice.finish_reason) for choice in complete.choices]
+    return [reason.value for reason in reasons if reason is not None]
 
 
 def _tokens_of(prompt: ValidPrompt, codec: TextCodec, root: NamespaceRoot, known: PieceCache) -> pb.TokenizeResponse:

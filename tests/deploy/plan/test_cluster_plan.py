@@ -40,7 +40,14 @@ BOUNDS = {
     "max_worker_wait_s": 18.0,
     "decode_slowdown": 18.5,
 }
-LISTENERS = {"host": "127.0.0.2", "grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflection": False}
+LISTENERS = {
+    "host": "127.0.0.2",
+    "grpc_port": 19,
+    "metrics_port": 20,
+    "metrics_compat": "vllm",
+    "max_connections": 21,
+    "reflection": False,
+}
 
 
 def planned(config: ClusterConfig, model: ModelFacts = MODEL, machine: Machine | None = MACHINE) -> ClusterPlan:
