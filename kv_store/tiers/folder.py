@@ -144,7 +144,10 @@ class Folder:
         for _ in range(2):
             with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
                 return True
-            changed_ns = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+            try:
+                changed_ns = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+            except FileNotFoundError:
+                continue  # the other node has just unlocked
             if changed_ns != self._seen_lock[0]:
                 self._seen_lock = (changed_ns, self._clock())
             if self._clock() - self._seen_lock[1] < _LEASE_S:

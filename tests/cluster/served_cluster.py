@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,27 @@ class ServedCluster:
             "PYTHONWARNINGS": "default",
         }
 
-    def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
-        """A command, without waiting for it."""
+    @contextmanager
+    def started(self, command: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """A command under way, which is killed at the end of the block if it still runs."""
         whole = [*self._program, command, "--name", self.name, *arguments]
-        return subprocess.Popen(whole, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(whole, env=self._env, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command, whatever becomes of it."""
-        process = self.start(command, *arguments)
-        try:
-            out, error = process.communicate(timeout=COMMAND_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, error = process.communicate()
-            raise AssertionError(f"{command} takes too long: {out}{error}") from None
-        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+        with self.started(command, *arguments) as process:
+            try:
+                out, error = process.communicate(timeout=COMMAND_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, error = process.communicate()
+                raise AssertionError(f"{command} takes too long: {out}{error}") from None
+            return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
     def do(self, command: str, *arguments: str) -> str:
         """What a command prints; it must succeed."""

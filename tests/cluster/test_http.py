@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,17 @@ def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(clu
     expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
     orphan: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 1900, "n": 16, "ignore_eos": True, "stream": True}
     address, before = cluster.status()["http_address"], num_generated(cluster)
-    with ThreadPoolExecutor() as threads:
+    with ExitStack() as commands, ThreadPoolExecutor() as threads:
         orphans = [threads.submit(curl, address, "/v1/completions", orphan, check=False) for _ in range(3)]
         wait_until(lambda: cluster.status()["num_running"] == len(orphans), "the gateway's requests run")
-        others = [cluster.start("generate", "--token-ids", *asked) for _ in range(2)]
+        others = [commands.enter_context(cluster.started("generate", "--token-ids", *asked)) for _ in range(2)]
         wait_until(lambda: cluster.status()["num_running"] > len(orphans), "another runs, too")
         cluster.actor("gateway-0").kill()
         assert not [one for one in orphans if "[DONE]" in one.result()]
-    wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
-    num_whole = len(orphans) * orphan["n"] * orphan["max_tokens"]
-    assert num_generated(cluster) - before < num_whole, "the orphans have ended by themselves"
-    assert [json.loads(other.communicate(timeout=60)[0])["token_ids"] for other in others] == [expected] * 2
+        wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
+        num_whole = len(orphans) * orphan["n"] * orphan["max_tokens"]
+        assert num_generated(cluster) - before < num_whole, "the orphans have ended by themselves"
+        assert [json.loads(other.communicate(timeout=60)[0])["token_ids"] for other in others] == [expected] * 2
     wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
     cluster.do("status", "--check")
 
@@ -81,9 +82,9 @@ def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:
         expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
         # Several choices each: a command, and a status, take seconds to start where the machine is busy.
         long = {"prompt": QUESTION, "max_tokens": 1500, "n": 4, "ignore_eos": True, "stream": True}
-        with ThreadPoolExecutor(10) as threads:
+        with ExitStack() as commands, ThreadPoolExecutor(10) as threads:
             streams = [threads.submit(curl, address, "/v1/completions", long, check=False) for _ in range(8)]
-            other = cluster.start("generate", "--token-ids", *asked)
+            other = commands.enter_context(cluster.started("generate", "--token-ids", *asked))
             wait_until(lambda: cluster.status()["num_running"] == len(streams) + 1, "all requests run")
             wait_until(
                 lambda: sum(open_requests(curl(address, "/metrics")).values()) == len(streams) + 1,
@@ -92,8 +93,8 @@ def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:
             num_orphans = num_clients(pids["gateway-1"], address)
             cluster.actor("gateway-1").kill()
             num_whole = sum("[DONE]" in stream.result() for stream in streams)
+            assert json.loads(other.communicate(timeout=60)[0])["token_ids"] == expected
         assert num_whole == len(streams) - num_orphans
-        assert json.loads(other.communicate(timeout=60)[0])["token_ids"] == expected
         assert "data: [DONE]" in curl(address, "/v1/completions", {**long, "max_tokens": 2})
         wait_until(lambda: all(one["is_alive"] for one in cluster.status()["gateways"]), "the gateway is replaced")
         status = cluster.status()

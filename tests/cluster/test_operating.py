@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -27,19 +28,20 @@ def _kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-def _order(cluster: ServedCluster, num_decode: int) -> "subprocess.Popen[str]":
+@contextmanager
+def _ordered(cluster: ServedCluster, num_decode: int) -> "Iterator[subprocess.Popen[str]]":
     """A `baton scale` under way, whose order the controller has taken."""
-    scaling = cluster.start("scale", "--decode", str(num_decode))
-    record = Path(cluster.state()["run_dir"]) / "pools.json"
-    wait_until(lambda: json.loads(record.read_text())["sizes"]["decode"] == num_decode, "the order is taken")
-    return scaling
+    with cluster.started("scale", "--decode", str(num_decode)) as scaling:
+        record = Path(cluster.state()["run_dir"]) / "pools.json"
+        wait_until(lambda: json.loads(record.read_text())["sizes"]["decode"] == num_decode, "the order is taken")
+        yield scaling
 
 
 def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
-    overtaken = _order(cluster, 6)  # so many that they start for longer than the next command does
-    assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
-    assert overtaken.communicate()[1] == "baton: overtaken by a later order: decode 2\n"
-    assert overtaken.returncode == 1
+    with _ordered(cluster, 6) as overtaken:  # so many that they start for longer than the next command does
+        assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
+        assert overtaken.communicate()[1] == "baton: overtaken by a later order: decode 2\n"
+        assert overtaken.returncode == 1
     assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (2, 2)
     assert _is_right(cluster, checkpoint)
     pids = [worker["pid"] for role in ("prefill", "decode") for worker in cluster.workers(role).values()]
@@ -102,10 +104,10 @@ def test_an_arena_that_is_damaged_is_made_anew_and_workers_start_on_it(
 
 
 def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
-    scaling = _order(cluster, 2)
-    _kill(cluster.actor("controller"))
-    assert _is_right(cluster, checkpoint)
-    assert scaling.communicate() == ("1 prefill and 2 decode workers\n", "")
+    with _ordered(cluster, 2) as scaling:
+        _kill(cluster.actor("controller"))
+        assert _is_right(cluster, checkpoint)
+        assert scaling.communicate() == ("1 prefill and 2 decode workers\n", "")
     wait_until(lambda: "the controller was lost, and is back" in json.dumps(cluster.status()["events"]), "it is back")
     first, second = sorted(cluster.workers("decode"))
     _kill(psutil.Process(cluster.workers("decode")[first]["pid"]))
@@ -189,18 +191,19 @@ def other(tmp_path: Path) -> Iterator[ServedCluster]:
     served.run("down")
 
 
-def _start(cluster: ServedCluster, checkpoint: Path, until: str) -> "subprocess.Popen[str]":
+@contextmanager
+def _starting(cluster: ServedCluster, checkpoint: Path, until: str) -> "Iterator[subprocess.Popen[str]]":
     """A start that has printed a line which begins with `until`."""
-    starting = cluster.start("up", "--model", str(checkpoint), "--grpc-port", "0")
-    assert starting.stdout is not None
-    assert any(line.startswith(until) for line in starting.stdout)
-    return starting
+    with cluster.started("up", "--model", str(checkpoint), "--grpc-port", "0") as starting:
+        assert starting.stdout is not None
+        assert any(line.startswith(until) for line in starting.stdout)
+        yield starting
 
 
 def test_a_start_that_was_killed_leaves_what_down_removes(other: ServedCluster, checkpoint: Path) -> None:
-    starting = _start(other, checkpoint, "model ")
-    starting.kill()
-    starting.communicate()
+    with _starting(other, checkpoint, "model ") as starting:
+        starting.kill()
+        starting.communicate()
     assert other.left_behind() != []
     other.do("down")
     assert other.left_behind() == []
@@ -208,18 +211,18 @@ def test_a_start_that_was_killed_leaves_what_down_removes(other: ServedCluster, 
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(other: ServedCluster, checkpoint: Path) -> None:
-    starting = _start(other, checkpoint, "model ")
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-        starting.send_signal(number)
-    _, told = starting.communicate(timeout=100)
+    with _starting(other, checkpoint, "model ") as starting:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            starting.send_signal(number)
+        _, told = starting.communicate(timeout=100)
     assert (starting.returncode, told) == (130, "")
     assert other.left_behind() == []
 
 
 def test_a_start_whose_ray_is_told_to_end_says_so(other: ServedCluster, checkpoint: Path) -> None:
-    starting = _start(other, checkpoint, "arena ")
-    psutil.Process(other.state()["head"]["pid"]).terminate()
-    _, told = starting.communicate(timeout=100)
+    with _starting(other, checkpoint, "arena ") as starting:
+        psutil.Process(other.state()["head"]["pid"]).terminate()
+        _, told = starting.communicate(timeout=100)
     assert (starting.returncode, told) == (78, "baton: the process of Ray was told to end (SIGTERM)\n")
     assert other.left_behind() == []
 

@@ -37,17 +37,17 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 def test_requests_go_on_while_rays_control_store_is_stopped(cluster: ServedCluster, checkpoint: Path) -> None:
     before = cluster.workers("prefill") | cluster.workers("decode")
-    running = cluster.start("generate", "It was a dark night", "--max-tokens", "600", "--ignore-eos")
-    assert running.stdout is not None
-    assert running.stdout.read(1)
-    with stopped(ray_process(cluster, "gcs_server")):
-        expected = choose_prompt(checkpoint, 17)
-        answer = cluster.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
-        assert tuple(answer["token_ids"]) == expected.token_ids
-        _, told = running.communicate(timeout=60)
-        assert running.returncode == 0, told
-        assert "600 generated" in told
-        cluster.do("status")
+    with cluster.started("generate", "It was a dark night", "--max-tokens", "600", "--ignore-eos") as running:
+        assert running.stdout is not None
+        assert running.stdout.read(1)
+        with stopped(ray_process(cluster, "gcs_server")):
+            expected = choose_prompt(checkpoint, 17)
+            answer = cluster.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+            assert tuple(answer["token_ids"]) == expected.token_ids
+            _, told = running.communicate(timeout=60)
+            assert running.returncode == 0, told
+            assert "600 generated" in told
+            cluster.do("status")
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
     after = cluster.workers("prefill") | cluster.workers("decode")
     assert {name: worker["pid"] for name, worker in after.items()} == {

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -288,6 +289,19 @@ def test_two_nodes_fill_one_folder(opened: Open, tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 105 * FRAME_BYTES
     assert sum(got_one(tiers[0], name) for name in names) >= 80
     assert [tier.status().errors for tier in tiers] == [0, 0]
+
+
+def test_a_lock_that_another_node_gives_up_meanwhile_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, other = (Folder(str(tmp_path), time.monotonic) for _ in range(2))
+    assert other.try_lock()
+    look = os.stat
+
+    def unlock_and_look(*arguments: Any, **options: Any) -> os.stat_result:
+        other.unlock()
+        return look(*arguments, **options)
+
+    monkeypatch.setattr(os, "stat", unlock_and_look)
+    assert folder.try_lock()
 
 
 class Faults:

@@ -18,6 +18,7 @@ host's threads with one another, which count as one. The library is compiled at 
 """
 
 import atexit
+import gc
 import hashlib
 import sys
 import types
@@ -142,6 +143,12 @@ def synchronize() -> None:
     """Waits for all devices. Raises RuntimeError for one that has failed."""
     for device in range(NUM_DEVICES):
         torch.accelerator.synchronize(torch.device(NAME, device))
+
+
+def leave_room(device: int, num_bytes: int) -> None:
+    """Lets a device hold `num_bytes` more than what is reachable now: garbage of a former test is no room."""
+    gc.collect()
+    commands().set_limit(device, commands().num_used(device) + num_bytes)
 
 
 def reset() -> None:

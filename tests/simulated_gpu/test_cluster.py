@@ -10,7 +10,7 @@ from engine.model.decoder import Decoder
 from kv_store.node import arena
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
-from tests.simulated_gpu.device import commands
+from tests.simulated_gpu.device import commands, leave_room
 from wire.errors import ConfigError
 from wire.pb import inference_pb2 as pb
 
@@ -105,7 +105,7 @@ async def test_requests_of_a_device_without_memory_go_on_elsewhere(
     cluster = DeviceCluster(folder)
     await cluster.start(1, 2)
     try:
-        commands().set_limit(WORKER_TO_DEVICE["d0"], commands().num_used(WORKER_TO_DEVICE["d0"]) + ROOM_BYTES)
+        leave_room(WORKER_TO_DEVICE["d0"], ROOM_BYTES)
         outputs = await asyncio.gather(*(cluster.generate(ask(folder, length), TIME_LEFT_S) for length in LENGTHS))
     finally:
         await cluster.stop()
@@ -115,7 +115,7 @@ async def test_requests_of_a_device_without_memory_go_on_elsewhere(
 
 async def test_pages_that_do_not_fit_are_refused_at_start(folder: Path) -> None:
     cluster = DeviceCluster(folder)
-    commands().set_limit(WORKER_TO_DEVICE["d0"], commands().num_used(WORKER_TO_DEVICE["d0"]) + ROOM_BYTES)
+    leave_room(WORKER_TO_DEVICE["d0"], ROOM_BYTES)
     with pytest.raises(ConfigError, match=r"worker d0: .* 64 blocks of KV do not fit .*: lower worker\.pool_bytes"):
         await cluster.enlist("d0")
     await cluster.stop()

@@ -1,7 +1,6 @@
 """The rules of the simulated GPU itself."""
 
 import ctypes
-import gc
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.simulated_gpu import device
-from tests.simulated_gpu.device import SIM, SimulatedGraph, commands, counts, races
+from tests.simulated_gpu.device import SIM, SimulatedGraph, commands, counts, leave_room, races
 
 
 def test_operators_return_before_they_have_run() -> None:
@@ -49,8 +48,7 @@ def test_the_host_cannot_read_a_device() -> None:
 
 
 def test_memory_runs_out_and_comes_back() -> None:
-    gc.collect()  # tensors of tests before this one
-    commands().set_limit(0, commands().num_used(0) + (1 << 20))
+    leave_room(0, 1 << 20)
     kept = torch.zeros(1 << 19, dtype=torch.uint8, device=SIM)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory on sim:0: 1048576 bytes asked"):
         torch.zeros(1 << 20, dtype=torch.uint8, device=SIM)
