@@ -144,15 +144,13 @@ class Folder:
         for _ in range(2):
             with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
                 return True
-            try:
+            with suppress(FileNotFoundError):  # it is unlocked by now
                 changed_ns = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
-            except FileNotFoundError:
-                continue  # the other node has just unlocked
-            if changed_ns != self._seen_lock[0]:
-                self._seen_lock = (changed_ns, self._clock())
-            if self._clock() - self._seen_lock[1] < _LEASE_S:
-                return False
-            self.unlock()
+                if changed_ns != self._seen_lock[0]:
+                    self._seen_lock = (changed_ns, self._clock())
+                if self._clock() - self._seen_lock[1] < _LEASE_S:
+                    return False
+                self.unlock()
         return False
 
     def renew_lock(self) -> None:
@@ -201,5 +199,4 @@ def _shard_of(key: BlockKey) -> str:
 
 
 def _path_of(key: BlockKey) -> str:
-    name = key.hex()
-    return f"{name[:2]}/{name}"
+    return f"{_shard_of(key)}/{key.hex()}"
