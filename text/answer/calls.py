@@ -33,14 +33,20 @@ _BEGUN_BARE_HEAD = re.compile(
     r"|\[CALL_ID\][A-Za-z0-9]{0,64}(?:\[[A-Z]{0,4}|\[ARGS\]\s{0,8})?)?)?"
 )
 """Matches each text that may still grow into a match of _BARE_HEAD."""
+MAX_HEAD_CHARS = 192
+"""Length of a head, and more: a match ends before it, or there is none."""
 
 
 class _CallState(Enum):
-    """The state of the parser: at the start, in text, in a part of a call, after a call or between two of a list."""
+    """The state of the parser: at the start, in text, in a part of a call, after a call or between two of a list.
+
+    VALUE: in a JSON value that is too long for the head of a call, but may be one with its keys in another order.
+    """
 
     START = "start"
     TEXT = "text"
     HEAD = "head"
+    VALUE = "value"
     ARGUMENTS = "arguments"
     TAIL = "tail"
     LIST = "list"
@@ -52,6 +58,9 @@ class CallParser:
 
     START, BEHIND ──opener──▶ HEAD ──name──▶ ARGUMENTS ──last bracket──▶ TAIL ──▶ BEHIND, or LIST ──comma──▶ HEAD
          └──other text──▶ TEXT ──opener──▶ HEAD ──no call──▶ TEXT
+                                           HEAD ──MAX_HEAD_CHARS──▶ VALUE ──last bracket──▶ BEHIND, LIST or TEXT
+
+    The time is linear in the length of the text, however it is split: text that only waits is joined once.
     """
 
     def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
@@ -59,6 +68,9 @@ class CallParser:
         self._names = names
         self._state = _CallState.START
         self._held = ""
+        self._spaces: list[str] = []  # behind what is held, joined once other text follows
+        self._is_blank = True
+        self._value: list[str] = []  # of VALUE, before what is held
         self._scan = _JsonScan()
         self._is_in_list = False
         key = re.escape(call_format.arguments)
@@ -71,6 +83,7 @@ class CallParser:
             _CallState.BEHIND: self._take_start,
             _CallState.TEXT: self._take_text,
             _CallState.HEAD: self._take_head,
+            _CallState.VALUE: self._take_value,
             _CallState.ARGUMENTS: self._take_arguments,
             _CallState.TAIL: self._take_tail,
             _CallState.LIST: self._take_comma,
@@ -80,17 +93,29 @@ class CallParser:
         """Feeds text; returns the text and calls that no later text can change, in order."""
         found: list[Found] = []
         for start in range(0, len(text), MAX_PIECE_CHARS):
-            self._held += text[start : start + MAX_PIECE_CHARS]
+            piece = text[start : start + MAX_PIECE_CHARS]
+            if self._is_blank and piece.isspace():
+                self._spaces.append(piece)
+                continue
+            self._held = self._take_held() + piece
             while (certain := self._steps[self._state]()) is not None:
                 found += certain
+            is_waiting = self._state in (_CallState.START, _CallState.BEHIND, _CallState.LIST, _CallState.HEAD)
+            self._is_blank = is_waiting and not self._held[self._scan.first :].strip()
         return [one for one in found if one != ""]
 
     def flush(self) -> str:
         """Returns the text held back, at the end of the answer."""
-        held, self._held = self._held, ""
+        held, self._held = "".join((*self._value, self._take_held())), ""
         is_behind = self._state in (_CallState.BEHIND, _CallState.LIST)
         is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._format.skipped))
         return "" if is_rest_of_call else held
+
+    def _take_held(self) -> str:
+        """Returns the text held back, with the white space behind it."""
+        held = "".join((self._held, *self._spaces))
+        self._spaces.clear()
+        return held
 
     def _take_start(self) -> list[Found] | None:
         """Looks for a call at the start or directly after another; None where more text is needed."""
@@ -132,19 +157,32 @@ class CallParser:
                 return self._go_to(_CallState.HEAD, len(self._held) - len(rest) + 1)
         if (head := self._head.match(self._held, first)) and head[1] in self._names:
             return self._begin_call(head, _CallState.TAIL)
-        end = self._scan.end_of(self._held, "{")
-        return None if end is None else self._take_whole(self._held[:end], first)
+        return self._take_value()
+
+    def _take_value(self) -> list[Found] | None:
+        """Takes a JSON object that is text, or a call with its keys in another order; collects a long one."""
+        end, first = self._scan.end_of(self._held, "{"), self._scan.first
+        if end is not None:
+            raw, self._held = "".join((*self._value, self._held[:end])), self._held[end:]
+            self._value.clear()
+            return self._take_whole(raw, first)
+        if self._state is _CallState.VALUE or (self._scan.has_begun and len(self._held) - first > MAX_HEAD_CHARS):
+            self._state = _CallState.VALUE
+            self._value.append(self._held)
+            self._held = ""
+            self._scan.rewind()
+        return None
 
     def _begin_call(self, head: re.Match[str], behind: _CallState) -> list[Found]:
         if head[1] not in self._names:
-            return self._take_whole(self._held[: head.end()], len(self._held))
+            raw, self._held = head.string[: head.end()], head.string[head.end() :]
+            return self._take_whole(raw, len(raw))
         self._held = self._held[head.end() :]
         self._behind_arguments = behind
         return [CallBegun(head[1]), *self._go_to(_CallState.ARGUMENTS)]
 
     def _take_whole(self, raw: str, first: int) -> list[Found]:
-        """Takes a whole JSON object: a call with its keys in another order, or text that is no call."""
-        self._held = self._held[len(raw) :]
+        """Takes text of which the part from `first` on may be a call."""
         call = self._call_in(raw[first:])
         self._go_to((_CallState.LIST if self._is_in_list else _CallState.BEHIND) if call else _CallState.TEXT)
         return [*call] if call else [raw]
@@ -205,6 +243,11 @@ class _JsonScan:
         self._depth = depth
         self._is_in_string = False
         self._is_escaped = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the value's first bracket was read."""
+        return self._depth > 0
 
     def rewind(self) -> None:
         """Restarts at index 0, after the caller has dropped the text read so far."""

@@ -2,13 +2,14 @@
 
 import sys
 import time
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from text.answer.answer import AnswerParser, Part, Reasoning, ReasoningCount
-from text.answer.calls import Arguments, CallBegun
+from text.answer.calls import MAX_HEAD_CHARS, Arguments, CallBegun
 from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
@@ -16,6 +17,7 @@ QWEN_F, QWEN_G = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</t
 LLAMA_F, LLAMA_G = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (F, G))
 MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
 BARE = '[TOOL_CALLS]f[ARGS]{"a": 1}\n[TOOL_CALLS]g[CALL_ID]Ab1[ARGS] {}'
+LONG = "a" * MAX_HEAD_CHARS
 NESTED = '{"a": "}\\"] </tool_call> {"}'
 Told = list[str | tuple[str, str]]
 CASES: list[tuple[str, str, Told | None]] = [
@@ -25,6 +27,9 @@ CASES: list[tuple[str, str, Told | None]] = [
     ("qwen", f"{QWEN_F} done", [F, " done"]),
     ("qwen", f'<tool_call>{{"name": "f", "arguments": {NESTED}, "id": "}}"}}</tool_call>', [("f", NESTED)]),
     ("qwen", '<tool_call>{"arguments": {"a":1}, "name": "f"}</tool_call>', [F]),
+    ("qwen", f'<tool_call>{{"id": "{LONG}", "arguments": {{"a":1}}, "name": "f"}}</tool_call> ', [F]),
+    ("qwen", f'<tool_call>{{"id": "{LONG}", "name": "h"}}</tool_call>', None),
+    ("qwen", f'<tool_call>{{"id": "{LONG}', None),
     ("qwen", '<tool_call>{"id": 1, "name": "f", "arguments": {"a": "\\ud800"}}', None),
     ("qwen", '<tool_call>{"id": 1, "name": "f", "arguments": {"a": 1e999}}', None),
     ("qwen", "a < b <tool", ["a < b <tool"]),
@@ -76,7 +81,7 @@ THOUGHTS: list[tuple[str, str, str, Told]] = [
 ]
 PIECES = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>", "</think>"),
-    *("{", "}", "[", "]", '"', "\\", ";", ",", "a", " "),
+    *("{", "}", "[", "]", '"', "\\", ";", ",", "a", " ", LONG, " " * 9),
 )
 VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL, BARE)
 
@@ -127,9 +132,9 @@ def test_reasoning_and_content_split_anywhere(reasoning_format: str, text: str, 
 def test_any_text_in_any_pieces(tool_format: str, reasoning_format: str, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     whole = parsed(tool_format, [text], reasoning_format)
-    size = data.draw(st.integers(1, 9))
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    assert parsed(tool_format, pieces, reasoning_format) == whole
+    ends = [*accumulate(data.draw(st.lists(st.integers(1, 9))), initial=0), len(text)]
+    assert parsed(tool_format, [text[start:end] for start, end in pairwise(ends)], reasoning_format) == whole
+    assert parsed(tool_format, [*text], reasoning_format) == whole
     if not reasoning_format and not any(isinstance(one, tuple) for one in whole[1]):
         assert whole[1] == [text] * bool(text)
 
@@ -196,6 +201,29 @@ def test_many_calls_at_once_take_time_by_their_length() -> None:
     began_s = time.process_time()
     AnswerParser(AnswerFormats("llama"), {"f"}).feed(f"{LLAMA_F};" * 60_000)
     assert time.process_time() - began_s < 5
+
+
+@pytest.mark.parametrize(
+    ("form", "lead", "piece"),
+    [
+        ("qwen", "<tool_call>{", '"a": 1, '),
+        ("qwen", QWEN_F, " "),
+        ("mistral", "[TOOL_CALLS]", " "),
+        ("llama", "{", '"a": 1, '),
+        ("llama", "", "\n"),
+    ],
+)
+def test_pieces_that_wait_take_time_by_their_number(form: str, lead: str, piece: str) -> None:
+    def seconds(num_pieces: int) -> float:
+        parser = AnswerParser(AnswerFormats(form), {"f"})
+        parser.feed(lead)
+        began_s = time.process_time()
+        for _ in range(num_pieces):
+            parser.feed(piece)
+        return time.process_time() - began_s
+
+    few_s = min(seconds(10_000) for _ in range(3))
+    assert min(seconds(80_000) for _ in range(2)) < 14 * few_s
 
 
 @pytest.mark.parametrize("opening", ["", "<think>", "<think>a", "<think>a</think>"])
