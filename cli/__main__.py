@@ -20,7 +20,8 @@ COMMANDS = {
     "logs": "cli.logs",
     "scale": "cli.scale",
     "drain": "cli.drain",
-    "abort": "cli.abort",
+    "requests": "cli.requests",
+    "abort": "cli.requests",
     "down": "cli.down",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",
@@ -56,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog='Begin with `baton up`, then `baton generate "Once upon a time"`; `baton down` ends it.',
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in COMMANDS.values():  # not before: an interrupted import is an interrupted command
+    for module in dict.fromkeys(COMMANDS.values()):  # not before: an interrupted import is an interrupted command
         importlib.import_module(module).add_parser(commands)
     return parser
 

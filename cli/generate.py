@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, BinaryIO, cast
@@ -12,13 +12,14 @@ from google.protobuf.json_format import MessageToDict
 
 from baton import Client, Completion
 from baton.request import Options, Prompt, make_request
-from baton.results import Choice
+from baton.results import Choice, Span
 from cli.terminal import Subparsers, add_command, read_number, read_whole, render
 from deploy.local.client import explained, find_cluster
 from deploy.local.state import ClusterState
 from deploy.plan.byte_size import format_bytes
 from wire.convert import logprobs_to_pb
 from wire.errors import InvalidRequest
+from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.sampling import MAX_STOPS
 from wire.tier import Tier
@@ -160,9 +161,15 @@ def render_timeline(completion: Completion) -> str:
     Gates that the request passed at once have no row.
     """
     timeline = completion.timeline
-    steps = [(span, span.name.partition(".")[2]) for span in timeline.spans if "." in span.name]
     is_handed_off = timeline.prefill_worker not in (None, timeline.decode_worker)
-    ends = {"generate": " after the first"} if is_handed_off else {}
+    between_ms = timeline.total_ms - sum(span.duration_ms for span in timeline.spans if "." in span.name)
+    table = render_steps(timeline.spans, {"generate": " after the first"} if is_handed_off else {})
+    return "\n".join([table, "", _summary(completion, between_ms)])
+
+
+def render_steps(spans: Iterable[Span | pb.Span], ends: Mapping[str, str]) -> str:
+    """Renders a row for each step; `ends` has what follows the counts of some."""
+    steps = [(span, span.name.partition(".")[2]) for span in spans if "." in span.name]
     rows = [
         (
             f"{span.start_ms:.1f}",
@@ -174,9 +181,7 @@ def render_timeline(completion: Completion) -> str:
         for span, step in steps
         if span.duration_ms >= MIN_WAIT_MS or not step.startswith("wait_")
     ]
-    between_ms = timeline.total_ms - sum(span.duration_ms for span, _ in steps)
-    head = ("at ms", "took ms", "worker", "step", "")
-    return "\n".join([render(head, rows), "", _summary(completion, between_ms)])
+    return render(("at ms", "took ms", "worker", "step", ""), rows)
 
 
 def _summary(completion: Completion, between_ms: float) -> str:

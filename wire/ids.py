@@ -24,6 +24,10 @@ def qualified(tenant: str, request_id: RequestId) -> QualifiedId:
     return QualifiedId(request_id if tenant == DEFAULT_TENANT else f"{tenant}/{request_id}")
 
 
+def tenant_of(request: QualifiedId) -> str:
+    return request.rpartition("/")[0] or DEFAULT_TENANT
+
+
 def attempt_id(request: QualifiedId, number: int) -> AttemptId:
     return AttemptId(f"{request}/{number}")
 

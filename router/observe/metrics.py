@@ -1,13 +1,11 @@
-"""Records of requests for the log, and metrics of them. docs/operating.md says what each one means."""
+"""Metrics of requests. docs/operating.md says what each one means."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 
 import prometheus_client as prometheus
 
-from wire.errors import BatonError, Cancelled
-from wire.ids import QualifiedId, WorkerId
+from router.observe.record import RecentRequests, RequestRecord
+from wire.errors import BatonError, Cancelled, InvalidRequest, Unsupported
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier
@@ -16,89 +14,9 @@ NAMESPACE = "baton"
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
 OK, CANCELLED = "OK", Cancelled.status.grpc
 ABORT, ERROR = "abort", "error"
 """Finish reasons of a request that did not end well."""
-GATES = (
-    "router.wait_tokenizer",
-    "router.wait_room",
-    "router.wait_decode",
-    "router.wait_trial",
-    "prefill.queue",
-    "prefill.wait_slot",
-    "prefill.wait_pages",
-    "prefill.wait_turn",
-    "decode.queue",
-    "decode.wait_slot",
-    "decode.wait_pages",
-    "decode.wait_turn",
-)
-"""Spans of a timeline in which a request waits for others; docs/timeline.md describes each."""
-
-
-@dataclass
-class RequestSummary:
-    """The progress of a request that runs.
-
-    cached: prompt tokens by the tier that had their KV; None before that is known.
-    """
-
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    cached: Mapping[str, int] | None = None
-    prefill_worker: WorkerId | None = None
-    decode_worker: WorkerId | None = None
-    num_attempts: int = 1
-
-
-@dataclass(frozen=True)
-class RequestRecord:
-    """A request that is over. `outcome`: its gRPC status; `ttft_s`: from arrival to first token, None without one.
-
-    finish_reasons: of its choices, of a request that ended well.
-    """
-
-    request_id: QualifiedId
-    outcome: str
-    summary: RequestSummary
-    ttft_s: float | None
-    timeline: pb.Timeline
-    finish_reasons: Sequence[str] = ()
-
-    @property
-    def total_s(self) -> float:
-        return self.timeline.total_ms / 1000
-
-    @cached_property
-    def waits_s(self) -> Mapping[str, float]:
-        """Time spent at each gate."""
-        waits_s: dict[str, float] = {}
-        for span in self.timeline.spans:
-            if span.name in GATES:
-                waits_s[span.name] = waits_s.get(span.name, 0.0) + span.duration_ms / 1000
-        return waits_s
-
-    @property
-    def values(self) -> Mapping[str, object]:
-        """The fields of its line in the log; nothing that the client sent or got."""
-        summary, waits_s = self.summary, self.waits_s
-        cached = summary.cached or {}
-        return {
-            "request_id": self.request_id,
-            "outcome": self.outcome,
-            "prompt_tokens": summary.num_prompt_tokens,
-            "output_tokens": summary.num_output_tokens,
-            **{f"cached_{tier}": cached.get(tier, 0) for tier in Tier},
-            "prefill_worker": summary.prefill_worker,
-            "decode_worker": summary.decode_worker,
-            "attempts": summary.num_attempts,
-            "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1000, 1),
-            "total_ms": round(self.timeline.total_ms, 1),
-            "waited_ms": round(sum(waits_s.values()) * 1000, 1),
-            "longest_wait": max(waits_s, key=waits_s.__getitem__, default=None),
-        }
 
 
 def outcome_of(error: Exception) -> str:
@@ -106,10 +24,20 @@ def outcome_of(error: Exception) -> str:
     return error.status.grpc if isinstance(error, BatonError) else BatonError.status.grpc
 
 
+def described(error: BatonError) -> tuple[str, str, str]:
+    """Returns the gRPC status, the reason and the message of an error.
+
+    The message of one that may quote the request is the parameter alone.
+    """
+    may_quote = isinstance(error, InvalidRequest | Unsupported)
+    return outcome_of(error), error.reason, error.ids.get("param", "") if may_quote else error.message
+
+
 class RequestMetrics:
     """Written to on the event loop, read by scrapers' threads; a registry of its own, nothing global."""
 
     def __init__(self) -> None:
+        self.recent = RecentRequests()
         self.registry = prometheus.CollectorRegistry()
         self.prefix_cache = cluster_pb2.PrefixCache(hits=[pb.TierTokens(tier=tier) for tier in Tier])
         self._first_token = self._histogram(
@@ -149,6 +77,7 @@ class RequestMetrics:
         self._requests.labels(outcome_of(error)).inc()
 
     def ended(self, record: RequestRecord) -> None:
+        self.recent.add(record)
         self._requests.labels(record.outcome).inc()
         for reason in record.finish_reasons or (ABORT if record.outcome == CANCELLED else ERROR,):
             self._choices.labels(reason).inc()

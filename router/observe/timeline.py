@@ -21,13 +21,17 @@ NETWORK = "network"
 
 @dataclass
 class TimedCall:
-    """A call of a worker as the router sees it: when it was sent and over, and the worker's own spans."""
+    """A call of a worker as the router sees it: when it was sent and over, and the worker's own spans.
+
+    error: the reason of the one that it ended with, "" where it ended well.
+    """
 
     name: str
     worker: WorkerId
     sent_ms: float
     ended_ms: float | None = None
     spans: Sequence[pb.Span] = ()
+    error: str = ""
 
 
 class TimelineRecorder:
@@ -91,14 +95,15 @@ class TimelineRecorder:
 
 
 def _placed(call: TimedCall) -> Iterator[pb.Span]:
-    """A call's spans on the request's own clock, cut off at the end of the call."""
+    """A call's spans on the request's own clock, cut off at the end of the call. The last one has its error."""
     ended_ms = call.ended_ms if call.ended_ms is not None else call.sent_ms
-    if not call.spans:
-        yield _span(f"{call.name}.call", call.worker, call.sent_ms, ended_ms)
-    for span in call.spans:
+    whole = pb.Span(name=f"{call.name}.call", duration_ms=ended_ms - call.sent_ms)
+    spans = call.spans or [whole]
+    for span in spans:
         start_ms = min(call.sent_ms + span.start_ms, ended_ms)
         placed = _span(span.name, call.worker, start_ms, min(start_ms + span.duration_ms, ended_ms))
         placed.counts.update(span.counts)
+        placed.error = call.error if span is spans[-1] else ""
         yield placed
 
 

@@ -60,6 +60,11 @@ class ClusterApi(ClusterServicer):
         await self._router.dispatcher.abort_any(QualifiedId(request.request_id))
         return pb.AbortResponse()
 
+    async def ListRequests(  # noqa: N802
+        self, request: cluster_pb2.ListRequestsRequest, context: Context
+    ) -> cluster_pb2.ListRequestsResponse:
+        return self._router.metrics.recent.list(request)
+
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()
         return cluster_pb2.ShutdownResponse()

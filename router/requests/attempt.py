@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from router.observe.metrics import RequestMetrics, RequestSummary
+from router.observe.metrics import RequestMetrics
+from router.observe.record import RequestSummary
 from router.observe.timeline import TimelineRecorder
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
@@ -210,17 +211,23 @@ class Attempt:
         call = timeline.sent(name, member.id, self._clock())
         try:
             await member.line.run(self._begin(route, member), self._taker(member, on_prompt, spans))
-        except (Unavailable, Cancelled) as error:
-            is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
-            self.request.services.mark_lost(member.id)
-            raise AttemptFailed(WorkerLeaving(error.message) if is_leaving else error) from error
-        except InvalidRequest as error:
-            sources = self.request.prepared.frame.sources(self.request.admitted.valid.sampling.response_format)
-            raise AttemptFailed(in_sources(error, sources)) from error
         except BatonError as error:
-            raise AttemptFailed(error) from error
+            failure = self._failure(member, error)
+            call.error = failure.error.reason
+            raise failure from error
         finally:
             timeline.ended(call, self._clock(), spans)
+
+    def _failure(self, member: Member, error: BatonError) -> AttemptFailed:
+        """Judges the error of a call, and marks a worker that broke it off as lost."""
+        if isinstance(error, InvalidRequest):
+            sources = self.request.prepared.frame.sources(self.request.admitted.valid.sampling.response_format)
+            return AttemptFailed(in_sources(error, sources))
+        if not isinstance(error, Unavailable | Cancelled):
+            return AttemptFailed(error)
+        is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
+        self.request.services.mark_lost(member.id)
+        return AttemptFailed(WorkerLeaving(error.message) if is_leaving else error)
 
     async def _require_answer(self, member: Member) -> None:
         """Asks a worker for a sign of life: a dead one must not use up a request's last attempt."""

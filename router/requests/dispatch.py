@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
-from router.observe.metrics import OK, RequestRecord, TokenTiming, outcome_of
+from router.observe.metrics import OK, TokenTiming, described
+from router.observe.record import RequestRecord
 from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
 from router.requests.flow import Flow
@@ -98,8 +99,9 @@ class OpenRequest:
             ended.timeline.prefill_worker = summary.prefill_worker or ""
             ended.timeline.decode_worker = summary.decode_worker or ""
             self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=ended))
-        outcome, reasons = (outcome_of(ended), []) if isinstance(ended, BatonError) else (OK, _finish_reasons(ended))
-        record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline, reasons)
+        outcome, reason, message = described(ended) if isinstance(ended, BatonError) else (OK, "", "")
+        finish = [] if isinstance(ended, BatonError) else _finish_reasons(ended)
+        record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline, finish, reason, message)
         self._metrics.ended(record)
         log.info("request ended", extra=record.values)
 

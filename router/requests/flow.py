@@ -13,7 +13,7 @@ import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
 
-from router.observe.metrics import RequestSummary
+from router.observe.record import RequestSummary
 from router.observe.timeline import TimelineRecorder
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services

@@ -86,6 +86,8 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["status", "--name", NO_UTF8], CONFIGURATION, "name must be 1 to 16"),
     (["down", "--name", "../x"], CONFIGURATION, "name must be 1 to 16"),
     (["drain"], USAGE, "arguments are required: WORKER_OR_NODE: see `baton drain --help`"),
+    (["requests", NO_UTF8], USAGE, "argument ID: must be UTF-8"),
+    (["requests", "--lines", "0"], USAGE, "argument --lines: must be at least 1"),
     (["abort"], USAGE, "arguments are required: REQUEST_ID: see `baton abort --help`"),
     (["abort", NO_UTF8], USAGE, "argument REQUEST_ID: must be UTF-8"),
     (["drain", NO_UTF8], USAGE, "argument WORKER_OR_NODE: must be UTF-8"),

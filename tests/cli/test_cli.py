@@ -52,7 +52,14 @@ BAD_REDIS_URLS = (
 RUN_DIR = "/tmp/baton-default-00000000"
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 SESSION = "session_2026-11-23_12-00-00_000000_1"
-ASKING = [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"], ["abort", "r"]]
+ASKING = [
+    ["generate", "x"],
+    ["status"],
+    ["scale", "--decode", "1"],
+    ["drain", "decode-0"],
+    ["abort", "r"],
+    ["requests"],
+]
 WAIT_S = 60.0
 WATCH = [sys.executable, "-m", "cli", "status", "--watch"]
 COMPLETE = pb.Complete(
@@ -76,6 +83,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     error: InvalidRequest | None = None
     asked: list[Any] = field(default_factory=list)
     token: str = ""
+    ended: list[cluster_pb2.EndedRequest] = field(default_factory=list)
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.asked.append(request)
@@ -98,6 +106,10 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
         self.asked.append(request)
         return pb.AbortResponse()
+
+    def ListRequests(self, request: Any, context: Any) -> cluster_pb2.ListRequestsResponse:  # noqa: N802
+        self.asked.append(request)
+        return cluster_pb2.ListRequestsResponse(requests=self.ended)
 
 
 @pytest.fixture
@@ -524,6 +536,37 @@ def test_a_request_is_aborted_by_its_id(server: FakeServer, capsys: pytest.Captu
     assert main(["abort", "acme/r-1"]) == 0
     assert [one.request_id for one in server.asked] == ["acme/r-1"]
     assert capsys.readouterr().out == "acme/r-1 is aborted\n"
+
+
+def test_the_last_requests_and_one_of_them(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["requests"]) == 0
+    assert capsys.readouterr().out == "no request has ended yet\n"
+    failed = cluster_pb2.EndedRequest(
+        request_id="acme/r-1",
+        outcome="UNAVAILABLE",
+        reason="UNAVAILABLE",
+        message="gone\x1b[2J",
+        prompt_tokens=24,
+        attempts=2,
+        timeline=pb.Timeline(
+            spans=[pb.Span(name="decode.wait_pages", worker="decode-0\x07", duration_ms=400.0)], total_ms=412.0
+        ),
+        causes=["400 ms: waited at decode-0 for free pages"],
+    )
+    server.ended = [failed]
+    assert main(["requests", "--lines", "7"]) == 0
+    [_, row] = capsys.readouterr().out.splitlines()
+    assert row.split()[1:8] == ["acme/r-1", "UNAVAILABLE", "24", "0", "-", "412.0", "400"]
+    assert main(["requests", "acme/r-1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "acme/r-1: UNAVAILABLE: gone\\x1b[2J",
+        "24 prompt tokens (cached: none), 0 generated, 412.0 ms, attempts: 2",
+        "  400 ms: waited at decode-0 for free pages",
+        "",
+        "at ms  took ms  worker     step",
+        "  0.0    400.0  decode-0\\x07  wait_pages",
+    ]
+    assert [(one.limit, one.request_id) for one in server.asked] == [(20, ""), (7, ""), (20, "acme/r-1")]
 
 
 def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
-from router.observe.metrics import GATES
+from router.observe.record import GATES
 from router.ports.server import MetricsServer
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Sizes

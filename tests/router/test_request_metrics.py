@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from router.observe.metrics import GATES, RequestMetrics, RequestRecord, RequestSummary, TokenTiming, outcome_of
+from router.observe.metrics import RequestMetrics, TokenTiming, outcome_of
+from router.observe.record import GATES, RequestRecord, RequestSummary
 from wire.convert import tiers_from_pb
 from wire.errors import InvalidRequest, Overloaded
 from wire.ids import QualifiedId, WorkerId

@@ -110,6 +110,54 @@ class ProbeResponse(_message.Message):
     timeline: _inference_pb2.Timeline
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ...) -> None: ...
 
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("request_id", "after", "limit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    after: int
+    limit: int
+    def __init__(self, request_id: _Optional[str] = ..., after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[EndedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[EndedRequest, _Mapping]]] = ...) -> None: ...
+
+class EndedRequest(_message.Message):
+    __slots__ = ("number", "request_id", "tenant", "outcome", "reason", "message", "ended_s", "prompt_tokens", "output_tokens", "attempts", "ttft_ms", "cached_tokens", "timeline", "causes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    CAUSES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    tenant: str
+    outcome: str
+    reason: str
+    message: str
+    ended_s: float
+    prompt_tokens: int
+    output_tokens: int
+    attempts: int
+    ttft_ms: float
+    cached_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
+    timeline: _inference_pb2.Timeline
+    causes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., causes: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ShutdownRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

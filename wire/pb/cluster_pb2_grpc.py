@@ -60,6 +60,11 @@ class ClusterStub:
                 request_serializer=inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/baton.v1.Cluster/ListRequests',
+                request_serializer=cluster__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/baton.v1.Cluster/Shutdown',
                 request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
@@ -111,6 +116,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """The last requests that ended, well or not, of all tenants, without prompts or answers; NOT_FOUND for the id of none of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops every actor of this cluster.
         """
@@ -152,6 +164,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=inference__pb2.AbortRequest.FromString,
                     response_serializer=inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=cluster__pb2.ListRequestsRequest.FromString,
+                    response_serializer=cluster__pb2.ListRequestsResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -299,6 +316,33 @@ class Cluster:
             '/baton.v1.Cluster/Abort',
             inference__pb2.AbortRequest.SerializeToString,
             inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ListRequests',
+            cluster__pb2.ListRequestsRequest.SerializeToString,
+            cluster__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -260,7 +260,7 @@ class Timeline(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class Span(_message.Message):
-    __slots__ = ("name", "worker", "start_ms", "duration_ms", "counts")
+    __slots__ = ("name", "worker", "start_ms", "duration_ms", "counts", "error")
     class CountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -273,12 +273,14 @@ class Span(_message.Message):
     START_MS_FIELD_NUMBER: _ClassVar[int]
     DURATION_MS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     name: str
     worker: str
     start_ms: float
     duration_ms: float
     counts: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., worker: _Optional[str] = ..., start_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    error: str
+    def __init__(self, name: _Optional[str] = ..., worker: _Optional[str] = ..., start_ms: _Optional[float] = ..., duration_ms: _Optional[float] = ..., counts: _Optional[_Mapping[str, int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -1,0 +1,70 @@
+"""`baton requests` and `baton abort`: shows the last requests that ended, and ends one that runs."""
+
+import argparse
+import time
+
+from cli.generate import render_steps
+from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, read_count, render
+from deploy.deadlines import STATUS_IN_COMMAND_S
+from deploy.local.client import call_operator, find_cluster
+from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
+
+DESCRIPTION = """\
+Shows the last requests that ended, well or not, of all tenants: what each came to, its tokens, and where most of its
+time went. With an id, all about the last request of it: where each millisecond went. Never a prompt or an answer."""
+ABORT = """\
+Ends one running request; its client gets CANCELLED, over HTTP 499, and what it has is freed. Returns when its id is
+free again."""
+ID = "its id as the log has it: TENANT/ID, and ID alone for a request of the default tenant"
+NUM_SHOWN = 20
+HEAD = ("ended", "request", "outcome", "prompt", "output", "ttft ms", "took ms", "most of it")
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(commands, "requests", "show the last requests that ended", DESCRIPTION, run)
+    parser.add_argument("request_id", nargs="?", default="", metavar="ID", type=str, help=ID)
+    count = f"how many (default: {NUM_SHOWN})"
+    parser.add_argument("--lines", type=read_count, default=NUM_SHOWN, metavar="N", help=count)
+    aborting = add_command(commands, "abort", "end one request", ABORT, abort)
+    aborting.add_argument("request_id", metavar="REQUEST_ID", type=str, help=ID)
+
+
+def run(args: argparse.Namespace) -> int:
+    asked = cluster_pb2.ListRequestsRequest(request_id=args.request_id, limit=args.lines)
+    listed = call_operator(find_cluster(args.name), "ListRequests", asked, STATUS_IN_COMMAND_S).requests
+    if not listed:
+        print("no request has ended yet")
+    elif args.request_id:
+        print(escaped(render_request(listed[-1])))
+    else:
+        print(escaped(render(HEAD, [_row(one) for one in listed])))
+    return 0
+
+
+def abort(args: argparse.Namespace) -> int:
+    request = pb.AbortRequest(request_id=args.request_id)
+    call_operator(find_cluster(args.name), "Abort", request, STATUS_IN_COMMAND_S)
+    print(f"{args.request_id} is aborted")
+    return 0
+
+
+def render_request(ended: cluster_pb2.EndedRequest) -> str:
+    """Renders all about one request: its end, its tokens, its causes, its steps."""
+    cached = ", ".join(f"{one.tokens} {one.tier}" for one in ended.cached_tokens) or "none"
+    tokens = f"{ended.prompt_tokens} prompt tokens (cached: {cached}), {ended.output_tokens} generated"
+    spent = f"{ended.timeline.total_ms:.1f} ms, attempts: {ended.attempts}"
+    parts = [f"{ended.request_id}: {_outcome(ended)}", f"{tokens}, {spent}", *(f"  {one}" for one in ended.causes)]
+    return "\n".join([*parts, "", render_steps(ended.timeline.spans, {})])
+
+
+def _row(ended: cluster_pb2.EndedRequest) -> tuple[str, ...]:
+    at = time.strftime("%H:%M:%S", time.localtime(ended.ended_s))
+    ttft = f"{ended.ttft_ms:.1f}" if ended.HasField("ttft_ms") else NOT_KNOWN
+    tokens = (str(ended.prompt_tokens), str(ended.output_tokens))
+    took = f"{ended.timeline.total_ms:.1f}"
+    return (at, ended.request_id, ended.outcome, *tokens, ttft, took, next(iter(ended.causes), ""))
+
+
+def _outcome(ended: cluster_pb2.EndedRequest) -> str:
+    return ": ".join(filter(None, (ended.reason or ended.outcome, ended.message)))
