@@ -74,7 +74,7 @@ class WorkerActor(ABC):
         """
         started = self._require_started()
         await started.server.refuse_new_work()
-        return to_json(Drained(await started.assembly.service.drain(grace_s)))
+        return to_json(Drained(await started.assembly.service.attempts.drain(grace_s)))
 
     async def stop(self) -> None:
         """Ends all attempts and closes the port."""

@@ -25,15 +25,19 @@ MAX_UPDATE_TOKENS = 512
 MAX_BEGIN_BYTES = 64 << 20
 
 
-class Orders(Protocol):
-    """The orders of a router to a worker. No call blocks; errors go back on the line."""
+class AttemptOrders(Protocol):
+    """The orders of a router on attempts of its line. No call blocks; none fails for an attempt that has ended."""
 
     def begin(self, line: "WorkerLine", begin: worker_pb2.Begin) -> None:
         """Begins an attempt. Raises BatonError if it cannot begin."""
 
-    def abort(self, line: "WorkerLine", attempt: AttemptId) -> None: ...
+    def abort(self, line: "WorkerLine", attempt_id: AttemptId) -> None: ...
 
-    def end_choice(self, line: "WorkerLine", attempt: AttemptId, index: int) -> None: ...
+    def end_choice(self, line: "WorkerLine", attempt_id: AttemptId, index: int) -> None: ...
+
+
+class Orders(Protocol):
+    """The other orders of a router, on holds and the worker itself. No call blocks; errors go back on the line."""
 
     def renew(self, line: "WorkerLine", attempts: list[AttemptId]) -> None: ...
 
@@ -73,7 +77,8 @@ class PartialBegin:
 class WorkerLine:
     """A line of one router. Belongs to one event loop; gRPC, or the twin, calls `take` and `next` until `close`."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, attempts: AttemptOrders, orders: Orders) -> None:
+        self._attempts = attempts
         self._orders = orders
         self._unsent: OrderedDict[str, list[worker_pb2.Update]] = OrderedDict()
         self._news = worker_pb2.ConnectResponse()
@@ -88,7 +93,7 @@ class WorkerLine:
         for message in request.aborts:
             self._abort(AttemptId(message))
         for ended in request.ended_choices:
-            self._orders.end_choice(self, AttemptId(ended.attempt), ended.index)
+            self._attempts.end_choice(self, AttemptId(ended.attempt), ended.index)
         if request.renewals:
             self._orders.renew(self, list(map(AttemptId, request.renewals)))
         if request.releases:
@@ -165,11 +170,11 @@ class WorkerLine:
         if self._partial is not None and self._partial.attempt == attempt:
             self._partial = None
         self._unsent.pop(attempt, None)
-        self._orders.abort(self, attempt)
+        self._attempts.abort(self, attempt)
 
     def _begin(self, begin: worker_pb2.Begin) -> None:
         try:
-            self._orders.begin(self, begin)
+            self._attempts.begin(self, begin)
         except BatonError as error:
             self.send(ended_with(AttemptId(begin.id), error))
 

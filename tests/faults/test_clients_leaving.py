@@ -67,9 +67,9 @@ async def test_while_queued_at_the_prefill_worker() -> None:
     async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models["p0"].pause()
         other = cluster.open(ask((1, *PROMPT), 8))
-        await until(lambda: cluster.workers["p0"].service.num_attempts)
+        await until(lambda: len(cluster.workers["p0"].service.attempts))
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
-        await until(lambda: cluster.workers["p0"].service.num_attempts == 2)
+        await until(lambda: len(cluster.workers["p0"].service.attempts) == 2)
         await leave(cluster)
         await waiting
         cluster.models["p0"].go_on()

@@ -74,7 +74,7 @@ async def test_a_worker_that_drains_unknown_to_the_router_gives_work_back() -> N
     async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
         async with under_load(Load(cluster, MODEL)) as load:
             for name in ("p0", "d0"):
-                await cluster.workers[name].service.drain(grace_s=0.0)
+                await cluster.workers[name].service.attempts.drain(grace_s=0.0)
             await load.goes_on()
             states = {member.id: member.state.value for member in cluster.router.members}
         assert states == {"p0": "draining", "d0": "draining", "p1": "ready", "d1": "ready"}

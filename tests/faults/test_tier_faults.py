@@ -148,13 +148,13 @@ async def test_a_slow_cold_tier_delays_no_running_request() -> None:
         model, worker = cluster.models["d1"], cluster.workers["d1"]
         model.pause()
         mates = [asyncio.create_task(serve(cluster, (number, *PROMPT))) for number in range(4)]
-        await until(lambda: worker.service.num_attempts == 4)
+        await until(lambda: len(worker.service.attempts) == 4)
         model.on_step = lambda _: model.pause() if worker.engine.stats().num_running == 4 else None
         model.go_on()
         await until(lambda: worker.engine.stats().num_running == 4)
         cluster.colds["d1"].pause()
         waiting = asyncio.create_task(serve(cluster))
-        await until(lambda: worker.service.num_attempts == 5)
+        await until(lambda: len(worker.service.attempts) == 5)
         model.on_step = lambda _: None
         model.go_on()
         await asyncio.gather(*mates)

@@ -68,7 +68,7 @@ class FaultyCluster(LocalCluster):
     async def drain(self, name: str, grace_s: float = 20.0) -> int:
         """As the controller drains: the worker leaves once it has finished, the grace is over, or it dies."""
         await self._apply(draining=name)
-        num_given_back = await self.workers[name].service.drain(grace_s)
+        num_given_back = await self.workers[name].service.attempts.drain(grace_s)
         if name in self.listed:
             self.listed.remove(name)
         await self._apply()

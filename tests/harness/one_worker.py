@@ -144,7 +144,7 @@ class Worker:
     async def was_aborted(self) -> None:
         """Returns once the aborts of all attempts have reached the worker."""
         async with asyncio.timeout(TIMEOUT_S):
-            while self.service.num_attempts:
+            while len(self.service.attempts):
                 await self.service.status()
 
     async def at_rest(self) -> worker_pb2.WorkerStatus:

@@ -246,7 +246,7 @@ class World:
         if not any(one.role is worker.role and not one.is_leaving for one in self.alive):
             await self._start_one(worker.role)
         await self.enlist()
-        await worker.process.finish(worker.parts.service.drain(grace_s))
+        await worker.process.finish(worker.parts.service.attempts.drain(grace_s))
         await self._let_fetch(worker.node, grace_s)
         await self._end(worker)
         await self.enlist()

@@ -54,7 +54,7 @@ def worker() -> Worker:
 
 @pytest.fixture
 def line(worker: Worker) -> WorkerLine:
-    return WorkerLine(worker)
+    return WorkerLine(worker, worker)
 
 
 def update(attempt: AttemptId, position: int, num_tokens: int = 1, index: int = 0) -> worker_pb2.Update:

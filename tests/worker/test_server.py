@@ -341,7 +341,7 @@ async def test_health_needs_no_token_and_ends_with_draining(
     assert await health(channel) == SERVING
     await server.refuse_new_work()
     assert await health(channel) == NOT_SERVING
-    await decode.service.drain(0.0)
+    await decode.service.attempts.drain(0.0)
     with pytest.raises(Unavailable):
         await Attempt(line, begin_of()).end()
 

@@ -355,10 +355,10 @@ async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node, monk
 async def test_a_worker_that_fails_on_and_on_stops(decode: Worker) -> None:
     decode.model.is_broken = True
     for _ in range(4):
-        assert decode.service.state.value == "ready"
+        assert decode.service.attempts.state.value == "ready"
         with pytest.raises(Unavailable):
             await decode.caller.decode(begin_of())
-    assert decode.service.state.value == "broken"
+    assert decode.service.attempts.state.value == "broken"
 
 
 async def test_an_engine_that_hangs_is_given_up_and_may_go_on_without_harm(node: Node) -> None:
@@ -408,7 +408,7 @@ async def test_draining_lets_open_requests_end_and_takes_no_new_ones(decode: Wor
     decode.model.may_go.clear()
     going = decode.caller.begin(begin_of())
     await decode.at_work()
-    draining = asyncio.create_task(decode.service.drain(TIMEOUT_S))
+    draining = asyncio.create_task(decode.service.attempts.drain(TIMEOUT_S))
     await asyncio.sleep(0)
     with pytest.raises(WorkerLeaving):
         await decode.caller.decode(begin_of(request_id="new"))
@@ -422,7 +422,7 @@ async def test_draining_lets_open_requests_end_and_takes_no_new_ones(decode: Wor
 async def test_requests_that_outlast_the_grace_go_back_to_the_router(decode: Worker) -> None:
     attempt = decode.caller.begin(begin_of(sampling=greedy(3000)))
     await attempt.first()
-    assert await decode.service.drain(0.0) == 1
+    assert await decode.service.attempts.drain(0.0) == 1
     with pytest.raises(WorkerLeaving):
         await attempt.end()
     await decode.at_rest()

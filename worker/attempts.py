@@ -1,0 +1,222 @@
+"""The attempts of a worker, of all its lines: begun, ended, and given the outcomes of the engine's steps."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from engine.events import Abandoned
+from engine.grammar.grammars import Grammars
+from engine.request import EngineRequest
+from wire import errors
+from wire.convert import logprobs_to_pb
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, WorkerLeaving
+from wire.ids import AttemptId, number_of, request_of
+from wire.pb import worker_pb2
+from wire.pools import Role, WorkerState
+from worker.job import Behaviour, Job, News
+from worker.line import WorkerLine
+from worker.loop import Abort, Add, EndChoice, StepOutcome, WorkerLoop
+from worker.messages import request_from_pb
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_S = 600.0
+
+
+@dataclass(eq=False)
+class BegunAttempt:
+    """An attempt begun on a line. is_added: the engine has it; news before that are of an earlier one of its id.
+
+    building: the task that builds the attempt's grammar, if it has one.
+    """
+
+    line: WorkerLine
+    job: Job
+    is_added: bool = False
+    building: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle = field(init=False)
+
+    @property
+    def id(self) -> AttemptId:
+        return self.job.request.attempt_id
+
+
+class Attempts:
+    """The attempts under way: their orders go to the engine's thread, and the outcomes of its steps to their jobs.
+
+    An abort takes an attempt out of the engine before its next step, and so does the end of its time or of its line.
+    """
+
+    def __init__(
+        self,
+        behaviour: Behaviour,
+        loop: WorkerLoop,
+        grammars: Grammars,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._behaviour = behaviour
+        self._loop = loop
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._attempts: dict[AttemptId, BegunAttempt] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_draining = False
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def state(self) -> WorkerState:
+        if not self._loop.is_running:
+            return WorkerState.BROKEN
+        return WorkerState.DRAINING if self._is_draining else WorkerState.READY
+
+    def begin(self, line: WorkerLine, begin: worker_pb2.Begin) -> None:
+        """Starts an attempt; it ousts an earlier attempt at the request, and any attempt of another line.
+
+        Does nothing for an attempt that runs on its line already. Raises RequestExists while a later attempt runs
+        there, InvalidRequest, or Unavailable while the worker takes no attempts.
+        """
+        request = request_from_pb(begin, self._behaviour.request_class, self._vocab_size)
+        if self.state is not WorkerState.READY:
+            refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
+            raise refusal(f"the worker is {self.state.value}", attempt_id=begin.id)
+        attempt = BegunAttempt(line, self._behaviour.new_job(request, self._clock()))
+        qualified_id = request_of(attempt.id)
+        for earlier in [one for one in self._attempts.values() if request_of(one.id) == qualified_id]:
+            if (earlier.id, earlier.line) == (attempt.id, line):
+                return
+            self._oust(earlier, attempt)
+        if request.sampling.response_format is not None:
+            attempt.building = asyncio.create_task(self._add_constrained(attempt, request))
+        elif not self._loop.put(Add(request)):
+            raise Unavailable("the worker has stopped")
+        out_of_time = DeadlineExceeded("the request's deadline has passed", attempt_id=attempt.id)
+        life_s = min(begin.time_left_s, MAX_REQUEST_S)
+        attempt.timer = asyncio.get_running_loop().call_later(life_s, self._end, attempt, out_of_time)
+        self._attempts[attempt.id] = attempt
+        self._is_idle.clear()
+
+    def abort(self, line: WorkerLine, attempt_id: AttemptId) -> None:
+        """Ends an attempt of this line. Does nothing if there is none."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.line is line:
+            self._end(attempt, Cancelled("the router has aborted it", attempt_id=attempt_id))
+
+    def end_choice(self, line: WorkerLine, attempt_id: AttemptId, index: int) -> None:
+        """Ends a choice of an attempt of this line. Does nothing if there is none."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.line is line:
+            self._loop.put(EndChoice(attempt_id, index))
+
+    def end_line(self, line: WorkerLine) -> None:
+        """Ends the attempts of a line. Holds stay until they run out."""
+        for attempt in tuple(self._attempts.values()):
+            if attempt.line is line:
+                self._end(attempt, Cancelled("the line to the router has ended", attempt_id=attempt.id))
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuses new attempts, waits for running ones, and after the grace ends the rest with WorkerLeaving.
+
+        Returns the number of attempts that it ends so; the router goes on with them elsewhere.
+        """
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            log.warning("%d requests outlast the grace of %s s", len(self._attempts), grace_s)
+        num_left = len(self._attempts)
+        self.end_all(WorkerLeaving("the worker is going away"))
+        return num_left
+
+    def end_all(self, error: BatonError) -> None:
+        """Ends all attempts with an error."""
+        for attempt in tuple(self._attempts.values()):
+            self._end(attempt, error)
+
+    def take(self, outcome: StepOutcome) -> list[AttemptId]:
+        """Takes the outcome of a step: news go to the jobs of their attempts, and updates of these to their lines.
+
+        Returns the attempts whose holds are over.
+        """
+        for request in outcome.added:
+            added = self._attempts.get(request.attempt_id)
+            if added is not None and added.job.request is request:
+                added.is_added = True
+        released = [attempt_id for attempt_id, news, now_s in _news_of(outcome) if self._tell(attempt_id, news, now_s)]
+        if outcome.failure is not None:
+            for attempt in [one for one in self._attempts.values() if one.is_added]:
+                self._end(attempt, outcome.failure)
+        if self._behaviour.role is Role.PREFILL:
+            released += outcome.aborted
+        return released
+
+    async def _add_constrained(self, attempt: BegunAttempt, request: EngineRequest) -> None:
+        """Hands an attempt to the engine once its grammar is built, on a thread; a fault of it ends the attempt."""
+        error: BatonError | None = None
+        try:
+            request = attempt.job.request = await asyncio.to_thread(self._grammars.prepare, request)
+        except BatonError as refusal:
+            error = refusal
+        except Exception as bug:  # the router waits for an end
+            error = errors.report(bug, attempt_id=attempt.id)
+        if error is None and not self._loop.put(Add(request)):
+            error = Unavailable("the worker has stopped")
+        if error is not None:
+            self._end(attempt, error)
+
+    def _oust(self, earlier: BegunAttempt, attempt: BegunAttempt) -> None:
+        if earlier.line is attempt.line and number_of(earlier.id) > number_of(attempt.id):
+            raise RequestExists("a later attempt at the request is running", attempt_id=attempt.id)
+        self._end(earlier, Cancelled("another attempt took its place", attempt_id=earlier.id))
+
+    def _end(self, attempt: BegunAttempt, error: BatonError) -> None:
+        self._forget(attempt)
+        attempt.line.send(attempt.job.withdraw(error))
+        self._loop.put(Abort(attempt.id))
+
+    def _forget(self, attempt: BegunAttempt) -> None:
+        del self._attempts[attempt.id]
+        attempt.timer.cancel()
+        if attempt.building is not None:
+            attempt.building.cancel()
+        if not self._attempts:
+            self._is_idle.set()
+
+    def _tell(self, attempt_id: AttemptId, news: News, now_s: float) -> bool:
+        """Hands news to the job of their attempt, whose bugs end it alone. Tells whether its hold is over."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None or not attempt.is_added:
+            return isinstance(news, Abandoned)
+        try:
+            update = attempt.job.take(news, now_s)
+        except Exception as bug:
+            self._end(attempt, errors.report(bug, attempt_id=attempt_id))
+            return False
+        if update is None:
+            return False
+        if update.HasField("end"):
+            self._forget(attempt)
+        attempt.line.send(update)
+        return attempt.job.releases_hold(update)
+
+
+def _news_of(outcome: StepOutcome) -> Iterator[tuple[AttemptId, News, float]]:
+    """Yields the news of a step, in order, with the attempt that it is of and the time at which it happened."""
+    output = outcome.output
+    for event in (*outcome.events, *output.before):
+        yield event.attempt_id, event, outcome.began_s
+    for place, (choice, position) in enumerate(zip(output.choices, output.positions, strict=True)):
+        gained, token_ids = worker_pb2.Update(id=choice.attempt_id), output.token_ids[place : place + 1]
+        tokens = gained.choices.add(index=choice.index, first_position=position, token_ids=token_ids)
+        if place in output.logprobs:
+            tokens.logprobs.extend(logprobs_to_pb(token_ids, (output.logprobs[place],)))
+        yield choice.attempt_id, gained, outcome.ended_s
+    for event in output.after:
+        yield event.attempt_id, event, outcome.ended_s
