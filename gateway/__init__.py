@@ -1,15 +1,16 @@
 """HTTP in OpenAI's dialect: a process of its own that speaks to the router as any client does.
 
 ```
-client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ completions, chat ──▶ baton.AsyncClient ──gRPC──▶ router
-                     bounds of a         routes,  fields in, objects
-                     connection          bodies   and events out
+client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ dialects ──▶ baton.AsyncClient ──gRPC──▶ router
+                     bounds of a         routes,  fields in,
+                     connection          bodies   events out
 ```
 
 - `actor`: start and stop of the process; `config`: its settings.
 - `app`: routes; a client that goes cancels its request. `exchange`: a request's body in, its answer out.
 - `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
-- `generation`: the prompts of a request under way, whole or as events; `completions` and `chat` are its two dialects.
+- `generation`: the prompts of a request under way, whole or as events; a dialect is one file.
+- `choices`: answers of `completions` and `chat`. `conversation`: chats of all dialects, and answers in blocks.
 - `openapi`: the page that names all paths and fields.
 - `metrics`: the page that Prometheus reads, of all gateways of a cluster.
 

@@ -21,6 +21,7 @@ from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.metrics import Metrics
+from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError
 from text.answer.formats import AnswerFormats
 from wire import errors
@@ -45,6 +46,7 @@ MODEL_PATH = "/v1/models/"
 PATH_TO_FIELDS = {
     "/v1/completions": CompletionsDialect.fields,
     "/v1/chat/completions": ChatDialect.fields,
+    "/v1/responses": ResponsesDialect.fields,
     "/tokenize": fields.TOKENIZE,
     "/detokenize": fields.DETOKENIZE,
 }
@@ -68,7 +70,8 @@ class Gateway:
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
-            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/chat/completions": ("POST", partial(self._chat, ChatDialect)),
+            "/v1/responses": ("POST", partial(self._chat, ResponsesDialect)),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             HEALTH: ("GET", self._health),
@@ -132,15 +135,17 @@ class Gateway:
         finally:
             self.reading.release(request.num_bytes)
 
-    async def _chat(self, request: Request) -> "bytes | Pieces | Events":
+    async def _chat(
+        self, make_dialect: Callable[[AnswerFormats], Dialect], request: Request
+    ) -> "bytes | Pieces | Events":
         model = await self._served_model(self._client(request))
         return await self._generate(
-            partial(ChatDialect, AnswerFormats(model.tool_format, model.reasoning_format)), request
+            partial(make_dialect, AnswerFormats(model.tool_format, model.reasoning_format)), request
         )
 
     async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Pieces | Events":
         client, dialect = self._client(request), make_dialect()
-        taken = fields.take(request.body, dialect.fields)
+        taken = fields.take(request.body, dialect.fields, dialect.wanted)
         prompts = dialect.take_prompts(taken)
         formats.take_format(taken)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
@@ -166,9 +171,7 @@ class Gateway:
         return json.dumps(described).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
-        client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE)
-        if "tokens" not in taken:
-            raise InvalidRequest("tokens", "is missing")
+        client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE, "tokens")
         await self._find(client, taken.get("model"))
         return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
 

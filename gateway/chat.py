@@ -1,16 +1,15 @@
 """/v1/chat/completions: its fields, and its objects."""
 
 import json
-import secrets
 from collections.abc import Sequence
-from string import ascii_letters, digits
 from typing import Any
 
 from baton import Chunk
 from baton.results import Choice, TokenLogprobs
-from gateway import fields, formats
-from gateway.generation import Dialect
-from text.answer.answer import AnswerParser, Part, Reasoning
+from gateway import conversation, fields, formats
+from gateway.choices import ChoicesDialect
+from gateway.conversation import AnswerParts, Conversation, new_call_id
+from text.answer.answer import Part, Reasoning
 from text.answer.calls import CallBegun
 from text.answer.formats import NO_FORMATS, AnswerFormats
 from wire.errors import InvalidRequest
@@ -18,40 +17,34 @@ from wire.errors import InvalidRequest
 FIELDS = {
     **fields.COMMON,
     **formats.FIELDS,
+    **conversation.FIELDS,
     "messages": fields.messages,
     "max_completion_tokens": fields.int64,
     "tools": fields.tools,
     "tool_choice": fields.tool_choice,
-    "parallel_tool_calls": fields.flag,
     "reasoning_effort": fields.reasoning_effort,
-    "chat_template_kwargs": fields.free_object,
-    "thinking_token_budget": fields.int32,
     "continue_final_message": fields.flag,
     "add_generation_prompt": fields.flag,
     "logprobs": fields.flag,
     "top_logprobs": fields.int32,
 }
-MAX_CALLS = 128
 
 
-class ChatDialect(Dialect):
+class ChatDialect(ChoicesDialect):
     """The objects of chats. `answer_formats`: of the model."""
 
     fields = FIELDS
+    wanted = "messages"
     object_name = "chat.completion"
     event_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
         self._begun: set[int] = set()
-        self._formats = answer_formats
-        self._tool_names: frozenset[str] = frozenset()
-        self._max_calls = MAX_CALLS
+        self._conversation = Conversation(answer_formats)
         self._answers: dict[int, _Message] = {}
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
-        if "messages" not in taken:
-            raise InvalidRequest("messages", "is missing")
         if "max_completion_tokens" in taken:
             taken["max_tokens"] = taken.pop("max_completion_tokens")
         wanted, num_top = taken.pop("logprobs", False), taken.pop("top_logprobs", None)
@@ -59,8 +52,7 @@ class ChatDialect(Dialect):
             raise InvalidRequest("top_logprobs", "wants logprobs to be true")
         if wanted:
             taken["logprobs"] = num_top or 0
-        self._take_tools(taken)
-        self._take_reasoning(taken)
+        self._conversation.take(taken)
         continues = taken.get("continue_final_message", False)
         if taken.pop("add_generation_prompt", not continues) == continues:
             raise InvalidRequest("add_generation_prompt", "must be the opposite of continue_final_message")
@@ -72,7 +64,7 @@ class ChatDialect(Dialect):
     def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
         answer = self._answer_of(number)
         message = {"role": "assistant", "refusal": None, **answer.whole(text)}
-        return {"index": number, "message": message, "finish_reason": answer.reason_of(choice)}
+        return {"index": number, "message": message, "finish_reason": answer.parts.reason_of(choice)}
 
     def event(self, text: str, number: int, logprobs: str) -> str:
         role = "" if number in self._begun else '"role":"assistant",'
@@ -84,64 +76,36 @@ class ChatDialect(Dialect):
         answer = self._answer_of(number)
         delta = answer.flush()
         return json.dumps(
-            {"index": number, "delta": delta, "logprobs": None, "finish_reason": answer.reason_of(choice)}
+            {"index": number, "delta": delta, "logprobs": None, "finish_reason": answer.parts.reason_of(choice)}
         )
-
-    def _take_tools(self, taken: dict[str, Any]) -> None:
-        """Gives the tools the router's form; without tools, or with none chosen, nothing is looked for."""
-        tools, choice = taken.pop("tools", []), taken.pop("tool_choice", "auto")
-        parallel = taken.pop("parallel_tool_calls", True)
-        self._max_calls = MAX_CALLS if parallel else 1
-        if choice == "none" or (choice == "auto" and not tools):
-            return
-        taken["tools"] = [json.dumps(one) for one in tools]
-        self._tool_names = frozenset(one["function"]["name"] for one in tools)
-        named = choice if isinstance(choice, dict) else {"required": choice == "required"}
-        taken["tool_choice"] = {**named, "parallel": parallel}
-
-    def _take_reasoning(self, taken: dict[str, Any]) -> None:
-        """Gives what steers the template the router's form."""
-        effort, variables = taken.pop("reasoning_effort", None), taken.pop("chat_template_kwargs", {})
-        if effort is not None:
-            if not self._formats.reasoning and effort != "none":
-                raise InvalidRequest("reasoning_effort", "the model's chat template knows no channel of reasoning")
-            variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
-        if variables:
-            taken["chat_template_kwargs"] = json.dumps(variables)
 
     def _answer_of(self, number: int) -> "_Message":
         if number not in self._answers:
-            parser = AnswerParser(self._formats, self._tool_names)
-            self._answers[number] = _Message(parser, self._max_calls)
+            self._answers[number] = _Message(self._conversation.new_answer())
         return self._answers[number]
 
 
 class _Message:
-    """The answer of one choice in OpenAI's form, in parts as they come. Calls beyond `max_calls` are left out."""
+    """The answer of one choice in OpenAI's form, in parts as they come."""
 
-    def __init__(self, parser: AnswerParser, max_calls: int) -> None:
-        self._parser = parser
-        self._max_calls = max_calls
+    def __init__(self, parts: AnswerParts) -> None:
+        self.parts = parts
         self._num_calls = 0
 
     def feed(self, text: str) -> dict[str, Any]:
         """Returns the delta that new text makes, which has content."""
-        return {"content": "", **self._delta(self._parser.feed(text))}
+        return {"content": "", **self._delta(self.parts.feed(text))}
 
     def flush(self) -> dict[str, Any]:
         """Returns the delta that was held back."""
-        return self._delta(self._parser.flush())
+        return self._delta(self.parts.flush())
 
     def whole(self, text: str) -> dict[str, Any]:
         """Returns the parts of a message of this text. Without a content it has None for one beside calls."""
-        delta = self._delta([*self._parser.feed(text), *self._parser.flush()])
+        delta = self._delta([*self.parts.feed(text), *self.parts.flush()])
         for one in delta.get("tool_calls", ()):
             del one["index"]
         return {"content": None if "tool_calls" in delta else "", **delta}
-
-    def reason_of(self, choice: Choice) -> str | None:
-        reason = choice.finish_reason and choice.finish_reason.value
-        return "tool_calls" if self._num_calls and reason == "stop" else reason
 
     def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
         texts, calls = {"content": "", "reasoning_content": ""}, dict[int, dict[str, Any]]()
@@ -158,17 +122,11 @@ class _Message:
                 call = calls.setdefault(last, {"index": last, "function": {"arguments": ""}})
                 call["function"]["arguments"] += part.text
         told = {name: text for name, text in texts.items() if text}
-        kept = [call for index, call in calls.items() if index < self._max_calls]
-        return {**told, "tool_calls": kept} if kept else told
+        return {**told, "tool_calls": [*calls.values()]} if calls else told
 
 
 def _call(name: str, index: int) -> dict[str, Any]:
-    return {"index": index, "id": _new_id(), "type": "function", "function": {"name": name, "arguments": ""}}
-
-
-def _new_id() -> str:
-    """Draws nine letters and digits: templates of Mistral take no other ids."""
-    return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
+    return {"index": index, "id": new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:

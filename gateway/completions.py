@@ -9,7 +9,7 @@ from typing import Any
 from baton import Chunk
 from baton.results import Choice, TokenLogprobs
 from gateway import fields, formats
-from gateway.generation import Dialect
+from gateway.choices import ChoicesDialect
 from wire.errors import InvalidRequest
 
 FIELDS = {
@@ -23,10 +23,11 @@ MAX_ECHOED_LOGPROBS = 5
 """Bound on the likeliest tokens at each token of an echoed prompt: OpenAI's own."""
 
 
-class CompletionsDialect(Dialect):
+class CompletionsDialect(ChoicesDialect):
     """The objects of text completions."""
 
     fields = FIELDS
+    wanted = "prompt"
     object_name = "text_completion"
     event_name = "text_completion"
     id_prefix = "cmpl"
@@ -36,8 +37,6 @@ class CompletionsDialect(Dialect):
         self._has_logprobs = False
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
-        if "prompt" not in taken:
-            raise InvalidRequest("prompt", "is missing")
         given: list[Any] = taken.pop("prompt")
         num_top = taken.get("logprobs")
         self._has_logprobs = num_top is not None

@@ -140,16 +140,11 @@ class Reply:
             raise ClientGone(f"the client has not taken its answer within {max_s:.0f} s") from error
 
     async def stream(self, first: bytes, pieces: Events) -> None:
-        """Sends events. A failure among them is the last one, and the connection is closed without an end."""
+        """Sends events. After a failure among them the connection is closed without an end."""
         await self._begin(HTTPStatus.OK, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
         await self._send({"type": "http.response.body", "body": first, "more_body": True})
-        try:
-            async for piece in pieces:
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-        except BatonError as error:
-            event = b"data: " + envelope(error) + b"\n\n"
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
-            raise
+        async for piece in pieces:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: BatonError) -> None:

@@ -27,10 +27,10 @@ def parse(body: bytes) -> dict[str, Any]:
     return parsed
 
 
-def take(body: Mapping[str, Any], known: Mapping[str, Read]) -> dict[str, Any]:
-    """Reads known fields and skips ignored ones. Raises InvalidRequest that names any other."""
+def take(body: Mapping[str, Any], known: Mapping[str, Read], *required: str) -> dict[str, Any]:
+    """Reads known fields and skips ignored ones. Raises InvalidRequest that names any other, or one that is missing."""
     try:
-        return object_of(known)(body)  # type: ignore[no-any-return]
+        return object_of(known, *required)(body)  # type: ignore[no-any-return]
     except Misfit as misfit:
         raise InvalidRequest(misfit.under(""), str(misfit)) from misfit
 
@@ -42,6 +42,17 @@ def object_of(known: Mapping[str, Read], *required: str) -> Read:
         given = {name: one for name, one in _object(value).items() if one is not None and name not in IGNORED}
         taken = located({name: (known.get(name) or _idle(name), one) for name, one in given.items()})
         return require({name: one for name, one in taken.items() if name in known}, *required)
+
+    return read
+
+
+def by_type(readers: Mapping[str, Read], default: str | None = None) -> Read:
+    """Reads an object by the reader of its type. default: of an object without one."""
+    read_type = reader_of(Literal[tuple(readers)])
+
+    def read(value: Any) -> Any:
+        given = _object(value).get("type")
+        return readers[located({"type": (read_type, default if given is None else given)})["type"]](value)
 
     return read
 
@@ -85,11 +96,15 @@ def prompts(value: Any) -> list[str | list[int]]:
     return [read(one) for one in value]
 
 
-def messages(value: Any) -> list[dict[str, Any]]:
-    """Reads the turns of a chat. Content is a text, or a list of parts that are all text."""
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_TURNS:
-        raise wrong(f"a list of 1 to {MAX_TURNS} messages", value)
-    return list_of(_message)(value)  # type: ignore[no-any-return]
+def turns_of(read_item: Read, what: str) -> Read:
+    """Reads a list of as many items as a chat may have turns. what: the items, in words."""
+
+    def read(value: Any) -> list[Any]:
+        if not isinstance(value, list) or not 0 < len(value) <= MAX_TURNS:
+            raise wrong(f"a list of 1 to {MAX_TURNS} {what}", value)
+        return list_of(read_item)(value)  # type: ignore[no-any-return]
+
+    return read
 
 
 def logit_bias(value: Any) -> dict[int, float]:
@@ -102,7 +117,7 @@ def logit_bias(value: Any) -> dict[int, float]:
 def tool_choice(value: Any) -> str | dict[str, Any]:
     """Reads a word, or the function to call."""
     if not isinstance(value, dict):
-        return str(_CHOICE(value))
+        return str(choice_word(value))
     return {"name": _NAMED(value)["function"]["name"]}
 
 
@@ -112,26 +127,36 @@ def stream_options(value: Any) -> bool:
 
 
 def _message(value: Any) -> dict[str, Any]:
+    """Reads a turn of a chat. Content is a text, or a list of parts that are all text."""
     taken = _TURN(value)
     if taken.get("tool_calls"):
         taken.setdefault("content", "")
     return require(taken, "role", "content")
 
 
-def _content(value: Any) -> str:
-    if value == []:
-        raise wrong("a text, or a list of parts that is not empty", value)
-    return text(value) if isinstance(value, str) else "".join(one["text"] for one in _PARTS(value))
+def content_of(*kinds: str, **more: Read) -> Read:
+    """Reads a text, or a list of parts of these types that are all text. more: fields of parts, which are dropped."""
+    read_parts = list_of(object_of({"type": reader_of(Literal[kinds]), "text": text, **more}, "type", "text"))
+
+    def read(value: Any) -> str:
+        if value == []:
+            raise wrong("a text, or a list of parts that is not empty", value)
+        return text(value) if isinstance(value, str) else "".join(one["text"] for one in read_parts(value))
+
+    return read
+
+
+def call_json(name: str, arguments: Mapping[str, Any], **named: str) -> str:
+    """Writes an assistant's tool call as the JSON that the router takes. named: its `id`, if it has one."""
+    return json.dumps({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
 
 
 def _call(value: Any) -> str:
-    """Reads an assistant's tool call into the JSON that the router takes."""
     taken = _CALL(value)
-    taken.pop("index", None)
-    return json.dumps({**taken, "type": "function"})
+    return call_json(**taken["function"], **({"id": taken["id"]} if "id" in taken else {}))
 
 
-def _arguments(value: Any) -> dict[str, Any]:
+def arguments(value: Any) -> dict[str, Any]:
     """Reads the arguments of a call: an object, as JSON in a text."""
     try:
         read = json.loads(text(value) or "{}", parse_constant=_refuse_constant)
@@ -144,7 +169,7 @@ def _tool(value: Any) -> dict[str, Any]:
     return {"type": "function", **_TOOL(value)}
 
 
-def _function_name(value: Any) -> str:
+def function_name(value: Any) -> str:
     if not isinstance(value, str) or not _FUNCTION_NAME.fullmatch(value):
         raise wrong("1 to 64 characters of A-Z a-z 0-9 _ -", value)
     return value
@@ -160,10 +185,11 @@ def _idle(name: str) -> Read:
     """Reads a field that is not offered: one of the values that ask for nothing."""
 
     def read(value: Any) -> None:
+        why = REASONS.get(name, "")
         if name not in ONLY:
-            raise Misfit("is not offered" if name in REFUSED else "is no field of this request")
+            raise Misfit(f"is not offered{why}" if name in REFUSED else "is no field of this request")
         if not any(type(value) is type(one) and value == one for one in ONLY[name]):  # true is not 1
-            raise Misfit(f"is not offered, but as {' or '.join(map(json.dumps, ONLY[name]))}")
+            raise Misfit(f"is not offered, but as {' or '.join(map(json.dumps, ONLY[name]))}{why}")
 
     return read
 
@@ -179,11 +205,14 @@ def _refuse_constant(_: str) -> None:
     raise ValueError("no number")
 
 
-IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+IGNORED = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_control"}
+)
 """Fields that do nothing here and are taken."""
 ONLY: dict[str, Sequence[object]] = {
     "add_special_tokens": (True,),
     "annotations": ([],),
+    "background": (False,),
     "best_of": (1,),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
@@ -191,6 +220,7 @@ ONLY: dict[str, Sequence[object]] = {
     "continuous_usage_stats": (False,),
     "echo": (False,),
     "function_call": ("none",),
+    "include": ([], ["reasoning.encrypted_content"]),
     "include_obfuscation": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -204,6 +234,8 @@ ONLY: dict[str, Sequence[object]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
 """Fields that are not offered, with the values that ask for nothing."""
@@ -214,50 +246,58 @@ REFUSED = frozenset(
         "bad_words",
         "cache_salt",
         "chat_template",
+        "context_management",
+        "conversation",
         "documents",
         "functions",
         "kv_transfer_params",
         "length_penalty",
+        "max_tool_calls",
+        "moderation",
         "prediction",
+        "previous_response_id",
         "truncate_prompt_tokens",
         "verbosity",
         "web_search_options",
     }
 )
 """Fields that are known, and not offered; all others are refused as well."""
+_STATELESS = ": gateways are several and keep nothing; send the whole conversation"
+REASONS = dict.fromkeys(("background", "conversation", "previous_response_id", "store"), _STATELESS)
+"""Clauses that say why a field is not offered."""
 _text, _object, flag = reader_of(str), reader_of(dict), reader_of(bool)
 int32, int64 = [reader_of(Annotated[int, Between(-bound, bound - 1)]) for bound in (INT32, INT64)]
 number = reader_of(Annotated[float, Between(-MAX_NUMBER, MAX_NUMBER)])
-_CHOICE = reader_of(Literal["none", "auto", "required"])
+choice_word = reader_of(Literal["none", "auto", "required"])
 reasoning_effort = reader_of(Literal["none", "minimal", "low", "medium", "high", "xhigh"])
-_kind = reader_of(Literal["function"])
-_PARTS = list_of(object_of({"type": reader_of(Literal["text"]), "text": text}, "type", "text"))
+function_type = reader_of(Literal["function"])
 _CALL = object_of(
     {
         "id": text,
-        "type": _kind,
+        "type": function_type,
         "index": int32,
-        "function": object_of({"name": text, "arguments": _arguments}, "name", "arguments"),
+        "function": object_of({"name": text, "arguments": arguments}, "name", "arguments"),
     },
     "function",
 )
 _TURN = object_of(
     {
         "role": text,
-        "content": _content,
+        "content": content_of("text"),
         "tool_calls": list_of(_call),
         **dict.fromkeys(("tool_call_id", "name", "reasoning_content"), text),
     }
 )
-_FUNCTION = {
-    "name": _function_name,
+FUNCTION: dict[str, Read] = {
+    "name": function_name,
     "description": text,
     "parameters": free_object,
     "strict": flag,
 }
-_TOOL = object_of({"type": _kind, "function": object_of(_FUNCTION, "name")}, "function")
+_TOOL = object_of({"type": function_type, "function": object_of(FUNCTION, "name")}, "function")
+messages = turns_of(_message, "messages")
 tools = list_of(_tool)
-_NAMED = object_of({"type": _kind, "function": object_of({"name": _function_name}, "name")}, "function")
+_NAMED = object_of({"type": function_type, "function": object_of({"name": function_name}, "name")}, "function")
 _STREAM_OPTIONS = object_of({"include_usage": flag})
 SAMPLING: dict[str, Read] = {
     "temperature": number,

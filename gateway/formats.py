@@ -18,11 +18,13 @@ MAX_CHOICES = 1024
 def response_format(value: Any) -> Format | None:
     """Reads OpenAI's field; None for any text."""
     taken = _OPENAI(value)
-    if taken["type"] == "text":
-        return None
-    if taken["type"] == "json_object":
-        return {"json_schema": ANY_OBJECT}
-    return {"json_schema": str(fields.require(taken, "json_schema")["json_schema"]["schema"])}
+    return _format(taken, taken.get("json_schema", {}), "json_schema")
+
+
+def text_format(value: Any) -> Format | None:
+    """Reads the format of OpenAI's responses, whose schema is beside its type; None for any text."""
+    taken = _FLAT(value)
+    return _format(taken, taken, "schema")
 
 
 def structured_outputs(value: Any) -> Format | None:
@@ -42,7 +44,15 @@ def take_format(taken: dict[str, Any]) -> None:
         taken["response_format"] = one
 
 
-def _schema(value: Any) -> str:
+def _format(taken: dict[str, Any], described: dict[str, Any], wanted: str) -> Format | None:
+    """Returns the format of a type. described: of a schema. wanted: the field that a type of schemas must have."""
+    if taken["type"] == "json_schema":
+        fields.require(taken, wanted)
+        return {"json_schema": str(described["schema"])}
+    return {"json_schema": ANY_OBJECT} if taken["type"] == "json_object" else None
+
+
+def schema(value: Any) -> str:
     """Reads a schema, as an object or as its JSON."""
     return (
         str(fields.text(value)) if isinstance(value, str) else json.dumps(fields.free_object(value), ensure_ascii=False)
@@ -65,14 +75,12 @@ def _as(kind: str, read: Read, value: Any) -> Format:
     return {kind: read(value)}
 
 
-_SCHEMA = fields.object_of(
-    {"name": fields.text, "description": fields.text, "strict": fields.flag, "schema": _schema}, "schema"
-)
-_OPENAI = fields.object_of(
-    {"type": reader_of(Literal["text", "json_object", "json_schema"]), "json_schema": _SCHEMA}, "type"
-)
+_DESCRIBED = {"name": fields.text, "description": fields.text, "strict": fields.flag, "schema": schema}
+_TYPE = reader_of(Literal["text", "json_object", "json_schema"])
+_OPENAI = fields.object_of({"type": _TYPE, "json_schema": fields.object_of(_DESCRIBED, "schema")}, "type")
+_FLAT = fields.object_of({"type": _TYPE, **_DESCRIBED}, "type")
 _CONSTRAINTS: Mapping[str, Callable[[Any], Format | None]] = {
-    "json": partial(_as, "json_schema", _schema),
+    "json": partial(_as, "json_schema", schema),
     "regex": partial(_as, "regex", fields.text),
     "choice": partial(_as, "lark", _choices),
     "grammar": partial(_as, "lark", fields.text),

@@ -3,17 +3,16 @@
 import asyncio
 import json
 import secrets
-import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
-from baton.results import Choice, PromptPart, TokenLogprobs
-from wire.errors import InvalidRequest
+from baton.results import PromptPart, TokenLogprobs
+from wire.errors import BatonError, InvalidRequest
 from wire.limit import Share
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
 from wire.typed_reader import Read
@@ -26,31 +25,35 @@ ITEM_BYTES = 64
 """Memory of a piece of JSON in an unsent answer, beside its text."""
 MAX_ID_START = 40
 """Characters of a client's id in the ids of its further prompts."""
-DONE = b"data: [DONE]\n\n"
 
 
 class Dialect(Protocol):
-    """The objects of one endpoint: chunks and choices as JSON."""
+    """The objects of one endpoint, for one request."""
 
     fields: Mapping[str, Read]
-    object_name: str
-    event_name: str
-    id_prefix: str
+    wanted: str
+    """The field that has the prompts."""
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         """Takes the prompts out of the fields, and gives the rest the router's names. Raises InvalidRequest."""
 
+    def begin(self, generation: "Generation") -> None:
+        """Begins the answer, before its first token."""
+
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
         """Describes the log-probabilities of a chunk, the next one of each choice of these numbers, in lists."""
 
-    def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
-        """Describes a choice with its text, but for log-probabilities, under its number in the answer."""
+    def events(self, chunk: Chunk, numbers: Sequence[int]) -> Iterable[bytes]:
+        """Writes the events of a chunk, the next one of each choice of these numbers."""
 
-    def event(self, text: str, number: int, logprobs: str) -> str:
-        """Writes the event of a choice's new text, or of a part of its prompt. logprobs: JSON."""
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        """Writes the events at the end of a stream."""
 
-    def last_event(self, choice: Choice, number: int) -> str:
-        """Writes how a choice ended."""
+    def failed(self, error: BatonError) -> bytes:
+        """Writes the event of a failure amid a stream."""
+
+    def whole(self, drafts: Sequence["Draft"], completions: Sequence[Completion]) -> list[bytes]:
+        """Writes a whole answer in pieces. drafts: of all choices."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Generation:
 
 
 @dataclass
-class ChoiceJson:
+class Draft:
     """A choice of a whole answer in the making: its text, and its log-probabilities as JSON, of as many lists."""
 
     text: list[str] = field(default_factory=list)
@@ -122,75 +125,36 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
 
     Raises BatonError; a prompt that fails ends the others.
     """
-    drafts = [ChoiceJson() for _ in range(len(generation.prompts) * generation.num_choices)]
+    dialect.begin(generation)
+    drafts = [Draft() for _ in range(len(generation.prompts) * generation.num_choices)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
         async for numbers, chunk in slices:
             room.take(_add(chunk.text, dialect.logprobs(chunk, numbers), [drafts[number] for number in numbers]))
-    pieces = [json.dumps(_head(generation, dialect, dialect.object_name))[:-1].encode(), b', "choices": [']
-    for number, choice in enumerate(_choices(streams)):
-        described = dialect.choice(choice, "".join(drafts[number].text), number)
-        pieces += [b", " if number else b"", *drafts[number].pieces(described)]
-    return [*pieces, b'], "usage": ', _usage(generation, streams), b"}"]
+    return dialect.whole(drafts, [stream.completion for stream in streams])
 
 
 async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
-    """Yields events as tokens come. Raises BatonError, as a rule before the first event."""
-    head = json.dumps(_head(generation, dialect, dialect.event_name))[:-1].encode()
-    has_usage = generation.usage or generation.timeline
-    tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
-    start = b"data: " + head + b',"choices":['
-    async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-        slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
-        async for numbers, chunk in slices:
-            logprobs = json.dumps(dialect.logprobs(chunk, numbers)) if chunk.logprobs else "null"
-            for number in numbers:
-                yield start + dialect.event(chunk.text, number, logprobs).encode() + tail
-    ends = [
-        start + dialect.last_event(choice, number).encode() + tail for number, choice in enumerate(_choices(streams))
-    ]
-    if has_usage:
-        ends.append(start + b'],"usage":' + _usage(generation, streams) + b"}\n\n")
-    yield b"".join((*ends, DONE))
+    """Yields events as tokens come. Raises BatonError: before the first event, or after that of the failure."""
+    dialect.begin(generation)
+    is_begun = False
+    try:
+        async with AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+            slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
+            async for numbers, chunk in slices:
+                for event in dialect.events(chunk, numbers):
+                    yield event
+                    is_begun = True
+        yield dialect.end([stream.completion for stream in streams])
+    except BatonError as error:
+        if is_begun:
+            yield dialect.failed(error)
+        raise
 
 
-def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Sums the tokens of all prompts."""
-    num_prompt = sum(one.usage.prompt_tokens for one in completions)
-    num_new = sum(one.usage.completion_tokens for one in completions)
-    num_reasoning = sum(one.usage.reasoning_tokens for one in completions)
-    details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}} if num_reasoning else {}
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": sum(sum(one.usage.cached_tokens.values()) for one in completions)},
-        **details,
-    }
-
-
-def _usage(generation: Generation, streams: Sequence[AsyncStream]) -> bytes:
-    completions = [stream.completion for stream in streams]
-    timelines = {"timelines": [asdict(one.timeline) for one in completions]} if generation.timeline else {}
-    return json.dumps({**usage_of(completions), **timelines}).encode()
-
-
-def _head(generation: Generation, dialect: Dialect, name: str) -> dict[str, Any]:
-    return {
-        "id": f"{dialect.id_prefix}-{generation.request_id}",
-        "object": name,
-        "created": int(time.time()),
-        "model": generation.model,
-    }
-
-
-def _choices(streams: Sequence[AsyncStream]) -> Iterator[Choice]:
-    return (choice for stream in streams for choice in stream.completion.choices)
-
-
-def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[ChoiceJson]) -> int:
+def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[Draft]) -> int:
     """Appends text and log-probabilities to choices, which share the JSON. Returns the bytes of memory."""
     items = {name: json.dumps(values)[1:-1].encode() for name, values in (logprobs or {}).items()}
     for draft in drafts:

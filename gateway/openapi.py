@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from gateway import fields, formats
+from gateway import fields, formats, responses
 from wire.typed_reader import Read
 
 
@@ -52,6 +52,7 @@ def _responses(*statuses: str) -> dict[str, Any]:
 REQUIRED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"required": ["prompt"]},
     "/v1/chat/completions": {"required": ["messages"]},
+    "/v1/responses": {"required": ["input"]},
     "/tokenize": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "/detokenize": {"required": ["tokens"]},
 }
@@ -78,6 +79,7 @@ _TEXTS = {"type": "array", "items": {"type": "string"}}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _OBJECT = {"type": ["object", "null"]}
 _OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
+_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.number: {"type": ["number", "null"]},
     fields.flag: {"type": ["boolean", "null"]},
@@ -87,7 +89,7 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.prompts: {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
     fields.messages: {**_OBJECTS, "minItems": 1},
     fields.tools: _OBJECTS,
-    fields.tool_choice: {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]},
+    fields.tool_choice: _CHOICE,
     fields.reasoning_effort: {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", None]},
     fields.free_object: _OBJECT,
     fields.logit_bias: {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
@@ -97,6 +99,10 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     formats.FIELDS["guided_regex"]: _TEXT,
     formats.FIELDS["guided_grammar"]: _TEXT,
     formats.FIELDS["guided_choice"]: {**_TEXTS, "type": ["array", "null"]},
+    responses.input_items: {"anyOf": [{"type": "string"}, {**_OBJECTS, "minItems": 1}]},
+    responses.tool_choice: _CHOICE,
+    responses.FIELDS["tools"]: _OBJECTS,
+    **{responses.FIELDS[name]: _OBJECT for name in ("text", "reasoning", "stream_options")},
     fields.stream_options: {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
 }
 """The form of a field by its reader; a reader that is not named here is one of whole numbers."""

@@ -39,12 +39,16 @@ class HttpError(BatonError):
 
 def envelope(error: BatonError) -> bytes:
     """Writes an error as the object that OpenAI's clients read."""
+    return json.dumps({"error": describe(error)}).encode()
+
+
+def describe(error: BatonError) -> dict[str, str | None]:
+    """Describes an error in OpenAI's words."""
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
     param = error.ids.get("param", "")
-    described = {"message": error.message, "type": kind, "param": _PARAMS.get(param, param) or None, "code": code}
-    return json.dumps({"error": described}).encode()
+    return {"message": error.message, "type": kind, "param": _PARAMS.get(param, param) or None, "code": code}
 
 
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:

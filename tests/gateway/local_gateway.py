@@ -118,6 +118,17 @@ class Answer:
         assert all(line.startswith("data: ") for line in lines)
         return [json.loads(line[6:]) if line != "data: [DONE]" else line[6:] for line in lines]
 
+    @property
+    def named_events(self) -> list[Any]:
+        """Each event's object, which has the event's name as its type."""
+        assert self.headers["content-type"] == "text/event-stream"
+        *events, last = self.body.decode().split("\n\n")
+        assert last == ""
+        named = [event.removeprefix("event: ").split("\ndata: ") for event in events]
+        read = [(name, json.loads(data)) for name, data in named]
+        assert all(name == one["type"] for name, one in read)
+        return [one for _, one in read]
+
 
 class LocalDoor:
     """The application before a router. `gone` makes the clients of all later requests go.

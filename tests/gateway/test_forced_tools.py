@@ -92,6 +92,21 @@ async def test_required_and_named_calls(cluster: LocalCluster) -> None:
         assert len(calls_of(one.json)) == 1
 
 
+async def test_responses_are_held_to_calls_and_formats(cluster: LocalCluster) -> None:
+    door = LocalDoor(cluster.router, NO_KEYS)
+    tools = [{"type": "function", "name": name, "parameters": one} for name, one in SCHEMAS.items()]
+    body = {"input": "hi", "temperature": 1, "max_output_tokens": 1500, "chat_template_kwargs": CLOSED, "seed": 2}
+    for choice, names in (("required", {*SCHEMAS}), ({"type": "function", "name": "clock"}, {"clock"})):
+        made = (await door.post("/v1/responses", {**body, "tools": tools, "tool_choice": choice})).json["output"]
+        assert made
+        for call in made:
+            assert (call["type"], call["name"] in names) == ("function_call", True)
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+    typed = {"format": {"type": "json_schema", "name": "weather", "schema": WEATHER, "strict": True}}
+    [message] = (await door.post("/v1/responses", {**body, "text": typed})).json["output"]
+    jsonschema.validate(json.loads(message["content"][0]["text"]), WEATHER)
+
+
 async def test_another_worker_goes_on_amid_a_call(cluster: LocalCluster) -> None:
     door = LocalDoor(cluster.router, NO_KEYS)
     made = calls_of((await door.post(CHAT, REQUIRED)).json)

@@ -338,9 +338,15 @@ async def test_ids_of_further_prompts_meet_no_id_of_a_client(gateway: LocalGatew
 async def test_a_client_that_goes_ends_its_request(gateway: LocalGateway) -> None:
     worker = gateway.cluster.workers["d0"]
     worker.may_go.clear()
-    for body in ({"prompt": PROMPT}, {"prompt": PROMPT, "stream": True}, {"prompt": [PROMPT, "b"], "stream": True}):
+    for path, body in (
+        (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 50}),
+        (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 50, "stream": True}),
+        (COMPLETIONS, {"prompt": [PROMPT, "b"], "max_tokens": 50, "stream": True}),
+        ("/v1/responses", {"input": PROMPT}),
+        ("/v1/responses", {"input": PROMPT, "stream": True}),
+    ):
         gateway.gone.clear()
-        asking = asyncio.create_task(gateway.post(COMPLETIONS, {**body, "max_tokens": 50}))
+        asking = asyncio.create_task(gateway.post(path, body))
         await until(lambda: worker.open_calls)
         gateway.gone.set()
         await asking

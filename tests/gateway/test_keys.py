@@ -38,7 +38,7 @@ def require_refused(answer: Answer) -> None:
 
 
 async def test_every_route_but_health_wants_a_key(gateway: LocalGateway) -> None:
-    assert len(gateway.app.routes) == 10
+    assert len(gateway.app.routes) == 11
     for path, method in {**gateway.app.routes, "/v1/models/fake": "GET"}.items():
         answer = await gateway.send(method, path, b"", {})
         if path in HEALTH:

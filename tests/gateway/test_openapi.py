@@ -13,6 +13,8 @@ OBJECTS = (
     "guided_json",
     "chat_template_kwargs",
     "tool_choice",
+    "text",
+    "reasoning",
 )
 """Fields whose faults are named within them, or that may have any names."""
 
@@ -60,7 +62,12 @@ async def test_fields_that_are_required_are_missed_by_name(gateway: LocalGateway
         if "post" in one
     }
     assert required.pop("/tokenize") is None  # one of two is
-    assert required == {"/v1/completions": ["prompt"], "/v1/chat/completions": ["messages"], "/detokenize": ["tokens"]}
+    assert required == {
+        "/v1/completions": ["prompt"],
+        "/v1/chat/completions": ["messages"],
+        "/v1/responses": ["input"],
+        "/detokenize": ["tokens"],
+    }
     for path, names in required.items():
         for body in ({}, {names[0]: None}):
             answer = await gateway.post(path, body)

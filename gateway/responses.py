@@ -1,0 +1,223 @@
+"""/v1/responses: its fields, and its objects. Nothing is kept: a client sends the whole conversation each time."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from baton.results import Choice
+from gateway import conversation, fields, formats
+from gateway.conversation import Block, BlockKind, BlocksDialect, Event
+from httpd.errors import describe
+from wire.errors import BatonError
+from wire.sampling import FinishReason
+from wire.typed_reader import Read, list_of, reader_of
+
+
+def input_items(value: Any) -> list[dict[str, Any]]:
+    """Reads a text, or items, into turns: items of the assistant that follow one another are one."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": fields.text(value)}]
+    return conversation.joined([turn for item in _READ_ITEMS(value) if (turn := _turn(item))], ("assistant",))
+
+
+def tool_choice(value: Any) -> str | dict[str, Any]:
+    """Reads a word, or the function to call."""
+    return {"name": _NAMED(value)["name"]} if isinstance(value, dict) else str(fields.choice_word(value))
+
+
+def _tool(value: Any) -> dict[str, Any]:
+    taken = _TOOL(value)
+    return {"type": taken.pop("type"), "function": taken}
+
+
+def _turn(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes a turn of an item; of reasoning without a legible text, nothing."""
+    match item:
+        case {"role": role}:
+            return {"role": role, "content": item["content"]}
+        case {"arguments": given}:
+            call = fields.call_json(item["name"], given, id=item["call_id"])
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case {"output": output}:
+            return {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
+        case {"content": thoughts}:
+            return {"role": "assistant", "content": "", "reasoning_content": thoughts}
+    return {}
+
+
+_STREAMED = {
+    BlockKind.TEXT: "output_text",
+    BlockKind.REASONING: "reasoning_text",
+    BlockKind.CALL: "function_call_arguments",
+}
+_UNUSED: dict[str, Any] = {
+    "background": False,
+    "error": None,
+    "incomplete_details": None,
+    "metadata": {},
+    "output": [],
+    "previous_response_id": None,
+    "store": False,
+    "truncation": "disabled",
+    "usage": None,
+}
+_OF_ITEMS: dict[str, Read] = dict.fromkeys(("type", "id", "status"), fields.text)
+_ITEMS = {
+    "message": fields.object_of(
+        {
+            **_OF_ITEMS,
+            "role": reader_of(Literal["user", "assistant", "system", "developer"]),
+            "content": fields.content_of("input_text", "output_text", logprobs=list_of(fields.free_object)),
+            "phase": fields.text,
+        },
+        "role",
+        "content",
+    ),
+    "function_call": fields.object_of(
+        {**_OF_ITEMS, "call_id": fields.text, "name": fields.text, "arguments": fields.arguments},
+        *("call_id", "name", "arguments"),
+    ),
+    "function_call_output": fields.object_of(
+        {**_OF_ITEMS, "call_id": fields.text, "output": fields.content_of("input_text")}, "call_id", "output"
+    ),
+    "reasoning": fields.object_of(
+        {
+            **_OF_ITEMS,
+            "summary": list_of(fields.free_object),
+            "content": fields.content_of("reasoning_text"),
+            "encrypted_content": fields.text,
+        }
+    ),
+}
+_READ_ITEMS = fields.turns_of(fields.by_type(_ITEMS, "message"), "items, or a text")
+_TOOL = fields.object_of({"type": fields.function_type, **fields.FUNCTION}, "type", "name")
+_NAMED = fields.object_of({"type": fields.function_type, "name": fields.function_name}, "name")
+FIELDS: dict[str, Read] = {
+    **conversation.ONE_ANSWER,
+    "input": input_items,
+    "instructions": fields.text,
+    "max_output_tokens": fields.int64,
+    "tools": list_of(_tool),
+    "tool_choice": tool_choice,
+    "text": fields.object_of({"format": formats.text_format, "verbosity": reader_of(Literal["medium"])}),
+    "reasoning": fields.object_of({"effort": fields.reasoning_effort, "summary": fields.text}),
+    "stream_options": fields.object_of({}),
+}
+
+
+class ResponsesDialect(BlocksDialect):
+    """The objects of responses."""
+
+    fields = FIELDS
+    wanted = "input"
+
+    def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
+        self._num_events = 0
+        self._echoed = _echo(taken)
+        text, reasoning = taken.pop("text", {}), taken.pop("reasoning", {})
+        settings = {"max_tokens": taken.pop("max_output_tokens", None), "reasoning_effort": reasoning.get("effort")}
+        settings["response_format"] = text.get("format")
+        taken |= {name: one for name, one in settings.items() if one is not None}
+        self._conversation.take(taken)
+        instructions = taken.pop("instructions", None)
+        first = [] if instructions is None else [{"role": "system", "content": instructions}]
+        return [[*first, *taken.pop("input")]]
+
+    def first_events(self) -> list[Event]:
+        begun = self._response("in_progress")
+        return [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+
+    def opened(self, block: Block) -> list[Event]:
+        item = {**self._item(block), "status": "in_progress"}
+        if block.kind is BlockKind.CALL:
+            return [{"type": "response.output_item.added", "output_index": block.index, "item": item}]
+        added = {"type": "response.output_item.added", "output_index": block.index, "item": {**item, "content": []}}
+        return [added, {"type": "response.content_part.added", **self._place(block), "part": _part(block)}]
+
+    def grown(self, block: Block, text: str) -> Event:
+        return {
+            "type": f"response.{_STREAMED[block.kind]}.delta",
+            **self._place(block),
+            **_logprobs(block),
+            "delta": text,
+        }
+
+    def closed(self, block: Block) -> list[Event]:
+        place, is_call = self._place(block), block.kind is BlockKind.CALL
+        whole = {"arguments" if is_call else "text": block.text}
+        done = {"type": f"response.{_STREAMED[block.kind]}.done", **place, **_logprobs(block), **whole}
+        part = [] if is_call else [{"type": "response.content_part.done", **place, "part": _part(block)}]
+        item = self._item(block)
+        return [done, *part, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
+
+    def last_events(self, choice: Choice, usage: dict[str, Any]) -> list[Event]:
+        response = self.object(choice, usage)
+        return [{"type": f"response.{response['status']}", "response": response}]
+
+    def object(self, choice: Choice, usage: dict[str, Any]) -> dict[str, Any]:
+        is_cut = choice.finish_reason is FinishReason.LENGTH
+        return self._response("incomplete" if is_cut else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [self._item(block) for block in self._blocks],
+            "usage": _usage(usage),
+        }
+
+    def write(self, described: Event) -> bytes:
+        numbered = {**described, "sequence_number": self._num_events}
+        self._num_events += 1
+        return super().write(numbered)
+
+    def failed(self, error: BatonError) -> bytes:
+        told = describe(error)
+        return self.write({**told, "type": "error", "error": told})
+
+    def _response(self, status: str) -> dict[str, Any]:
+        named = {"id": f"resp_{self._generation.request_id}", "object": "response", "model": self._generation.model}
+        return {**named, **_UNUSED, **self._echoed, "status": status}
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place = {"item_id": self._item(block)["id"], "output_index": block.index}
+        return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        """Describes a block as it is now."""
+        named = {"id": f"{block.kind.value}_{self._generation.request_id}_{block.index}"}
+        named["status"] = "incomplete" if block.is_cut else "completed"
+        if block.kind is BlockKind.CALL:
+            called = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return {**named, "type": "function_call", **called}
+        if block.kind is BlockKind.REASONING:
+            return {**named, "type": "reasoning", "summary": [], "content": [_part(block)]}
+        return {**named, "type": "message", "role": "assistant", "content": [_part(block)]}
+
+
+def _echo(taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Describes the settings of a request as its answer repeats them."""
+    choice, tools = taken.get("tool_choice", "auto"), taken.get("tools", ())
+    return {
+        "created_at": int(time.time()),
+        **{name: taken.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
+        "parallel_tool_calls": taken.get("parallel_tool_calls", True),
+        "tool_choice": {"type": "function", **choice} if isinstance(choice, dict) else choice,
+        "tools": [{"type": "function", "parameters": None, "strict": None, **one["function"]} for one in tools],
+    }
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(block: Block) -> dict[str, Any]:
+    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
+        "total_tokens": usage["total_tokens"],
+    }
