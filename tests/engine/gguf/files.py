@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
@@ -208,3 +209,20 @@ def turn_back(weight: torch.Tensor, heads: int) -> torch.Tensor:
         return weight.contiguous()
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def load_oracle(path: Path, folder: Path) -> Any:
+    """Loads the weights as the package `gguf` reads and dequantizes them, un-turned, into transformers in float32."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ours = json.loads((folder / "tensors.json").read_text())["tensors"]
+    names = {row["offset"]: name for name, row in ours.items()}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    state = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        name = names[tensor.data_offset]
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).float()
+        state[name] = turn_back(values, heads.get(name.split(".")[-2], 0))
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    return model.eval()

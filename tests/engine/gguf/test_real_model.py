@@ -7,18 +7,15 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 import torch
-import transformers
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from engine.checkpoint.pulled import MODELS
 from engine.engine import Engine
-from tests.engine.gguf.files import turn_back
+from tests.engine.gguf.files import load_oracle
 from tests.engine.gguf.lines import drawn_lines
 from wire.sampling import SamplingParams
 
@@ -55,25 +52,8 @@ def test_tokens_of_2000_lines_equal_llamacpp_on_the_same_file(path: Path, folder
     assert differing == []
 
 
-def oracle(path: Path, folder: Path) -> Any:
-    """Loads the weights as the package `gguf` reads and dequantizes them, un-turned, into transformers in float32."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    ours = json.loads((folder / "tensors.json").read_text())["tensors"]
-    names = {row["offset"]: name for name, row in ours.items()}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    state = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        name = names[tensor.data_offset]
-        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).float()
-        state[name] = turn_back(values, heads.get(name.split(".")[-2], 0))
-    model.load_state_dict(state, strict=False)
-    model.tie_weights()
-    return model.eval()
-
-
 def test_greedy_tokens_equal_transformers_in_float32_or_differ_at_a_tie(path: Path, folder: Path) -> None:
-    model = oracle(path, folder)
+    model = load_oracle(path, folder)
     engine = Engine.load(str(folder), dtype="float32", num_blocks=NUM_PROMPTS * 16)
     text = "\n".join(drawn_lines(400, seed=3)) + Path(__file__).read_text()
     ids = engine.tokenizer.encode(text)
