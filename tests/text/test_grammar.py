@@ -1,7 +1,13 @@
+import datetime
+import json
+from collections.abc import Mapping
+from itertools import product
+
 import pytest
+from llguidance import LLTokenizer
 
 from text import child_processes
-from text.grammar import GrammarProcesses
+from text.grammar import GrammarProcesses, new_matcher
 from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
@@ -29,3 +35,33 @@ async def test_without_the_library_a_format_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(Unsupported, match="llguidance"):
         await processes.check(ResponseFormat(FormatKind.REGEX, "a"))
     await processes.close()
+
+
+def taken(schema: Mapping[str, object], values: list[str]) -> list[str]:
+    """The values that a schema's grammar takes."""
+    start = new_matcher(ResponseFormat(FormatKind.JSON_SCHEMA, json.dumps(schema)), LLTokenizer("byte"))
+    found = []
+    for value in values:
+        matcher, text = start.deep_copy(), [*json.dumps(value).encode()]
+        if matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting():
+            found.append(value)
+    return found
+
+
+def is_date(value: str) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(value))
+    except ValueError:
+        return False
+
+
+def test_dates_are_of_the_calendar_and_minutes_have_sixty_seconds() -> None:
+    years = (0, 1, 4, 80, 96, 100, 400, 1000, 1900, 2000, 2023, 2024, 2100, 8000, 9999)
+    dates = [f"{y:04}-{m:02}-{d:02}" for y, m, d in product(years, range(14), (0, 1, 28, 29, 30, 31, 32))]
+    date = {"type": "string", "format": "date"}
+    assert taken(date, dates) == [one for one in dates if is_date(one)]
+    assert taken({**date, "pattern": "^20"}, ["2024-02-29", "1996-02-29", "2023-02-29"]) == ["2024-02-29"]
+    times = ["23:59:59Z", "23:59:60Z", "00:00:00.5+01:00", "00:00:60.5+01:00"]
+    assert taken({"type": "string", "format": "time"}, times) == times[::2]
+    instants = [f"2024-02-29T{one}" for one in times] + ["2023-02-29T00:00:00Z"]
+    assert taken({"type": "string", "format": "date-time"}, instants) == instants[:4:2]
