@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.request import (
     TIMEOUT_S,
+    ChatOptions,
     Message,
     Options,
     Prompt,
@@ -123,9 +124,9 @@ class Client(_Connection, AbstractContextManager["Client"]):
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
         self._call("Abort", pb.AbortRequest(request_id=request_id))
 
-    def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
-        """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
-        return read_tokens(self._call("Tokenize", make_tokenize_request(prompt)))
+    def tokenize(self, prompt: str | Sequence[Message], **options: Unpack[ChatOptions]) -> Tokens:
+        """Returns the tokens of a text, or of a chat as the model's template renders it. Raises BatonError."""
+        return read_tokens(self._call("Tokenize", make_tokenize_request(prompt, options)))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
@@ -194,9 +195,9 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
         await self._call("Abort", pb.AbortRequest(request_id=request_id))
 
-    async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
-        """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
-        return read_tokens(await self._call("Tokenize", make_tokenize_request(prompt)))
+    async def tokenize(self, prompt: str | Sequence[Message], **options: Unpack[ChatOptions]) -> Tokens:
+        """Returns the tokens of a text, or of a chat as the model's template renders it. Raises BatonError."""
+        return read_tokens(await self._call("Tokenize", make_tokenize_request(prompt, options)))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""

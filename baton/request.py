@@ -15,9 +15,6 @@ from wire.rpc import MAX_MESSAGE_BYTES
 from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
-OF_CHATS = ("tools", "tool_choice", "chat_template_kwargs", "thinking_token_budget", "continue_final_message")
-OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", *OF_CHATS)
-"""Options that are no settings of sampling."""
 API_KEY = "BATON_API_KEY"
 """The variable of the environment that has the key of a client which is given none."""
 Metadata = tuple[tuple[str, str], ...]
@@ -51,7 +48,22 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or the messages of a chat."""
 
 
-class Options(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """Settings of a chat, beside its messages."""
+
+    tools: Sequence[str]
+    tool_choice: Mapping[str, object]
+    chat_template_kwargs: str
+    thinking_token_budget: int
+    continue_final_message: bool
+
+
+OF_CHATS = tuple(ChatOptions.__annotations__)
+OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", *OF_CHATS)
+"""Options that are no settings of sampling."""
+
+
+class Options(ChatOptions, total=False):
     """Settings of one request. The server completes the ones left out, and draws the seed.
 
     proto/inference.proto gives ranges and defaults. `timeout_s` bounds the call in place of the client's own.
@@ -82,11 +94,6 @@ class Options(TypedDict, total=False):
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     response_format: Mapping[str, str]
-    tools: Sequence[str]
-    tool_choice: Mapping[str, object]
-    chat_template_kwargs: str
-    thinking_token_budget: int
-    continue_final_message: bool
 
 
 def credentials(api_key: str | None) -> Metadata:
@@ -117,12 +124,7 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
             request.MergeFrom(pb.GenerateRequest(**{name: options.get(name)}))  # type: ignore[arg-type]
     with _refusing("prompt"):
         _set_prompt(request, prompt)
-    for name in OF_CHATS:
-        with _refusing(name):
-            if options.get(name) is not None:
-                if not request.HasField("messages"):
-                    raise InvalidRequest(name, "wants a prompt of messages")
-                request.messages.MergeFrom(pb.Conversation(**{name: options[name]}))  # type: ignore[literal-required]
+    _set_chat(request, options)
     request.sampling_params.SetInParent()
     for name, value in options.items():
         if name not in OF_REQUESTS:
@@ -132,11 +134,12 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     return request
 
 
-def make_tokenize_request(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
+def make_tokenize_request(prompt: str | Sequence[Message], options: ChatOptions) -> pb.TokenizeRequest:
     """Builds the message. Raises InvalidRequest as above."""
     request = pb.TokenizeRequest()
     with _refusing("prompt"):
         _set_prompt(request, prompt)
+    _set_chat(request, options)
     _require_sendable(request)
     return request
 
@@ -154,6 +157,15 @@ def _set_prompt(request: Any, prompt: Prompt) -> None:
         request.messages.CopyFrom(pb.Conversation(messages=[pb.Message(**one) for one in prompt]))  # type: ignore[arg-type]
     else:
         request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+
+
+def _set_chat(request: pb.GenerateRequest | pb.TokenizeRequest, options: ChatOptions) -> None:
+    for name in OF_CHATS:
+        with _refusing(name):
+            if options.get(name) is not None:
+                if not request.HasField("messages"):
+                    raise InvalidRequest(name, "wants a prompt of messages")
+                request.messages.MergeFrom(pb.Conversation(**{name: options[name]}))  # type: ignore[literal-required]
 
 
 def _require_sendable(request: pb.GenerateRequest | pb.TokenizeRequest) -> None:

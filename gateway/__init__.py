@@ -1,4 +1,4 @@
-"""HTTP in OpenAI's dialect: a process of its own that speaks to the router as any client does.
+"""HTTP in the dialects of OpenAI and Anthropic: a process of its own that speaks to the router as any client does.
 
 ```
 client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ dialects ──▶ baton.AsyncClient ──gRPC──▶ router

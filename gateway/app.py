@@ -9,20 +9,21 @@ from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 from baton import AsyncClient
-from baton.request import Options
+from baton.request import OF_CHATS, Options
 from baton.results import Model
-from gateway import fields, formats, openapi
+from gateway import fields, formats, messages, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, Generation, answer, events
+from gateway.messages import MessagesDialect
 from gateway.metrics import Metrics
 from gateway.responses import ResponsesDialect
-from httpd.errors import HttpError
+from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
@@ -47,10 +48,13 @@ PATH_TO_FIELDS = {
     "/v1/completions": CompletionsDialect.fields,
     "/v1/chat/completions": ChatDialect.fields,
     "/v1/responses": ResponsesDialect.fields,
+    "/v1/messages": MessagesDialect.fields,
+    "/v1/messages/count_tokens": messages.COUNTED,
     "/tokenize": fields.TOKENIZE,
     "/detokenize": fields.DETOKENIZE,
 }
 
+T = TypeVar("T")
 Handler = Callable[["Request"], Awaitable["bytes | Pieces | Events"]]
 
 log = logging.getLogger(__name__)
@@ -69,9 +73,11 @@ class Gateway:
         self.answering = Limit(MAX_ANSWER_BYTES, "bytes may be in answers that are not streamed")
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
-            "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
+            "/v1/completions": ("POST", lambda request: self._generate(CompletionsDialect(), request)),
             "/v1/chat/completions": ("POST", partial(self._chat, ChatDialect)),
             "/v1/responses": ("POST", partial(self._chat, ResponsesDialect)),
+            "/v1/messages": ("POST", partial(self._chat, MessagesDialect)),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             HEALTH: ("GET", self._health),
@@ -89,7 +95,7 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request. Each failure becomes an error envelope."""
         request = Request(scope, receive)
-        reply = Reply(request, send)
+        reply = Reply(request, send, messages.envelope if request.path in openapi.ERRORS else envelope)
         with self._metrics.open.track_inprogress():
             try:
                 self._admit(request)
@@ -110,7 +116,7 @@ class Gateway:
         """Refuses a request without a key, but for checks of health. Raises Unauthenticated or PermissionDenied."""
         if request.path not in (HEALTH, READY):
             scope = key_ring.Scope.METRICS if request.path == METRICS else key_ring.Scope.GENERATE
-            self._keys.admit(request.headers("authorization"), scope)
+            self._keys.admit(request.credentials, scope)
 
     def _client(self, request: Request) -> AsyncClient:
         """Returns a client that shows the key of a request: the gateway has none of its own."""
@@ -138,13 +144,14 @@ class Gateway:
     async def _chat(
         self, make_dialect: Callable[[AnswerFormats], Dialect], request: Request
     ) -> "bytes | Pieces | Events":
-        model = await self._served_model(self._client(request))
-        return await self._generate(
-            partial(make_dialect, AnswerFormats(model.tool_format, model.reasoning_format)), request
-        )
+        return await self._generate(await self._dialect(make_dialect, request), request)
 
-    async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Pieces | Events":
-        client, dialect = self._client(request), make_dialect()
+    async def _dialect(self, make: Callable[[AnswerFormats], T], request: Request) -> T:
+        model = await self._served_model(self._client(request))
+        return make(AnswerFormats(model.tool_format, model.reasoning_format))
+
+    async def _generate(self, dialect: Dialect, request: Request) -> "bytes | Pieces | Events":
+        client = self._client(request)
         taken = fields.take(request.body, dialect.fields, dialect.wanted)
         prompts = dialect.take_prompts(taken)
         formats.take_format(taken)
@@ -169,6 +176,15 @@ class Gateway:
         if taken.get("return_token_strs"):
             described["token_strs"] = [one.decode(errors="replace") for one in tokens.texts]
         return json.dumps(described).encode()
+
+    async def _count_tokens(self, request: Request) -> bytes:
+        dialect = await self._dialect(MessagesDialect, request)
+        taken = fields.take(request.body, messages.COUNTED, dialect.wanted)
+        [prompt] = dialect.take_prompts(taken)
+        client = self._client(request)
+        await self._find(client, taken.get("model"))
+        tokens = await client.tokenize(prompt, **{name: taken[name] for name in OF_CHATS if name in taken})
+        return json.dumps({"input_tokens": len(tokens.ids)}).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
         client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE, "tokens")

@@ -64,9 +64,14 @@ class Request:
         return [value.decode("latin-1") for key, value in self._headers if key == name.encode()]
 
     @property
+    def credentials(self) -> list[str]:
+        """Returns the `authorization` headers of the request; an `x-api-key` is one, too."""
+        return [*self.headers("authorization"), *(f"Bearer {key}" for key in self.headers("x-api-key"))]
+
+    @property
     def key(self) -> str:
         """Returns the key that the request shows, "" without one; it may not be valid."""
-        return bearer(self.headers("authorization"))
+        return bearer(self.credentials)
 
     async def read(self, admit_bytes: Callable[[int], None]) -> None:
         """Reads the body. Raises HttpError or InvalidRequest, and what `admit_bytes` raises.
@@ -122,10 +127,11 @@ class Request:
 
 
 class Reply:
-    """The answer to one request. `status` is 499 if its client has gone."""
+    """The answer to one request. `status` is 499 if its client has gone. write_error: in the words of its dialect."""
 
-    def __init__(self, request: Request, send: Send) -> None:
+    def __init__(self, request: Request, send: Send, write_error: Callable[[BatonError], bytes] = envelope) -> None:
         self.status = 0
+        self._write_error = write_error
         self._request = request
         self._send = send
 
@@ -157,7 +163,7 @@ class Reply:
             more = headers(error)
             if not self._request.is_read:
                 more.append((b"connection", b"close"))
-            await self._put(error.status.http, b"application/json", [envelope(error)], more)
+            await self._put(error.status.http, b"application/json", [self._write_error(error)], more)
 
     async def _put(self, status: int, kind: bytes, pieces: Pieces, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
         num_bytes = sum(map(len, pieces))
@@ -169,7 +175,7 @@ class Reply:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
-        headers.append((b"x-request-id", self._request.id.encode()))
+        headers += [(name, self._request.id.encode()) for name in (b"x-request-id", b"request-id")]
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 

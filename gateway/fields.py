@@ -228,7 +228,7 @@ ONLY: dict[str, Sequence[object]] = {
     "prompt_logprobs": (0, False),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),

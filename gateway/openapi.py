@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from gateway import fields, formats, responses
+from gateway import fields, formats, messages, responses
 from wire.typed_reader import Read
 
 
@@ -15,7 +15,8 @@ def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tup
     posted = {path: {"post": _post(path, known)} for path, known in path_to_fields.items()}
     got = {path: {"get": _get(path)} for path in paths_to_get}
     info = {"title": "Baton", "version": version("baton-serve")}
-    page = {"openapi": "3.1.0", "info": info, "paths": posted | got, "components": {"schemas": {"Error": _ERROR}}}
+    schemas = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
+    page = {"openapi": "3.1.0", "info": info, "paths": posted | got, "components": {"schemas": schemas}}
     return json.dumps(page).encode()
 
 
@@ -37,14 +38,14 @@ def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "additionalProperties": False, **REQUIRED.get(path, {})}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": _responses("400", "404", "415"),
+        "responses": _responses("400", "404", "415", form=ERRORS.get(path, "Error")),
         "operationId": path.strip("/").replace("/", "_"),
     }
 
 
-def _responses(*statuses: str) -> dict[str, Any]:
+def _responses(*statuses: str, form: str = "Error") -> dict[str, Any]:
     """Describes the answer, and errors: by these statuses, and by any other."""
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     error = {"description": "an error, with the name of the field as its `param`", "content": content}
     return {"200": {"description": "the answer"}, **dict.fromkeys((*statuses, "default"), error)}
 
@@ -53,6 +54,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"required": ["prompt"]},
     "/v1/chat/completions": {"required": ["messages"]},
     "/v1/responses": {"required": ["input"]},
+    **{key: {"required": ["messages"]} for key in ("/v1/messages", "/v1/messages/count_tokens")},
     "/tokenize": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "/detokenize": {"required": ["tokens"]},
 }
@@ -74,6 +76,19 @@ _ERROR = {
         }
     },
 }
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+ERRORS = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "MessagesError")
 _TEXT = {"type": ["string", "null"]}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -87,7 +102,7 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.texts: {"anyOf": [_TEXT, _TEXTS]},
     fields.token_ids: {**_IDS, "type": ["array", "null"]},
     fields.prompts: {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
-    fields.messages: {**_OBJECTS, "minItems": 1},
+    **{key: {**_OBJECTS, "minItems": 1} for key in (fields.messages, messages.turns)},
     fields.tools: _OBJECTS,
     fields.tool_choice: _CHOICE,
     fields.reasoning_effort: {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", None]},
@@ -101,7 +116,10 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     formats.FIELDS["guided_choice"]: {**_TEXTS, "type": ["array", "null"]},
     responses.input_items: {"anyOf": [{"type": "string"}, {**_OBJECTS, "minItems": 1}]},
     responses.tool_choice: _CHOICE,
-    responses.FIELDS["tools"]: _OBJECTS,
+    **dict.fromkeys((responses.FIELDS["tools"], messages.FIELDS["tools"]), _OBJECTS),
+    **dict.fromkeys((messages.tool_choice, messages.thinking, messages.FIELDS["output_config"]), _OBJECT),
+    messages.FIELDS["system"]: {"anyOf": [_TEXT, {**_OBJECTS, "minItems": 1}]},
+    messages.FIELDS["stop_sequences"]: {**_TEXTS, "type": ["array", "null"]},
     **{responses.FIELDS[name]: _OBJECT for name in ("text", "reasoning", "stream_options")},
     fields.stream_options: {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
 }

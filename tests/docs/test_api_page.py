@@ -6,6 +6,7 @@ from pathlib import Path
 from gateway import fields
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
+from gateway.messages import MessagesDialect
 from gateway.responses import ResponsesDialect
 from router.ports.interceptors import reserved_names
 from wire.pb import inference_pb2 as pb
@@ -15,8 +16,8 @@ NAMED = set(re.findall(r"`([a-z_]+)`", PAGE)) | {"logprobs"}
 
 
 def test_fields_of_http_are_named() -> None:
-    known = {*ChatDialect.fields, *CompletionsDialect.fields, *ResponsesDialect.fields}
-    known |= {*fields.ONLY, *fields.REFUSED, *fields.IGNORED}
+    dialects = (ChatDialect, CompletionsDialect, ResponsesDialect, MessagesDialect)
+    known = {*fields.ONLY, *fields.REFUSED, *fields.IGNORED}.union(*(one.fields for one in dialects))
     assert known - NAMED == set()
 
 

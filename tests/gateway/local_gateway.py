@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from baton import AsyncClient
 from baton.client import AsyncStream
 from baton.request import (
+    ChatOptions,
     Message,
     Metadata,
     Options,
@@ -44,8 +45,8 @@ class LocalClient(AsyncClient):
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         return AsyncStream(LocalCall(self._router, make_request(prompt, options), self._metadata), TIMEOUT_S)
 
-    async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
-        answer = await self._router.dispatcher.tokenize(make_tokenize_request(prompt))
+    async def tokenize(self, prompt: str | Sequence[Message], **options: Unpack[ChatOptions]) -> Tokens:
+        answer = await self._router.dispatcher.tokenize(make_tokenize_request(prompt, options))
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -104,10 +105,14 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
+        if "type" in self.json:  # Anthropic's have no param, and begin with it
+            told = self.json["error"]
+            assert (list(self.json), list(told)) == (["type", "error"], ["type", "message"])
+            return {**told, "param": told["message"].partition(":")[0]}
         assert list(self.json) == ["error"]
         assert list(self.json["error"]) == ["message", "type", "param", "code"]
-        told: dict[str, Any] = self.json["error"]
-        return told
+        error: dict[str, Any] = self.json["error"]
+        return error
 
     @property
     def events(self) -> list[Any]:

@@ -107,6 +107,21 @@ async def test_responses_are_held_to_calls_and_formats(cluster: LocalCluster) ->
     jsonschema.validate(json.loads(message["content"][0]["text"]), WEATHER)
 
 
+async def test_messages_are_held_to_calls_and_formats(cluster: LocalCluster) -> None:
+    door = LocalDoor(cluster.router, NO_KEYS)
+    tools = [{"name": name, "input_schema": one} for name, one in SCHEMAS.items()]
+    said = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": CLOSED, "seed": 2}
+    body = {**said, "temperature": 1, "max_tokens": 1500}
+    for choice, names in (({"type": "any"}, {*SCHEMAS}), ({"type": "tool", "name": "clock"}, {"clock"})):
+        answer = (await door.post("/v1/messages", {**body, "tools": tools, "tool_choice": choice})).json
+        assert (answer["stop_reason"], {one["name"] for one in answer["content"]} <= names) == ("tool_use", True)
+        for call in answer["content"]:
+            jsonschema.validate(call["input"], SCHEMAS[call["name"]])
+    typed = {"format": {"type": "json_schema", "schema": WEATHER}}
+    [text] = (await door.post("/v1/messages", {**body, "output_config": typed})).json["content"]
+    jsonschema.validate(json.loads(text["text"]), WEATHER)
+
+
 async def test_another_worker_goes_on_amid_a_call(cluster: LocalCluster) -> None:
     door = LocalDoor(cluster.router, NO_KEYS)
     made = calls_of((await door.post(CHAT, REQUIRED)).json)

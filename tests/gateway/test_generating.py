@@ -344,6 +344,8 @@ async def test_a_client_that_goes_ends_its_request(gateway: LocalGateway) -> Non
         (COMPLETIONS, {"prompt": [PROMPT, "b"], "max_tokens": 50, "stream": True}),
         ("/v1/responses", {"input": PROMPT}),
         ("/v1/responses", {"input": PROMPT, "stream": True}),
+        ("/v1/messages", SAID),
+        ("/v1/messages", {**SAID, "stream": True}),
     ):
         gateway.gone.clear()
         asking = asyncio.create_task(gateway.post(path, body))

@@ -1,5 +1,6 @@
 """The page names what the gateway takes: each field, and no other."""
 
+import jsonschema
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from gateway import app, fields, openapi
@@ -15,6 +16,8 @@ OBJECTS = (
     "tool_choice",
     "text",
     "reasoning",
+    "thinking",
+    "output_config",
 )
 """Fields whose faults are named within them, or that may have any names."""
 
@@ -66,6 +69,7 @@ async def test_fields_that_are_required_are_missed_by_name(gateway: LocalGateway
         "/v1/completions": ["prompt"],
         "/v1/chat/completions": ["messages"],
         "/v1/responses": ["input"],
+        **{key: ["messages"] for key in ("/v1/messages", "/v1/messages/count_tokens")},
         "/detokenize": ["tokens"],
     }
     for path, names in required.items():
@@ -81,7 +85,8 @@ async def test_answers_have_a_status_that_the_page_names_and_its_form(gateway: L
     answers += [(path, "post", await gateway.post(path, b"{}", content_type="text/plain")) for path in posted]
     answers += [("/v1/models/{model}", "get", await gateway.get("/v1/models/none"))]
     assert {answer.status for _, _, answer in answers} == {400, 404, 415}
-    form = page["components"]["schemas"]["Error"]["properties"]["error"]["properties"]
     for path, method, answer in answers:
-        assert str(answer.status) in page["paths"][path][method]["responses"], path
-        assert answer.error.keys() == form.keys()
+        told = page["paths"][path][method]["responses"][str(answer.status)]["content"]["application/json"]["schema"]
+        form = page["components"]["schemas"][told["$ref"].rpartition("/")[2]]
+        jsonschema.validate(answer.json, form)
+        assert answer.json["error"].keys() == form["properties"]["error"]["properties"].keys()
