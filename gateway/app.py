@@ -159,8 +159,12 @@ class Gateway:
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
         model = taken.get("model") or (await self._served_model(client)).name
-        timeline = taken.pop("timeline", False)
-        generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage), timeline)
+        timeline, returns_ids = taken.pop("timeline", False), taken.pop("return_token_ids", False)
+        hides_prompt = returns_ids and not taken.get("echo")
+        if returns_ids:
+            taken["echo"] = True
+        options = cast(Options, taken)
+        generation = Generation(request.id, model, prompts, options, bool(usage), timeline, returns_ids, hides_prompt)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)

@@ -38,6 +38,7 @@ class ChatDialect(ChoicesDialect):
     object_name = "chat.completion"
     event_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    has_one_prompt = True
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
         self._begun: set[int] = set()

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from baton import Chunk, Completion
-from baton.results import Choice
-from gateway.generation import Dialect, Draft, Generation
+from baton.results import Choice, PromptPart
+from gateway.generation import PROMPT_IDS, Dialect, Draft, Generation, members
 from httpd.errors import envelope
 from wire.errors import BatonError
 
@@ -22,6 +22,8 @@ class ChoicesDialect(Dialect):
     object_name: str
     event_name: str
     id_prefix: str
+    has_one_prompt: bool
+    """Whether the ids of the prompt are the answer's, and not each choice's: as vLLM has it."""
 
     @abstractmethod
     def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
@@ -39,11 +41,19 @@ class ChoicesDialect(Dialect):
         self._generation = generation
         self._start = b"data: " + self._head(self.event_name)
         self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        self._prompt_ids: dict[int, list[int]] = {}
 
     def events(self, chunk: Chunk, numbers: Sequence[int]) -> Iterator[bytes]:
+        is_plain = isinstance(chunk, PromptPart) or not self._generation.returns_ids
+        if isinstance(chunk, PromptPart):
+            for number in numbers:
+                self._prompt_ids.setdefault(number, []).extend(chunk.token_ids)
+            if self._generation.hides_prompt:
+                return
         logprobs = json.dumps(self.logprobs(chunk, numbers)) if chunk.logprobs else "null"
         for number in numbers:
-            yield self._start + self.event(chunk.text, number, logprobs).encode() + self._tail
+            event = self.event(chunk.text, number, logprobs).encode()
+            yield self._start + event + self._tail if is_plain else self._with_ids(event, number, chunk.token_ids)
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         ends = [
@@ -58,11 +68,24 @@ class ChoicesDialect(Dialect):
         return b"data: " + envelope(error) + b"\n\n"
 
     def whole(self, drafts: Sequence[Draft], completions: Sequence[Completion]) -> list[bytes]:
-        pieces = [self._head(self.object_name)]
+        pieces, shared = [self._head(self.object_name)], dict[str, list[bytes]]()
+        for draft in drafts:
+            if self.has_one_prompt and PROMPT_IDS in draft.ids:
+                shared[PROMPT_IDS] = draft.ids.pop(PROMPT_IDS)
         for number, choice in enumerate(_choices(completions)):
             described = self.choice(choice, "".join(drafts[number].text), number)
             pieces += [b", " if number else b"", *drafts[number].pieces(described)]
-        return [*pieces, b'], "usage": ', self._usage(completions), b"}"]
+        return [*pieces, b"]", *members(shared), b', "usage": ', self._usage(completions), b"}"]
+
+    def _with_ids(self, event: bytes, number: int, token_ids: Sequence[int]) -> bytes:
+        """Writes an event with the ids of its tokens; its choice's first one has the prompt's, too."""
+        of_choice: dict[str, Sequence[int]] = {"token_ids": token_ids}
+        of_answer: dict[str, Sequence[int]] = {}
+        if number in self._prompt_ids:
+            (of_answer if self.has_one_prompt else of_choice)[PROMPT_IDS] = self._prompt_ids.pop(number)
+        told = json.dumps(of_choice)[1:].encode()  # with the bracket that ends a choice
+        more = b"," + json.dumps(of_answer)[1:-1].encode() if of_answer else b""
+        return self._start + event[:-1] + b"," + told + b"]" + more + self._tail[1:]
 
     @property
     def _has_usage(self) -> bool:

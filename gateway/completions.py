@@ -31,6 +31,7 @@ class CompletionsDialect(ChoicesDialect):
     object_name = "text_completion"
     event_name = "text_completion"
     id_prefix = "cmpl"
+    has_one_prompt = False
 
     def __init__(self) -> None:
         self._lens: dict[int, int] = {}

@@ -29,7 +29,7 @@ FIELDS: dict[str, Read] = {
     "thinking_token_budget": fields.int32,
 }
 """The fields of chats in several dialects."""
-_OF_CHOICES = ("n", "max_tokens", "stream_options", "timeline")
+_OF_CHOICES = ("n", "max_tokens", "return_token_ids", "stream_options", "timeline")
 ONE_ANSWER = FIELDS | {name: read for name, read in fields.COMMON.items() if name not in _OF_CHOICES}
 """The fields of endpoints whose answers are blocks."""
 

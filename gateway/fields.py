@@ -323,6 +323,7 @@ COMMON: dict[str, Read] = {
     **SAMPLING,
     "kv_policy": text,
     "model": text,
+    "return_token_ids": flag,
     "stream": flag,
     "stream_options": stream_options,
     "timeline": flag,

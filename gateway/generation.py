@@ -23,6 +23,7 @@ MAX_SLICE_ENTRIES = 512
 """Entries made at once; other streams go on between two slices."""
 ITEM_BYTES = 64
 """Memory of a piece of JSON in an unsent answer, beside its text."""
+PROMPT_IDS = "prompt_token_ids"
 MAX_ID_START = 40
 """Characters of a client's id in the ids of its further prompts."""
 
@@ -61,7 +62,7 @@ class Generation:
     """A request, read and checked as far as that is the gateway's.
 
     usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
-    ends with, too.
+    ends with, too. returns_ids: of tokens; prompts are echoed for them, and hides_prompt leaves the echoed text out.
     """
 
     request_id: str
@@ -70,6 +71,8 @@ class Generation:
     options: Options
     usage: bool
     timeline: bool = False
+    returns_ids: bool = False
+    hides_prompt: bool = False
 
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
@@ -107,17 +110,24 @@ class Generation:
 
 @dataclass
 class Draft:
-    """A choice of a whole answer in the making: its text, and its log-probabilities as JSON, of as many lists."""
+    """A choice of a whole answer in the making: its text, and lists of log-probabilities and of ids, as JSON."""
 
     text: list[str] = field(default_factory=list)
     lists: dict[str, list[bytes]] = field(default_factory=dict)
+    ids: dict[str, list[bytes]] = field(default_factory=dict)
 
     def pieces(self, described: dict[str, Any]) -> list[bytes]:
-        """Joins a description and the log-probabilities."""
-        pieces = [json.dumps(described)[:-1].encode(), b', "logprobs": ', b"{" if self.lists else b"null"]
-        for place, (name, items) in enumerate(self.lists.items()):
-            pieces += [b', "%b": [' % name.encode() if place else b'"%b": [' % name.encode(), *items, b"]"]
-        return [*pieces, b"}}" if self.lists else b"}"]
+        """Joins a description, the log-probabilities and the ids."""
+        pieces = [json.dumps(described)[:-1].encode(), b', "logprobs": ']
+        if self.lists:
+            first, *rest = members(self.lists)
+            pieces += [b"{", first.removeprefix(b", "), *rest, b"}"]
+        return [*pieces, *([] if self.lists else [b"null"]), *members(self.ids), b"}"]
+
+
+def members(lists: Mapping[str, Sequence[bytes]]) -> list[bytes]:
+    """Writes lists as members of an object, each behind a comma."""
+    return [piece for name, items in lists.items() for piece in (b', "%b": [' % name.encode(), *items, b"]")]
 
 
 async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, room: Share) -> list[bytes]:
@@ -131,7 +141,9 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
         async for numbers, chunk in slices:
-            room.take(_add(chunk.text, dialect.logprobs(chunk, numbers), [drafts[number] for number in numbers]))
+            ids = ids_of(chunk) if generation.returns_ids else {}
+            gained = (dialect.logprobs(chunk, numbers) or {}, ids)
+            room.take(_add(chunk.text, gained, [drafts[number] for number in numbers]))
     return dialect.whole(drafts, [stream.completion for stream in streams])
 
 
@@ -154,16 +166,23 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
         raise
 
 
-def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[Draft]) -> int:
-    """Appends text and log-probabilities to choices, which share the JSON. Returns the bytes of memory."""
-    items = {name: json.dumps(values)[1:-1].encode() for name, values in (logprobs or {}).items()}
+def ids_of(chunk: Chunk) -> dict[str, list[int]]:
+    """Names the ids of a chunk as vLLM does."""
+    return {PROMPT_IDS if isinstance(chunk, PromptPart) else "token_ids": [*chunk.token_ids]}
+
+
+def _add(text: str, gained: tuple[Mapping[str, list[Any]], ...], drafts: Sequence[Draft]) -> int:
+    """Appends text, log-probabilities and ids to choices, which share the JSON. Returns the bytes of memory."""
+    lists, ids = ({name: json.dumps(one)[1:-1].encode() for name, one in each.items() if one} for each in gained)
     for draft in drafts:
         draft.text.append(text)
-        for name, item in items.items():
-            known = draft.lists.setdefault(name, [])
-            known += [b", ", item] if known else [item]
+        for kept, items in ((draft.lists, lists), (draft.ids, ids)):
+            for name, item in items.items():
+                known = kept.setdefault(name, [])
+                known += [b", ", item] if known else [item]
     # JSON takes six bytes for a character at most.
-    return len(drafts) * (ITEM_BYTES + 6 * len(text)) + sum(ITEM_BYTES + len(item) for item in items.values())
+    num_bytes = sum(ITEM_BYTES + len(item) for item in (*lists.values(), *ids.values()))
+    return len(drafts) * (ITEM_BYTES + 6 * len(text)) + num_bytes
 
 
 async def _slices(
@@ -180,6 +199,8 @@ async def _slices(
             first = place * num_choices
             is_prompt = isinstance(chunk, PromptPart)
             numbers = range(first, first + num_choices) if is_prompt else (first + chunk.index,)
+            if is_prompt and generation.hides_prompt:
+                chunk = replace(chunk, text="", logprobs=())
             for part in _cut(chunk):
                 if num_made >= MAX_SLICE_ENTRIES:
                     num_made = 0

@@ -206,6 +206,48 @@ async def test_an_echo_without_logprobs_is_text(gateway: LocalGateway) -> None:
     assert texts_of(await gateway.post(COMPLETIONS, {**body, "stream": True})) == choice["text"]
 
 
+WITH_IDS = {"max_tokens": 3, "seed": 1, "n": 2, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"echo": True}, {"echo": True, "logprobs": 1}])
+async def test_a_completion_with_its_token_ids(gateway: LocalGateway, more: dict[str, Any]) -> None:
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = more.get("logprobs", 0)
+    prompts = [PROMPT, "x" * 1000]
+    body = {**WITH_IDS, **more, "prompt": prompts}
+    plain = (await gateway.post(COMPLETIONS, {**body, "return_token_ids": False})).json["choices"]
+    whole = (await gateway.post(COMPLETIONS, body)).json["choices"]
+    streamed = (await gateway.post(COMPLETIONS, {**body, "stream": True})).events[:-1]
+    made = [await gateway.client.generate(prompt, max_tokens=3, seed=1, n=2) for prompt in prompts]
+    expected = [list(choice.token_ids) for one in made for choice in one.choices]
+    for number, choice in enumerate(whole):
+        prompt_ids = list(prompts[number // 2].encode())
+        assert (choice.pop("prompt_token_ids"), choice.pop("token_ids")) == (prompt_ids, expected[number])
+        events = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == number]
+        assert [one["prompt_token_ids"] for one in events if "prompt_token_ids" in one] == [prompt_ids]
+        assert [token_id for one in events for token_id in one.get("token_ids", ())] == expected[number]
+        assert "".join(one["text"] for one in events) == choice["text"]
+    assert whole == plain
+
+
+async def test_a_chat_with_its_token_ids(gateway: LocalGateway) -> None:
+    body = {**WITH_IDS, **SAID}
+    whole = (await gateway.post(CHAT, body)).json
+    streamed = (await gateway.post(CHAT, {**body, "stream": True})).events[:-1]
+    made = await gateway.client.generate(RENDERED, max_tokens=3, seed=1, n=2)
+    prompt_ids = list(RENDERED.encode())
+    assert whole["prompt_token_ids"] == prompt_ids
+    for number, choice in enumerate(whole["choices"]):
+        assert choice["token_ids"] == list(made.choices[number].token_ids)
+        assert "prompt_token_ids" not in choice
+        events = [one for one in streamed if one["choices"][0]["index"] == number]
+        assert [one["prompt_token_ids"] for one in events if "prompt_token_ids" in one] == [prompt_ids]
+        told = [token_id for one in events for token_id in one["choices"][0].get("token_ids", ())]
+        assert told == choice["token_ids"]
+    for path in ("/v1/responses", "/v1/messages"):
+        assert (await gateway.post(path, {"return_token_ids": True})).error["param"] == "return_token_ids"
+
+
 async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
     body = {"prompt": PROMPT, "echo": True}
     assert (await gateway.post(COMPLETIONS, {**body, "logprobs": 6})).error["param"] == "logprobs"
