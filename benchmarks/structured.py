@@ -45,7 +45,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model" / "checkpoint"
 BLOCK_SIZE = 16
 MAX_END_BYTES = 4096
 ROOT = NamespaceRoot(bytes(32))
-ENDERS = b'"}],: '
+ENDERS = b'"}],: Z'
 """Bytes that end a JSON text soonest, the best first; after them any digit, then any byte."""
 
 
@@ -115,7 +115,7 @@ def ended(schema: Schema, text: bytes, byte_tokenizer: LLTokenizer) -> bytes:
     made, draw = bytearray(text), random.Random(1)
     while not matcher.is_accepting():
         if len(made) > len(text) + MAX_END_BYTES:
-            raise ValueError("no end was found")
+            raise ValueError(f"no end was found of {text!r}")
         mask = matcher.compute_bitmask()
         allowed = [byte for byte in range(256) if mask[byte // 8] >> (byte % 8) & 1]
         digits = [one for one in allowed if one in b"0123456789"]

@@ -36,8 +36,9 @@ _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([2468][048]|[13579][26]|0[48])00)"
 _NO_FEBRUARY = "(0[13-9]|1[0-2])"
 _DATE = f"({_YEAR}-({_NO_FEBRUARY}-[0-3][0-9]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-_EXACT = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt][^:]*:[0-9]{{2}}:[0-5]", "time": "^[^:]*:[0-9]{2}:[0-5]"}
-"""Patterns of formats that llguidance takes too much for: 29 February in any year, and the second 60 of any minute."""
+_TIME = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-][0-9:]{5})"
+_EXACT = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$", "time": f"^{_TIME}$"}
+"""Patterns of formats that llguidance takes too much for: 29 February of any year, second 60, fractions without end."""
 _LITERAL = ("const", "enum", "default", "examples")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _ESCAPED = {"/": r"\/", "\n": r"\n"}

@@ -122,7 +122,7 @@ class BatchSettings:
 class SpeculationSettings:
     """Guesses of next tokens. proposer: of PROPOSERS. max_draft_len: guesses of one choice in one step.
 
-    draft: the folder of a draft model, which guesses in place of a proposer.
+    draft: the folder of a draft model, which guesses in place of one. Text that grammars force is guessed always.
     """
 
     proposer: str = "off"

@@ -31,6 +31,11 @@ class Matcher:
             self.state.consume_tokens([*new])
             self._num_taken += len(new)
 
+    def forced(self, output_ids: Sequence[int]) -> list[int]:
+        """Returns the tokens of the text that must follow; a model may write it in others. Takes tokens as `take`."""
+        self.take(output_ids)
+        return [] if self.state.is_error() else self.state.compute_ff_tokens()
+
     @property
     def fault(self) -> BatonError | None:
         """The error of a grammar that accepts no further token, nor an end, or passes a limit."""

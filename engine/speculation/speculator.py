@@ -1,4 +1,4 @@
-"""Speculation: a proposer guesses the next tokens of decoding sequences; the run that draws one verifies them.
+"""Speculation: a grammar or a proposer guesses the next tokens of decoding sequences; the run of one verifies them.
 
     known    a b c
     guessed       d e f    further rows of the step, with position, slot and context of their tokens
@@ -184,7 +184,9 @@ class Payoff:
 
 
 class Speculator:
-    """The drafts of an engine's steps: how long, for which rows, and how they fared. None without a proposer.
+    """The drafts of an engine's steps: how long, for which rows, and how they fared.
+
+    Guesses are tokens of the text that a grammar forces, else a proposer's; without one there are no others.
 
     max_draft_len: guesses of one row in one step. num_drafts, num_guessed, num_accepted: so far. clock: in seconds, by
     which drafts are left out where they lose time; without one they never are.
@@ -203,26 +205,23 @@ class Speculator:
         self._clock = clock
         self._payoffs = [Payoff() for _ in range(MAX_ROWS)]
         self._began: tuple[int, float] | None = None
+        self._forced: Mapping[Sequence, Seq[int]] = {}
         self._num_wanted = 0
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
         """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway; none where it is loaded."""
         budget, self._num_wanted = MAX_ROWS - num_tokens, 0
-        if self._proposer is None or budget <= 0:
+        if budget <= 0 or not (self._proposer or any(one.matcher for one in rows.sequences[:num_rows])):
             return NO_DRAFTS
         if self._clock is not None and num_rows == num_tokens:
             self._began = num_rows, self._clock()
         if self._clock is not None and not self._payoffs[num_tokens].is_due():
             return NO_DRAFTS
-        rooms = rows.room[:num_rows].tolist()
-        lengths = {
-            sequence: length
-            for sequence, room in zip(rows.sequences, rooms, strict=False)
-            if room > 1 and (length := min(self._length(sequence), room - 1)) > 0
-        }
-        wanted = _share(budget, lengths)
+        rooms = dict(zip(rows.sequences, (rows.room[:num_rows] - 1).tolist(), strict=False))
+        self._forced = self._force(rooms, budget)
+        wanted = _share(budget - sum(map(len, self._forced.values())), self._lengths(rooms))
         self._num_wanted = len(wanted)
-        guesses = self._propose(wanted) if wanted else {}
+        guesses = {**(self._propose(wanted) if wanted else {}), **self._forced}
         for sequence in wanted:
             if not guesses.get(sequence):
                 self._draft_lens[sequence].rest(MISS_PAUSE)
@@ -240,7 +239,8 @@ class Speculator:
         gained = np.broadcast_to(num_gained, drafts.lengths.shape).tolist()
         for sequence, length, num_new in zip(rows.sequences, drafts.lengths.tolist(), gained, strict=False):
             if length > 1:
-                self._draft_lens[sequence].learn(length - 1, num_new - 1)
+                if sequence not in self._forced:
+                    self._draft_lens[sequence].learn(length - 1, num_new - 1)
                 events.append(Drafted(sequence.choice.attempt_id, sequence.choice.index, length - 1, num_new - 1))
                 self.num_accepted += num_new - 1
         self.num_drafts += len(events)
@@ -274,14 +274,34 @@ class Speculator:
             log.warning("no guesses, for the proposer failed: %r", failure)
             return {}
 
+    def _force(self, rooms: Mapping[Sequence, int], budget: int) -> Mapping[Sequence, Seq[int]]:
+        """Returns tokens that grammars force, at most `budget` in all."""
+        forced: dict[Sequence, Seq[int]] = {}
+        for sequence, room in rooms.items():
+            most = min(room, budget, self._most(sequence))
+            if most > 0 and sequence.matcher and (tokens := sequence.matcher.forced(sequence.output_ids)):
+                forced[sequence] = tokens[:most]
+                budget -= len(forced[sequence])
+        return forced
+
+    def _lengths(self, rooms: Mapping[Sequence, int]) -> Mapping[Sequence, int]:
+        """Computes how many guesses a proposer may make for each sequence without forced tokens."""
+        rest = {one: room for one, room in rooms.items() if room > 0 and one not in self._forced}
+        wanted = ((one, min(self._length(one), room)) for one, room in rest.items() if self._proposer)
+        return {sequence: length for sequence, length in wanted if length > 0}
+
+    def _most(self, sequence: Sequence) -> int:
+        """Computes the most tokens to guess; the run gains one more than are accepted."""
+        return min(self._max_draft_len, sequence.ending.max_output - len(sequence.output_ids) - 1)
+
     def _length(self, sequence: Sequence) -> int:
-        """Computes the number of tokens to guess; the run gains one more than are accepted."""
+        """Computes the number of tokens to guess by what came true."""
         draft_len = self._draft_lens.get(sequence)
         if draft_len is None:
             draft_len = self._draft_lens[sequence] = DraftLength()
         if not draft_len.is_due():
             return 0
-        return min(draft_len.length, self._max_draft_len, sequence.ending.max_output - len(sequence.output_ids) - 1)
+        return min(draft_len.length, self._most(sequence))
 
 
 def _share(budget: int, lengths: Mapping[Sequence, int]) -> dict[Sequence, int]:

@@ -121,6 +121,25 @@ def test_alone_and_among_others_with_and_without_guesses_and_preempted() -> None
     assert core.stats().num_preemptions > 0
 
 
+def test_forced_text_takes_fewer_steps_for_the_same_tokens() -> None:
+    asked, num_steps, found = asked_of_all_kinds(), list[int](), []
+    for speculator in (Speculator(max_draft_len=0), None, Speculator(NgramProposer())):
+        core, outputs = make_core(MODEL, speculator=speculator), list[list[list[int]]]()
+        num_steps.append(0)
+        for one in asked[::2]:
+            core.add(ready(one))
+            outputs.append([[] for _ in one.choices])
+            while core.has_requests:
+                output = core.step()
+                num_steps[-1] += 1
+                for choice, token_id in zip(output.choices, output.token_ids, strict=True):
+                    outputs[-1][choice.index].append(token_id)
+        found.append(outputs)
+    plain, forced, both = num_steps
+    assert found[1:] == found[:1] * 2
+    assert max(forced, both) < 0.7 * plain
+
+
 def test_log_probabilities_are_of_the_model_and_not_of_the_mask() -> None:
     core, found = make_core(MODEL), list[Logprobs]()
     core.add(ready(request(PROMPT, PARAMS["logprobs"])))
