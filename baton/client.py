@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
-from typing import Any, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import grpc.aio
 from google.protobuf import message
@@ -207,7 +207,7 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         """Lists the models that the cluster serves."""
         return read_models(await self._call("ListModels", pb.ListModelsRequest()))
 
-    def with_key(self, api_key: str) -> "AsyncClient":
+    def with_key(self, api_key: str) -> Self:
         """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest."""
         shared = copy(self)
         shared._metadata = credentials(api_key)

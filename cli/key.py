@@ -8,18 +8,21 @@ from typing import Any
 
 from cli.terminal import Subparsers, add_command, render
 from deploy.deadlines import KEYS_IN_COMMAND_S
-from deploy.local.client import call_operator
+from deploy.local.client import call_operator, find_cluster
 from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterPhase, StateFile
 from wire.errors import BatonError, InvalidRequest, Unavailable
 from wire.pb import cluster_pb2
-from wire.trust.key_ring import Allowance, Key, KeyList, Scope, make_key
+from wire.trust.key_ring import Allowance, Key, KeyList, Scope, make_key, page_key
 
 DESCRIPTION = """\
 Keys of callers. From the first key on, each call shows one as `authorization: Bearer KEY`, and calls without one are
 refused. The keys are kept, without their secrets, in a file that outlives the cluster; a cluster that runs goes by a
 change when the command returns. Streams that are open go on to their end."""
 CREATE = "Makes a key and prints it, this once: only a digest of it is kept."
+PAGE = """\
+Prints where the page of a cluster that runs is, and a key of the operator that opens it, as long as this cluster runs,
+also where no key was made."""
 LOCK_S = 10.0
 LIMITS: dict[str, tuple[Callable[[str], Any], str]] = {
     "requests_per_minute": (int, "requests that may begin in a minute"),
@@ -40,6 +43,7 @@ def add_parser(commands: Subparsers) -> None:
     create.add_argument("--scope", action="append", choices=scopes, help="what it opens (default: generate)")
     for name, (kind, text) in LIMITS.items():
         create.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=f"{text} (default: no bound)")
+    add_command(verbs, "page", "print the key of the page", PAGE, run_page)
     add_command(verbs, "list", "list the keys", "Lists the keys, without their secrets.", run_list)
     revoke = add_command(verbs, "revoke", "end a key", "Ends a key, by its id, for good.", run_revoke)
     revoke.add_argument("id", metavar="ID", type=str, help="as `baton key list` shows it")
@@ -55,6 +59,14 @@ def run_create(args: argparse.Namespace) -> int:
 
     _change(args.name, add)
     _put_in_force(args.name)
+    return 0
+
+
+def run_page(args: argparse.Namespace) -> int:
+    state = find_cluster(args.name)
+    where = f"{state.http_url.removesuffix('/v1')}/ui" if state.http_url else "no page: the cluster has no gateway"
+    print(where, file=sys.stderr)
+    print(page_key(state.token))
     return 0
 
 

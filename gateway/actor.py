@@ -7,7 +7,8 @@ from pathlib import Path
 from baton import AsyncClient
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
-from gateway.metrics import Metrics
+from gateway.observe.metrics import Metrics
+from gateway.observe.watch import OperatorClient, Watch
 from httpd.server import HttpServer
 from wire.pools import Addresses
 from wire.trust.certificates import Certificates
@@ -40,7 +41,10 @@ class GatewayActor:
         tls = None if config.tls is None else Certificates(config.tls)
         folder = Path(config.metrics_folder) if config.metrics_folder else None
         metrics = Metrics(config.name, folder, config.metrics_address)
-        self._server = server = HttpServer(Gateway(self._clients, self._keys, metrics), config.hosts, tls)
+        operator = OperatorClient(config.operator_address)
+        app = Gateway(tuple(self._clients), self._keys, metrics, Watch(operator))
+        self._clients.append(operator)  # that `stop` closes, too
+        self._server = server = HttpServer(app, config.hosts, tls)
         if config.joined_port is None:
             address = await server.start(config.host, config.port)
         else:

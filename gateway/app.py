@@ -21,7 +21,8 @@ from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.messages import MessagesDialect
-from gateway.metrics import Metrics
+from gateway.observe.metrics import Metrics
+from gateway.observe.watch import PAGE, REQUESTS, Watch
 from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
@@ -63,7 +64,10 @@ log = logging.getLogger(__name__)
 class Gateway:
     """The ASGI application; spreads requests over several clients of one router."""
 
-    def __init__(self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics) -> None:
+    def __init__(
+        self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics, watch: Watch | None = None
+    ) -> None:
+        """watch: of the page; None without one."""
         self._clients = itertools.cycle(clients)
         self._keys = keys
         self._metrics = metrics
@@ -85,6 +89,9 @@ class Gateway:
             "/version": ("GET", self._version),
             METRICS: ("GET", self._show_metrics),
             "/openapi.json": ("GET", self._openapi),
+        }
+        self._watched: dict[str, tuple[str, Handler]] = {
+            path: ("GET", show) for path, show in (watch.routes if watch else {}).items()
         }
 
     @property
@@ -108,13 +115,16 @@ class Gateway:
                 await reply.fail(
                     error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
                 )
-        path = request.path if request.path in self._routes else "other"
+        path = request.path if request.path in self._routes | self._watched else "other"
         self._metrics.count(path, reply.status)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
 
     def _admit(self, request: Request) -> None:
-        """Refuses a request without a key, but for checks of health. Raises Unauthenticated or PermissionDenied."""
-        if request.path not in (HEALTH, READY):
+        """Refuses a request without a key. Raises Unauthenticated or PermissionDenied.
+
+        Checks of health need none; the operator's service checks the keys of the page.
+        """
+        if request.path not in (HEALTH, READY) and not request.path.startswith(PAGE):
             scope = key_ring.Scope.METRICS if request.path == METRICS else key_ring.Scope.GENERATE
             self._keys.admit(request.credentials, scope)
 
@@ -124,8 +134,9 @@ class Gateway:
 
     def _handler(self, request: Request) -> Handler:
         """Finds the route. Raises HttpError."""
-        is_model = request.path.startswith(MODEL_PATH)
-        method, handler = ("GET", self._show_model) if is_model else self._routes.get(request.path, ("", None))
+        is_model, known = request.path.startswith(MODEL_PATH), self._routes | self._watched
+        path = REQUESTS if request.path.startswith(f"{REQUESTS}/") else request.path
+        method, handler = ("GET", self._show_model) if is_model else known.get(path, ("", None))
         if handler is None:
             raise HttpError(HTTPStatus.NOT_FOUND, "no such path; /v1/chat/completions is one")
         allowed = ("GET", "HEAD") if method == "GET" else (method,)

@@ -13,6 +13,8 @@ OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")
 class GatewayConfig:
     """`address` is the router's public port. Port 0 takes a free one. metrics_address: the router's, "" without one.
 
+    operator_address: of the router's service for the operator, which the page reads.
+
     name: among the gateways of the cluster. joined_port: that of the others, which this one shares instead of `port`.
     metrics_folder: where each of them leaves its metrics for the others; "" for one alone.
     host_names: that requests may ask for, beside OWN_HOSTS. tls: of its own port; towards the router, which is on this
@@ -21,6 +23,7 @@ class GatewayConfig:
 
     address: str = ""
     metrics_address: str = ""
+    operator_address: str = ""
     name: str = "gateway-0"
     host: str = LOOPBACK
     port: int = 0

@@ -26,6 +26,25 @@ MIN_SENT_BYTES_PER_S = 1 << 20
 GRACE_S = 30.0
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
+KINDS = {
+    "/metrics": b"text/plain; version=0.0.4",
+    "/ui": b"text/html; charset=utf-8",
+    "/ui/": b"text/html; charset=utf-8",
+    "/ui/page.css": b"text/css; charset=utf-8",
+    "/ui/page.js": b"text/javascript; charset=utf-8",
+}
+"""Types of answers by their path; all others are JSON."""
+FENCES = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    ),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+)
+"""Headers of a page: it runs and loads nothing but its own files, and no other page frames it."""
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -137,11 +156,11 @@ class Reply:
 
     async def whole(self, pieces: Pieces) -> None:
         """Sends a whole answer. Raises ClientGone for a client that takes it more slowly than it may."""
-        kind = b"text/plain; version=0.0.4" if self._request.path == "/metrics" else b"application/json"
+        kind = KINDS.get(self._request.path, b"application/json")
         max_s = GRACE_S + sum(map(len, pieces)) / MIN_SENT_BYTES_PER_S
         try:
             async with asyncio.timeout(max_s):
-                await self._put(HTTPStatus.OK, kind, pieces)
+                await self._put(HTTPStatus.OK, kind, pieces, FENCES if b"html" in kind else ())
         except TimeoutError as error:
             raise ClientGone(f"the client has not taken its answer within {max_s:.0f} s") from error
 
@@ -176,6 +195,7 @@ class Reply:
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
         headers += [(name, self._request.id.encode()) for name in (b"x-request-id", b"request-id")]
+        headers.append((b"x-content-type-options", b"nosniff"))
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 

@@ -92,6 +92,7 @@ class Frontends:
             self.plan.gateway,
             address=known.local,
             metrics_address=known.metrics,
+            operator_address=known.operator,
             name=name,
             joined_port=_port(http) if http else None,
             metrics_folder=self.plan.run_dir,

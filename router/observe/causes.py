@@ -10,7 +10,7 @@ from wire.tier import Tier
 MAX_CAUSES = 4
 MIN_SHARE = 0.05
 """Least part of a request's time that is a cause."""
-SLOW = 2.0
+SLOW = 3.0
 """How many times as long as at other workers a token takes at one that is called slow."""
 KEPT = 0.8
 """Weight of what was known of a worker's pace before its last request."""

@@ -116,7 +116,8 @@ class RecentRequests:
 
     def list(self, asked: cluster_pb2.ListRequestsRequest) -> cluster_pb2.ListRequestsResponse:
         """Lists the newest ones that are asked for, up to MAX_LISTED. Raises RequestNotFound for an unknown id."""
-        listed = [one for one in self._ended if one[0] > asked.after and asked.request_id in ("", one[2].request_id)]
+        after = asked.after if asked.after <= self._num_ended else 0  # else of a router before this one
+        listed = [one for one in self._ended if one[0] > after and asked.request_id in ("", one[2].request_id)]
         if asked.request_id and not listed:
             raise RequestNotFound("no request of that id is among the last that ended")
         limit = min(asked.limit or MAX_LISTED, MAX_LISTED)

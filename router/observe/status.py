@@ -22,6 +22,7 @@ TIER_STATES = {
 }
 """The worst first, with the event that it is when a tier comes to it."""
 READ_EVERY_S = 2.0
+RECENT_S = 0.25
 MAX_EVENTS = 20
 LONG_SILENCE_S = 10.0
 """From here on, that a worker's engine has not finished a step is worth an event."""
@@ -112,14 +113,24 @@ class StatusWatch:
         self._read_every_s = read_every_s
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self._task: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in filter(None, (self._task, self._reading)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def recent(self) -> cluster_pb2.ClusterStatus:
+        """Reads the status for all callers at once. Returns a copy of the one before if that takes over RECENT_S."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self.read())
+        await asyncio.wait([self._reading], timeout=RECENT_S)
+        status = cluster_pb2.ClusterStatus()
+        status.CopyFrom(self.last)
+        return status
 
     @property
     def events(self) -> list[ControllerEvent]:

@@ -24,7 +24,8 @@ class ClusterApi(ClusterServicer):
         self._port = router.port
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:  # noqa: N802
-        status = await self._router.statuses.read(request)
+        router = self._router
+        status = await (router.watch.recent() if request.recent else router.statuses.read(request))
         status.model = self._router.config.model.name
         status.address = self._addresses.public
         status.metrics_address = self._addresses.metrics

@@ -1,5 +1,6 @@
 import json
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.served_cluster import ServedCluster, wait_until
+from wire.trust.key_ring import page_key
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -54,3 +56,14 @@ def test_every_worker_is_in_one_scrape(cluster: ServedCluster) -> None:
     }
     assert len(expected) == 2
     wait_until(lambda: expected <= set(_scrape(address).splitlines()), "all workers in the metrics")
+
+
+def test_the_page_reads_the_operators_service_with_the_key_it_is_shown(cluster: ServedCluster) -> None:
+    answer = cluster.generate([1, 2, 3], "--max-tokens", "4", "--ignore-eos")
+    url = f"http://{cluster.status()['http_address']}/ui/requests/{answer['request_id']}"
+    headers = {"authorization": f"Bearer {page_key(cluster.state()['token'])}"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as response:
+        [ended] = json.loads(response.read())["requests"]
+    assert (ended["outcome"], ended["decode"]) == ("OK", answer["workers"]["decode"])
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=10)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,16 +22,19 @@ from baton.request import (
 )
 from baton.results import Model, Tokens
 from gateway.app import Gateway
-from gateway.metrics import Metrics
+from gateway.observe.metrics import Metrics
+from gateway.observe.watch import OperatorClient, Watch
 from router.config import RouterConfig
 from router.ports.interceptors import credentials_of
+from router.ports.operator import ClusterApi
 from router.requests.dispatch import OpenRequest
 from router.router import Router
 from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, FakeCluster, running
-from wire.errors import Cancelled
+from wire.errors import BatonError, Cancelled
 from wire.pb import inference_pb2 as pb
-from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope
+from wire.pools import Addresses
+from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0
 
@@ -68,6 +72,26 @@ class LocalClient(AsyncClient):
             )
             for name in (model.name, *model.aliases)
         )
+
+
+class LocalOperator(OperatorClient):
+    """A client that calls the router's service for the operator itself. num_calls: of each method."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__("127.0.0.1:1")
+        self._router = router
+        self._page_key = page_key(router.config.cluster.token)
+        self.num_calls: Counter[str] = Counter()
+        self.failure: list[BatonError] = []
+
+    async def _call(self, method: str, request: Any) -> Any:
+        credentials = credentials_of(self._metadata)
+        if bearer(credentials) != self._page_key:
+            self._router.keys.admit(credentials, Scope.OPERATE)
+        if self.failure:
+            raise self.failure[0]
+        self.num_calls[method] += 1
+        return await getattr(ClusterApi(self._router, Addresses()), method)(request, None)
 
 
 class LocalCall:
@@ -143,12 +167,14 @@ class LocalDoor:
 
     def __init__(self, router: Router, keys: KeyList) -> None:
         self.client = LocalClient(router)
-        self.app = Gateway([self.client], KeyRing(keys), Metrics())
+        self.operator = LocalOperator(router)
+        self.watch = Watch(self.operator)
+        self.app = Gateway([self.client], KeyRing(keys), Metrics(), self.watch)
         self.gone = asyncio.Event()
         self.pause_s = 0.0
 
-    async def get(self, path: str) -> Answer:
-        return await self.send("GET", path, b"", {})
+    async def get(self, path: str, key: str = "") -> Answer:
+        return await self.send("GET", path, b"", {"authorization": f"Bearer {key}"} if key else {})
 
     async def post(self, path: str, body: object, **headers: str) -> Answer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

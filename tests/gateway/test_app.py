@@ -13,7 +13,7 @@ from baton import AsyncClient
 from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
-from gateway.metrics import Metrics
+from gateway.observe.metrics import Metrics
 from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import metrics
-from gateway.metrics import MAX_AGE_S, Metrics
+from gateway.observe import metrics
+from gateway.observe.metrics import MAX_AGE_S, Metrics
 from tests.harness.cluster import until
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.metrics import Metrics
+from gateway.observe.metrics import Metrics
 from router.ports import server
 from router.ports.server import MetricsServer
 from wire.errors import ConfigError

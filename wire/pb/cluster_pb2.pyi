@@ -9,10 +9,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ("check",)
+    __slots__ = ("check", "recent")
     CHECK_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
     check: bool
-    def __init__(self, check: _Optional[bool] = ...) -> None: ...
+    recent: bool
+    def __init__(self, check: _Optional[bool] = ..., recent: _Optional[bool] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("model", "address", "workers", "num_running", "num_queued", "events", "problems", "metrics_address", "prefix_cache", "tiers", "pools")

@@ -87,6 +87,11 @@ def make_key(tenant: str, scopes: Sequence[Scope], allowance: Allowance) -> tupl
     return Key(key_id, _digest(secret), tenant, tuple(scopes), allowance), f"baton-{key_id}-{secret}"
 
 
+def page_key(token: str) -> str:
+    """Derives the key that opens the operator's page, also where no key was made; it ends with the cluster's token."""
+    return f"baton-{'0' * 8}-{hmac.new(token.encode(), b'page', hashlib.sha256).hexdigest()}"
+
+
 def bearer(credentials: Sequence[str]) -> str:
     """Returns the key that a call shows in its only `authorization` field, if it has the form of one, else ""."""
     scheme, _, key = credentials[0].partition(" ") if len(credentials) == 1 else ("", "", "")
