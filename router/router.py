@@ -14,8 +14,9 @@ from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
 from router.requests.dispatch import Dispatcher
+from router.requests.prompts import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
-from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes, TokenizerThreads
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.requests.validator import ServingLimits
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
@@ -24,7 +25,6 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
-from text.grammar import GrammarProcesses
 from wire.layout import Window
 from wire.trust.key_ring import KeyRing
 
@@ -54,7 +54,6 @@ class Router:
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = HoldBudgets(self.members)
-        self._layout = layout
         self._placement = Placement(
             self.members,
             PrefixMap(config.max_prefix_keys),
@@ -62,23 +61,17 @@ class Router:
             config.streams.max_worker_wait_s,
             config.streams.decode_slowdown,
         )
-        self._threads = TokenizerThreads()
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
-        self._renderer = renderer or NoRenderer()
-        self._grammars = GrammarProcesses()
+        self._prompts = PromptPreparer(codec, renderer or NoRenderer(), prefixes)
         services = Services(
-            codec,
-            self._threads,
+            self._prompts,
             self._placement,
             self.holds,
             self._isolated_retries,
             Quarantine(),
             self.membership.mark_lost,
             self.metrics,
-            self._renderer,
-            prefixes=prefixes,
-            grammars=self._grammars,
         )
         admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
         self.dispatcher = Dispatcher(services, root_of, admission, config.streams, self._limits)
@@ -100,9 +93,7 @@ class Router:
         await self.watch.stop()
         await self.holds.stop()
         await self.membership.close()
-        self._threads.close()
-        await self._renderer.close()
-        await self._grammars.close()
+        await self._prompts.close()
 
     def check(self) -> list[str]:
         """Violated invariants of the router's books; most are known only while no request is open."""
@@ -117,7 +108,7 @@ class Router:
 
     def _limits(self) -> ServingLimits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, layout = self.config.model, self._layout
+        model, layout = self.config.model, self.config.model.layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = Window(layout).num_needed(model.max_context_len)

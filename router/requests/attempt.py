@@ -6,7 +6,7 @@ the rest. So does the one attempt that follows where cached KV may have led to n
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
 from router.observe.metrics import RequestMetrics
@@ -15,17 +15,14 @@ from router.observe.timeline import TimelineRecorder
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.outbox import ReplyWriter
+from router.requests.prompts import PromptPreparer
 from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
-from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes, TokenizerThreads
-from router.requests.validator import PreparedPrompt, ServingLimits, ValidPrompt, ValidRequest
+from router.requests.validator import PreparedPrompt, ServingLimits, ValidRequest
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
-from text.answer.frame import NO_FRAME
-from text.chat import Chat, NoRenderer, Rendered, Renderer
-from text.codec import TextCodec
-from text.grammar import GrammarProcesses, in_sources
+from text.grammar import in_sources
 from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
@@ -33,8 +30,6 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
-MAX_ADDED_CHARS_PER_TOKEN = 4
-"""Characters that a chat template may add to a conversation for each token of the context."""
 MAX_NUMBER = (1 << 32) - 1
 """The last number of an attempt; the first is 1."""
 
@@ -46,43 +41,14 @@ class Services:
     attempt_numbers: without repetition, for a client may use an id again while workers still know its first use.
     """
 
-    codec: TextCodec
-    threads: TokenizerThreads
+    prompts: PromptPreparer
     placement: Placement
     holds: HoldBudgets
     isolated_retries: IsolatedRetries
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
-    renderer: Renderer = field(default_factory=NoRenderer)
-    known: PieceCache = field(default_factory=PieceCache)
-    prefixes: PublicPrefixes = NO_PREFIXES
-    grammars: GrammarProcesses = field(default_factory=GrammarProcesses)
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
-
-    async def render(self, prompt: ValidPrompt, limits: ServingLimits) -> ValidPrompt:
-        """Renders a chat; returns any other prompt as it is. Raises InvalidRequest or Unsupported."""
-        if not isinstance(prompt, Chat):
-            return prompt
-        max_added_chars = MAX_ADDED_CHARS_PER_TOKEN * limits.max_context_len
-        return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
-
-    async def frame(self, valid: ValidRequest, limits: ServingLimits) -> ValidRequest:
-        """Checks the grammar of an answer, and makes it the response format. Raises InvalidRequest or Unsupported."""
-        frame = valid.prompt.frame if isinstance(valid.prompt, Rendered) else NO_FRAME
-        content = valid.sampling.response_format
-        grammar, checked = frame.grammar(content, self.codec), frame.grammar(content)
-        if grammar is None or checked is None:
-            return valid
-        sampling, sources = replace(valid.sampling, response_format=grammar), frame.sources(content)
-        try:
-            for param, source in sources.items():
-                source.require_in_range(param)
-            sampling.require_in_range(limits.vocab_size)
-            await self.grammars.check(checked, sources)
-        except InvalidRequest as error:
-            raise in_sources(error, sources) from error
-        return replace(valid, sampling=sampling)
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,9 @@ from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
 from router.requests.flow import Flow
 from router.requests.outbox import Outbox, ReplyWriter
-from router.requests.tokenizing import NO_PREFIXES, PieceCache
-from router.requests.validator import (
-    ServingLimits,
-    ValidPrompt,
-    encode,
-    require_known,
-    require_may_fit,
-    valid_text,
-    validate,
-)
+from router.requests.tokenizing import NO_PREFIXES
+from router.requests.validator import ServingLimits, require_known, require_may_fit, valid_text, validate
 from text.answer.formats import AnswerFormats
-from text.codec import TextCodec
 from wire import errors
 from wire.convert import reason_from_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
@@ -159,7 +150,7 @@ class Dispatcher:
     @property
     def formats(self) -> AnswerFormats:
         """The formats of the model's answers to chats."""
-        return self._services.renderer.formats
+        return self._services.prompts.renderer.formats
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
@@ -178,23 +169,23 @@ class Dispatcher:
 
         Raises WorkerNotFound, too.
         """
-        pinned = replace(self._services, placement=self._services.placement.only(worker_id), prefixes=NO_PREFIXES)
+        services = self._services
+        prompts = replace(services.prompts, prefixes=NO_PREFIXES)
+        pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
         return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)), ANYONE)
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
-        services, limits, root = self._services, self._limits(), self.root_of(caller.tenant)
+        prompts, limits = self._services.prompts, self._limits()
         prompt = valid_text(request)
-        require_may_fit(prompt, services.codec, limits)
+        require_may_fit(prompt, prompts.codec, limits)
         clock = asyncio.get_running_loop().time
         with self._tokenizing.taken():
             self._quotas.require_room(caller, clock())
             self._quotas.enter(caller, clock())
             try:
                 async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
-                    rendered = await services.render(prompt, limits)
-                    work = partial(_tokens_of, rendered, services.codec, root, services.known)
-                    return await services.threads.run(len(rendered), work)
+                    return await prompts.tokenize(prompt, limits, self.root_of(caller.tenant))
             except TimeoutError as error:
                 raise DeadlineExceeded(
                     f"the text was not tokenized within {max_s:g} s, the limit (router.max_deadline_s)"
@@ -205,7 +196,7 @@ class Dispatcher:
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the text of token ids. Raises InvalidRequest."""
         require_known(request.token_ids, self._limits())
-        return pb.DetokenizeResponse(text=self._services.codec.decode(request.token_ids))
+        return pb.DetokenizeResponse(text=self._services.prompts.codec.decode(request.token_ids))
 
     async def abort(self, request_id: RequestId, caller: Key = ANYONE) -> None:
         """Ends a request with Cancelled; returns when its id is free again.
@@ -249,7 +240,7 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)
-        require_may_fit(valid.prompt, self._services.codec, limits)
+        require_may_fit(valid.prompt, self._services.prompts.codec, limits)
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
         qualified_id = qualified(caller.tenant, request_id)
         self._quotas.require_room(caller, now_s)
@@ -281,8 +272,3 @@ class Dispatcher:
 def _finish_reasons(complete: pb.Complete) -> list[str]:
     reasons = [reason_from_pb(choice.finish_reason) for choice in complete.choices]
     return [reason.value for reason in reasons if reason is not None]
-
-
-def _tokens_of(prompt: ValidPrompt, codec: TextCodec, root: NamespaceRoot, known: PieceCache) -> pb.TokenizeResponse:
-    token_ids = encode(prompt, codec, root, known)
-    return pb.TokenizeResponse(token_ids=token_ids, tokens=[codec.token_bytes(token_id) for token_id in token_ids])

@@ -19,13 +19,10 @@ from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
 from router.requests.outbox import ReplyWriter
 from router.requests.replay import MAX_ATTEMPTS, AttemptHistory, NextStep, next_step
-from router.requests.validator import PreparedPrompt, prepare
+from router.requests.validator import PreparedPrompt
 from text.chat import Chat
 from wire.errors import AttemptsExhausted, BatonError, NonFiniteLogits
 from wire.pb import inference_pb2 as pb
-
-MAX_TINY_LEN = 256
-"""Characters or tokens of a prompt that is prepared on the event loop: a thread would take longer to begin."""
 
 
 class Flow:
@@ -62,29 +59,20 @@ class Flow:
             await attempt.run()
 
     async def _prepare(self) -> PreparedRequest:
-        """Renders a chat, checks a grammar, tokenizes, names the blocks: in a thread, unless the prompt is tiny."""
+        """Renders a chat, checks a grammar, tokenizes, and names the blocks."""
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
         if isinstance(valid.prompt, Chat):
             self.timeline.begin_span("render")
-            valid = replace(valid, prompt=await services.render(valid.prompt, request.limits))
+            valid = replace(valid, prompt=await services.prompts.render(valid.prompt, request.limits))
             self._end_span("render")
         self.timeline.begin_span("grammar")
-        valid = await services.frame(valid, request.limits)
+        valid = await services.prompts.frame(valid, request.limits)
         if valid.sampling.response_format is not None:
             self._end_span("grammar")
 
-        def work() -> tuple[float, PreparedPrompt]:
-            self.timeline.begin_span("tokenize")
-            began_s = clock()
-            return began_s, prepare(
-                valid, services.codec, request.limits, request.root, services.known, services.prefixes
-            )
-
         self.timeline.begin_span("wait_tokenizer")
-        length = len(valid.prompt)
-        began_s, prepared = work() if length <= MAX_TINY_LEN else await services.threads.run(length, work)
-        self.timeline.end_span("wait_tokenizer", began_s)
+        prepared = await services.prompts.prepare(valid, request.limits, request.root, self._begin_tokenizing)
         self._end_span("tokenize")
         self.summary.num_prompt_tokens = len(prepared.prompt_ids)
         if services.quarantine.holds(prepared.keys[-1], clock()):
@@ -93,7 +81,7 @@ class Flow:
 
     def _begin_answer(self, prepared: PreparedPrompt) -> PreparedRequest:
         """Sends the parts of the prompt that need no scores."""
-        codec = self._services.codec
+        codec = self._services.prompts.codec
         answer = ChoiceStreams(prepared.sampling, codec, prepared.shown, prepared.frame)
         prompt_answer = PromptAnswer(prepared.prompt_ids, prepared.sampling, codec, prepared.echo)
         for part in prompt_answer.first_parts():
@@ -117,6 +105,10 @@ class Flow:
             self._services.quarantine.add(request.prepared.keys[-1], self._clock())
             raise AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")
         return following, step
+
+    def _begin_tokenizing(self) -> None:
+        self._end_span("wait_tokenizer")
+        self.timeline.begin_span("tokenize")
 
     def _end_span(self, name: str) -> None:
         self.timeline.end_span(name, self._clock())

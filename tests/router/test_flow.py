@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.requests import attempt, validator
 from router.requests.answer import ChoiceStreams
 from router.requests.dispatch import OpenRequest
-from router.requests.flow import MAX_TINY_LEN
+from router.requests.prompts import MAX_TINY_LEN
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
 from router.requests.validator import PreparedPrompt
 from tests.harness.cluster import until
@@ -603,7 +603,7 @@ async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         assert may_end.wait(10)
         return prepare(*arguments)
 
-    monkeypatch.setattr("router.requests.flow.prepare", wait)
+    monkeypatch.setattr("router.requests.prompts.prepare", wait)
     client = stage.open(text="x" * (MAX_TINY_LEN + 1))
     await until(has_begun.is_set)
     yield client

@@ -301,7 +301,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.requests.flow.prepare", prepare)
+        broken.setattr("router.requests.prompts.prepare", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")
