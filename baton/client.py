@@ -27,6 +27,7 @@ from wire.errors import Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
+from wire.trace_context import TRACEPARENT, TraceContext
 
 
 class _Connection:
@@ -207,10 +208,13 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         """Lists the models that the cluster serves."""
         return read_models(await self._call("ListModels", pb.ListModelsRequest()))
 
-    def with_key(self, api_key: str) -> Self:
-        """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest."""
+    def with_key(self, api_key: str, trace: TraceContext | None = None) -> Self:
+        """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest.
+
+        trace: the trace that its requests belong to.
+        """
         shared = copy(self)
-        shared._metadata = credentials(api_key)
+        shared._metadata = credentials(api_key) + (() if trace is None else ((TRACEPARENT, str(trace)),))
         return shared
 
     async def require_ready(self) -> None:

@@ -100,6 +100,7 @@ OTHERS = {
     "--api-key": "`baton key create`",
     "--gpu-memory-utilization": "--pool-bytes",
     "--kv-cache-dtype": "--kv-dtype",
+    "--otlp-traces-endpoint": "endpoint of a file's [traces]",
     "--max-num-seqs": "max_running of a file's [batch]",
     "--max-num-batched-tokens": "max_step_tokens of a file's [batch]",
     "--port": "--http-port",

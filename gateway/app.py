@@ -30,6 +30,7 @@ from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.trace_context import TRACEPARENT, TraceContext
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
 
@@ -130,7 +131,7 @@ class Gateway:
 
     def _client(self, request: Request) -> AsyncClient:
         """Returns a client that shows the key of a request: the gateway has none of its own."""
-        return next(self._clients).with_key(request.key)
+        return next(self._clients).with_key(request.key, TraceContext.parse(request.header(TRACEPARENT) or ""))
 
     def _handler(self, request: Request) -> Handler:
         """Finds the route. Raises HttpError."""

@@ -119,6 +119,17 @@ class StreamBounds:
 
 
 @dataclass(frozen=True)
+class TraceSettings:
+    """Traces of requests, off without an endpoint, the URL of a collector that takes OTLP over HTTP.
+
+    ratio: the share of requests that is traced, among requests whose caller sends no `traceparent`.
+    """
+
+    endpoint: str | None = None
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
 class RouterConfig:
     """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers.
 
@@ -133,6 +144,7 @@ class RouterConfig:
     max_prefix_keys: int = 65536
     keys: KeyList = field(default_factory=KeyList)
     public_prefixes: tuple[str, ...] = ()
+    traces: TraceSettings = field(default_factory=TraceSettings)
 
     def root_of(self, tenant: str) -> NamespaceRoot:
         """Derives the root of the names of a tenant's blocks."""

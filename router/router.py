@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
 from router.observe.status import StatusReader, StatusWatch
+from router.observe.trace_exporter import TraceExporter
+from router.observe.traces import Traces
 from router.observe.vllm_names import VllmNames
 from router.observe.worker_metrics import WorkerCollector
 from router.placement import Placement, PrefixMap
@@ -64,6 +66,8 @@ class Router:
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
         self._prompts = PromptPreparer(codec, renderer or NoRenderer(), prefixes)
+        traces = config.traces
+        self._exporter = TraceExporter(traces.endpoint) if traces.endpoint is not None else None
         services = Services(
             self._prompts,
             self._placement,
@@ -72,6 +76,7 @@ class Router:
             Quarantine(),
             self.membership.mark_lost,
             self.metrics,
+            traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
         self.dispatcher = Dispatcher(services, root_of, admission, config.streams, self._limits)
@@ -86,6 +91,8 @@ class Router:
     def start(self) -> None:
         self.holds.start()
         self.watch.start()
+        if self._exporter is not None:
+            self._exporter.start()
 
     async def stop(self) -> None:
         """Ends open requests with Unavailable."""
@@ -94,6 +101,8 @@ class Router:
         await self.holds.stop()
         await self.membership.close()
         await self._prompts.close()
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.stop)
 
     def check(self) -> list[str]:
         """Violated invariants of the router's books; most are known only while no request is open."""

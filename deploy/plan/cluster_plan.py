@@ -237,6 +237,7 @@ def make_plan(
             admission=_part(AdmissionBounds, config.router),
             streams=_part(StreamBounds, config.router),
             public_prefixes=config.router.public_prefixes,
+            traces=config.traces,
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),

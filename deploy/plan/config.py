@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.machine import RESERVED
-from router.config import LOOPBACK, METRICS_COMPAT, AdmissionBounds, StreamBounds
+from router.config import LOOPBACK, METRICS_COMPAT, AdmissionBounds, StreamBounds, TraceSettings
 from text.answer.formats import AUTO, CALL_FORMATS, CHANNELS, OFF
 from wire.errors import ConfigError
 from wire.kv_policy import Sinks, parse_kv_policy
@@ -57,6 +57,7 @@ _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+")
 _RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_COLLECTOR = re.compile(r"https?://[^\s/?#@]+/?")
 _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]+")
 
 
@@ -241,6 +242,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "http.port": (0, 65535),
     "http.gateways": (1, 16),
+    "traces.ratio": (0, 1),
     "router.max_queued_bytes": (MAX_MESSAGE_BYTES, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_tokens": (1, 1 << 20),
@@ -261,6 +263,10 @@ PLACES: dict[str, tuple[Callable[[Any], object], str]] = {
         "HOST:PORT or auto (without it, Ray is started)",
     ),
     "http.host_names": (lambda names: all(map(_HOST_NAME.fullmatch, names)), "names without ports"),
+    "traces.endpoint": (
+        lambda url: _COLLECTOR.fullmatch(url) and _names_a_host(url),
+        "a URL without a path: http://HOST:PORT, https://HOST:PORT",
+    ),
     "router.host": (lambda host: _is_made(IPv4Address, host), "an IPv4 address"),
     "ray.plain_network": (lambda network: _is_made(ip_network, network), "like 10.0.0.0/24"),
 }
@@ -290,6 +296,7 @@ class ClusterConfig:
     router: RouterSettings = field(default_factory=RouterSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    traces: TraceSettings = field(default_factory=TraceSettings)
     ray: RaySettings = field(default_factory=RaySettings)
 
     def __post_init__(self) -> None:
@@ -423,7 +430,7 @@ def _names_a_host(url: str) -> bool:
     """Tells whether a URL names a host, and no port that there cannot be. One of a Unix socket need not name a host."""
     try:
         parts = urlsplit(url)
-        return parts.scheme not in ("redis", "rediss", "ray") or (bool(parts.hostname) and parts.port != 0)
+        return parts.scheme in ("", "unix") or (bool(parts.hostname) and parts.port != 0)
     except ValueError:
         return False
 

@@ -40,10 +40,16 @@ class TimelineRecorder:
     def __init__(self, arrived_s: float) -> None:
         self.at = f"{ROUTER}.check"
         """The span, or the call, in which the request is."""
+        self.attempts_ms: list[float] = []
+        """When each attempt began."""
         self._arrived_s = arrived_s
         self._spans: list[pb.Span] = []
         self._calls: list[TimedCall] = []
         self._last_ms = 0.0
+
+    def begin_attempt(self) -> None:
+        """Notes that an attempt begins, at the last note."""
+        self.attempts_ms.append(self._last_ms)
 
     def begin_span(self, name: str) -> None:
         """Notes where the request is from now on."""

@@ -15,6 +15,7 @@ from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
 from wire.rpc_status import to_status
+from wire.trace_context import TRACEPARENT
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class InferenceApi(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Writes to its context: gRPC may drop a generator half-way, without its `finally`."""
-        opened = self._dispatcher.open(request, context.time_remaining(), CALLER.get())
+        traceparent = str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
+        opened = self._dispatcher.open(request, context.time_remaining(), CALLER.get(), traceparent)
         watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
         try:
             async for response in opened.outbox:

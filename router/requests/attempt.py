@@ -12,6 +12,7 @@ from itertools import count
 from router.observe.metrics import RequestMetrics
 from router.observe.record import RequestSummary
 from router.observe.timeline import TimelineRecorder
+from router.observe.traces import RequestTrace, Traces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.outbox import ReplyWriter
@@ -36,7 +37,7 @@ MAX_NUMBER = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Services:
-    """The parts that all requests share. `mark_lost` takes the id of a worker that broke off an attempt.
+    """The parts that all requests share. `mark_lost` takes the id of a worker that broke off an attempt. traces: if on.
 
     attempt_numbers: without repetition, for a client may use an id again while workers still know its first use.
     """
@@ -48,6 +49,7 @@ class Services:
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
+    traces: Traces | None = None
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
 
@@ -56,7 +58,7 @@ class AdmittedRequest:
     """A request that was admitted. `root` is its tenant's; times are of the event loop's clock.
 
     id: the client's id, qualified by its tenant. life_s: the deadline as the client gave it, or the longest there is.
-    deadline_s: a moment before it is over.
+    deadline_s: a moment before it is over. trace: None if it has none.
     """
 
     id: QualifiedId
@@ -67,6 +69,7 @@ class AdmittedRequest:
     arrived_s: float
     life_s: float
     deadline_s: float
+    trace: RequestTrace | None = None
 
 
 @dataclass(frozen=True)

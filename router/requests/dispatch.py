@@ -55,6 +55,7 @@ class OpenRequest:
         self.request_id = request.client_id
         self._id = request.id
         self._metrics = services.metrics
+        self._trace = request.trace
         self._on_end = on_end
         self._reason: BatonError | None = None
         self._loop = asyncio.get_running_loop()
@@ -94,6 +95,8 @@ class OpenRequest:
         finish = [] if isinstance(ended, BatonError) else _finish_reasons(ended)
         record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline, finish, reason, message)
         self._metrics.ended(record)
+        if self._trace is not None:
+            self._trace.end(record, flow.timeline.attempts_ms)
         log.info("request ended", extra=record.values)
 
     def _outcome_of(self, task: asyncio.Task[pb.Complete]) -> pb.Complete | BatonError:
@@ -159,10 +162,12 @@ class Dispatcher:
             self._admission.require_room()
             yield
 
-    def open(self, request: pb.GenerateRequest, time_left_s: float | None, caller: Key = ANYONE) -> OpenRequest:
+    def open(
+        self, request: pb.GenerateRequest, time_left_s: float | None, caller: Key = ANYONE, traceparent: str = ""
+    ) -> OpenRequest:
         """Starts a request, or raises InvalidRequest or Overloaded at once. None: it has no deadline."""
         with self._refusals_counted():
-            return self._begin(request, time_left_s, self._services, self.root_of(caller.tenant), caller)
+            return self._begin(request, time_left_s, self._services, self.root_of(caller.tenant), caller, traceparent)
 
     def open_on(self, worker_id: WorkerId, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
         """Starts a request on one worker, under a root drawn for it: no cache has any of it. Raises as `open` does.
@@ -236,6 +241,7 @@ class Dispatcher:
         services: Services,
         root: NamespaceRoot,
         caller: Key,
+        traceparent: str = "",
     ) -> OpenRequest:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
@@ -248,7 +254,8 @@ class Dispatcher:
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
-        admitted = AdmittedRequest(qualified_id, request_id, valid, limits, root, now_s, life_s, deadline_s)
+        trace = None if services.traces is None else services.traces.begin(valid, traceparent)
+        admitted = AdmittedRequest(qualified_id, request_id, valid, limits, root, now_s, life_s, deadline_s, trace)
         outbox = Outbox(self._bounds.max_buffered_tokens)
         opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller))
         self._quotas.enter(caller, now_s)

@@ -43,6 +43,7 @@ class Flow:
         attempts, step = AttemptHistory(), NextStep.RETRY
         while not prepared.answer.has_ended:
             self.summary.num_attempts = attempts.number
+            self.timeline.begin_attempt()
             attempt = Attempt(prepared, attempts, step is NextStep.RETRY_ALONE)
             try:
                 await self._run(attempt)

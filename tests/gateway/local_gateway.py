@@ -34,6 +34,7 @@ from tests.harness.fake_cluster import CONFIG, FakeCluster, running
 from wire.errors import BatonError, Cancelled
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
+from wire.trace_context import TRACEPARENT
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0
@@ -105,7 +106,8 @@ class LocalCall:
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         caller = self._router.keys.admit(credentials_of(self._metadata), Scope.GENERATE)
-        self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S, caller)
+        trace = dict(self._metadata).get(TRACEPARENT, "")
+        self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S, caller, trace)
         async for response in self._opened.outbox:
             yield response
 

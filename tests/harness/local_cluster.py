@@ -10,7 +10,7 @@ from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
-from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
+from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds, TraceSettings
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
@@ -37,6 +37,7 @@ class Sizes:
     draft: DraftModel | None = None
     prefixes: PublicPrefixes = NO_PREFIXES
     kv_policies: tuple[str, ...] = ("full",)
+    traces: TraceSettings = field(default_factory=TraceSettings)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class LocalCluster(Cluster[Assembly]):
             ClusterAccess(TOKEN, "00" * 32),
             admission=sizes.admission,
             streams=sizes.streams,
+            traces=sizes.traces,
         )
         super().__init__(config, codec, sizes.prefixes)
         self.directory = Directory(sizes.num_slots, clock, block_bytes=model.layout.block_bytes)
