@@ -67,7 +67,7 @@ def slow_down(cluster: FaultyCluster, name: str, step_s: float = PLANTED_S / 10)
 
 
 def took_ms(request: dict[str, Any], span: str) -> float:
-    return sum(one[3] for one in request["spans"] if one[0] == span)
+    return sum((float(one[3]) for one in request["spans"] if one[0] == span), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ DELAYS = """() => {
 }"""
 FITS = "() => document.documentElement.scrollWidth <= window.innerWidth"
 FOCUS = "() => document.activeElement.id || document.activeElement.getAttribute('aria-label')"
-PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
+PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime / 1000"
 
 
 def look(settings: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +38,7 @@ def look(settings: dict[str, Any]) -> dict[str, Any]:
         page.on("dialog", lambda dialog: (seen["console"].append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda one: note_outside(one.url, settings["url"], seen["outside"]))
         page.goto(settings["url"])
+        page.wait_for_function(PAINT, timeout=WAIT_MS)
         seen["first_paint_s"] = page.evaluate(PAINT)
         seen["axe"]["door"] = faults(page, settings["axe"])
         enter(page, settings["key"])

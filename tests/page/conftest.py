@@ -3,34 +3,16 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.app import Gateway
-from gateway.observe.metrics import Metrics
-from gateway.observe.watch import OperatorClient, Watch
-from httpd.server import HttpServer
-from wire.trust.key_ring import NO_KEYS, KeyRing
+from tests.page.browser import PROGRAM
 
-PROGRAM = Path(__file__).with_name("browser_program.py")
 MAX_S = 110.0
 Look = Callable[..., Coroutine[Any, Any, dict[str, Any]]]
-
-
-@asynccontextmanager
-async def served(operator: OperatorClient) -> AsyncIterator[str]:
-    """Serves the page of an operator's service; yields its URL."""
-    server = HttpServer(Gateway([operator], KeyRing(NO_KEYS), Metrics(), Watch(operator)))
-    address = await server.start("127.0.0.1", 0)
-    try:
-        yield f"http://{address}/ui"
-    finally:
-        await server.stop()
-        await operator.close()
 
 
 @pytest.fixture(scope="session")

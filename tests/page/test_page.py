@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.page.conftest import Look, served
+from tests.page.browser import served
+from tests.page.conftest import Look
 from tests.page.synthetic import KEY, SyntheticOperator
 
 pytestmark = [pytest.mark.page, pytest.mark.timeout(180)]
