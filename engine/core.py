@@ -8,8 +8,9 @@ WAITING -> FETCHING -> PREFILL -> DECODE -> ENDED
 A sequence has a row of `DecodeRows` from its first step in DECODE on. While all have rows, a step is: run the rows.
 """
 
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -50,6 +51,30 @@ MAX_SCORED_TOKENS = 512
 """Tokens of prompts that one step scores: each needs a row of logits, which may be a megabyte."""
 
 
+class PrefillMeter:
+    """A meter of prefill: gives the tokens and seconds of the steps that ran chunks of prompts to `report`.
+
+    A step without samples may leave its work to the device: its tokens count with the next such step.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[int, float], None] = lambda num_tokens, took_s: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
+        self._report = report
+        self._num_tokens, self._took_s = 0, 0.0
+
+    def note(self, work: Work, began_s: float, has_waited: bool) -> None:
+        if work.chunks:
+            self._num_tokens += work.num_tokens
+            self._took_s += self.clock() - began_s
+            if has_waited:
+                self._report(self._num_tokens, self._took_s)
+                self._num_tokens, self._took_s = 0, 0.0
+
+
 class EngineCore:
     """A model that runs many requests at once.
 
@@ -64,6 +89,7 @@ class EngineCore:
         transfers: Transfers,
         speculator: Speculator | None = None,
         chooser: Chooser = HEAVIEST,
+        meter: PrefillMeter | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -72,6 +98,7 @@ class EngineCore:
         self._rows = DecodeRows(model, pool.ledger.num_pages)
         self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
+        self._meter = meter or PrefillMeter()
         self._table = SequenceTable()
         self._num_held: dict[AttemptId, int] = {}
         self._events: list[Event] = []
@@ -133,9 +160,11 @@ class EngineCore:
         if work is not None:
             drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
             work = Work(work.rows, work.chunks, drafts) if drafts else work
+            began_s = self._meter.clock()
             with torch.inference_mode():
                 launched = self._runner.launch(work)
                 gains = self._runner.read(work, launched)
+            self._meter.note(work, began_s, has_waited=bool(gains.sequences))
             self._events = output.after
             self._apply(work, gains, output)
         self._is_stalled = not (num_finished or work or output.before)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import compress
 
+from kv_store.costs import Costs
 from kv_store.node.directory_port import Block, DirectoryPort
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.ids import BlockKey, SlotId
@@ -40,9 +41,11 @@ class Promotion:
         names: Sequence[BlockName],
         sources: Sequence[BlockSource],
         payload: Callable[[SlotId | None], memoryview],
+        costs: Costs,
     ) -> None:
         self._directory = directory
         self._writer = writer
+        self._costs = costs
         slots = directory.reserve(writer, names, None).slots if names else []
         placed = zip(names, sources, slots, strict=True)
         self._blocks = [_FarBlock(name, source, slot, payload(slot)) for name, source, slot in placed]
@@ -79,7 +82,8 @@ class Promotion:
 
     def _read_from(self, source: BlockSource) -> Generator[bytes, None, None]:
         wanted = [block for block in self._blocks if block.source is source]
-        return source.get([block.name for block in wanted], [block.payload for block in wanted])
+        checksums = source.get([block.name for block in wanted], [block.payload for block in wanted])
+        return self._costs.timed(source, checksums)
 
 
 _LOOKUPS_AT_ONCE = 128
@@ -89,13 +93,18 @@ _MAX_PEERS = 64
 class FarTiers:
     """Sources of the blocks that an arena lacks. peer: makes the source of a node's blocks from its port's address.
 
-    `clock` is monotonic, in seconds; no source is asked after a deadline on it.
+    `clock` is monotonic, in seconds; no source is asked after a deadline on it. costs: of these sources.
     """
 
     def __init__(
-        self, cold: Sequence[ColdTier], peer: Callable[[str], BlockSource] | None, clock: Callable[[], float]
+        self,
+        cold: Sequence[ColdTier],
+        peer: Callable[[str], BlockSource] | None,
+        clock: Callable[[], float],
+        costs: Costs,
     ) -> None:
         self._cold = list(cold)
+        self._costs = costs
         self._make_peer = peer
         self._peers: OrderedDict[str, BlockSource] = OrderedDict()
         self._clock = clock
@@ -123,7 +132,7 @@ class FarTiers:
                 if self._clock() > deadline:
                     break
                 keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
-                found |= dict.fromkeys(compress(keys, source.exists(keys) if keys else []), source)
+                found |= dict.fromkeys(compress(keys, self._costs.exists(source, keys) if keys else []), source)
             yield from (found.get(name.key) for name in asked)
 
     def status(self) -> list[FarStatus]:

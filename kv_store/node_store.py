@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kv_store.block_store import StoreStatus
+from kv_store.costs import Costs
 from kv_store.device_pool import DevicePool
 from kv_store.far_tiers import FarTiers, Promotion
 from kv_store.frame import checksum_of
@@ -31,8 +33,6 @@ from wire.tier import Tier
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
-_FAR_BUDGET_S = 0.5
-_FAR_BUDGET_PER_BLOCK_S = 0.01
 _MAX_SUM_THREADS = 4
 T = TypeVar("T")
 
@@ -63,7 +63,8 @@ class NodeStore:
         self._arena = arena
         self._is_arena_old = False
         self._directory = directory
-        self._far = FarTiers(cold, peer, clock)
+        self.costs = Costs(layout.block_size, clock)
+        self._far = FarTiers(cold, peer, clock, self.costs)
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -125,7 +126,8 @@ class NodeStore:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
         is_here = self._directory.exists([name.key for name in names])
         missing = [place for place, here in enumerate(is_here) if not here]
-        sources, deadline = self._far.sources(peers), self._clock() + _FAR_BUDGET_S
+        sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
+        deadline = self._clock() + self.costs.budget_s(len(missing))
         far = self._far.locate([names[place] for place in reversed(missing)], sources, deadline)
         end = len(names)
         for place, source in zip(reversed(missing), far, strict=True):
@@ -186,11 +188,15 @@ class NodeStore:
     ) -> list[Tier]:
         """Copies the longest prefix that proves good; blocks from far tiers go into the arena on the way."""
         holes = [place for place, entry in enumerate(entries) if entry is None]
-        deadline = self._clock() + _FAR_BUDGET_S + _FAR_BUDGET_PER_BLOCK_S * len(holes)
+        deadline = self._clock() + self.costs.budget_s(len(holes))
         missing = [names[hole] for hole in holes]
-        located = [*iter(partial(next, self._far.locate(missing, sources, deadline), None), None)]
-        promotion = Promotion(self._directory, self._me, missing[: len(located)], located, self._payload)
+        worth_asking = self.costs.worth_asking(sources, len(holes))
+        located = [*iter(partial(next, self._far.locate(missing, worth_asking, deadline), None), None)]
         end = holes[len(located)] if len(located) < len(holes) else len(names)
+        places = dict(zip(holes, located, strict=False))
+        end = self.costs.num_worth_reading([places.get(place) for place in range(end)])
+        located = located[: bisect_left(holes, end)]
+        promotion = Promotion(self._directory, self._me, missing[: len(located)], located, self._payload, self.costs)
         near = self._read_arena(names, entries[:end])
         tiers: list[Tier] = []
         with closing(promotion.read(lambda: self._clock() > deadline)) as far:

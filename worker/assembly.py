@@ -12,7 +12,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache
-from engine.core import EngineCore
+from engine.core import EngineCore, PrefillMeter
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
@@ -170,7 +170,8 @@ def assemble_on(
     transfers.start()
     proposer = DraftProposer(draft, pool.ledger.num_pages) if draft else _PROPOSERS[config.speculation.proposer]()
     speculator = Speculator(proposer, config.speculation.max_draft_len, threads.stopwatch)
-    engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator)
+    meter = PrefillMeter(store.costs.note_prefill, threads.stopwatch)
+    engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator, meter=meter)
     info = _describe(config, model, tiers.arena.num_slots)
     grammars = Grammars(definition, model.vocab_size, model.eos_token_ids)
     service = WorkerService(

@@ -132,6 +132,7 @@ class SimWorker:
             lambda: SimInbox(),
             lambda *parts: SimLoop(self, *parts),
             lambda store, wake: SimTransfers(self, store, wake),
+            self.clock,
         )
         return local_worker(
             self.model,
