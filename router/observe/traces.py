@@ -140,19 +140,18 @@ class SpanDrafts:
             kind=otlp.SPAN_KIND_INTERNAL,
             start_time_unix_nano=self.arrived_ns + int(start_ms * NS_PER_MS),
             end_time_unix_nano=self.arrived_ns + int(end_ms * NS_PER_MS),
-            attributes=[
-                otlp.KeyValue(key=key, value=_any(value)) for key, value in attributes.items() if value is not None
-            ],
+            attributes=[{"key": key, "value": _any(value)} for key, value in attributes.items() if value is not None],
         )
 
 
-def _any(value: str | float | Sequence[str]) -> otlp.AnyValue:
+def _any(value: str | float | Sequence[str]) -> dict[str, object]:
+    """Describes an AnyValue; a message takes half as long to make from descriptions as from messages."""
     match value:
         case str():
-            return otlp.AnyValue(string_value=value)
+            return {"string_value": value}
         case int():
-            return otlp.AnyValue(int_value=value)
+            return {"int_value": value}
         case float():
-            return otlp.AnyValue(double_value=value)
+            return {"double_value": value}
         case _:
-            return otlp.AnyValue(array_value=otlp.ArrayValue(values=map(_any, value)))
+            return {"array_value": {"values": list(map(_any, value))}}
