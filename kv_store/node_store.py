@@ -118,7 +118,6 @@ class NodeStore:
             with self._writing():
                 tiers = self._copy_in(names, lease.entries, pages, self._far.sources(peers))
         finally:
-            self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
             held = self._directory.release(lease.lease_id)
         return tiers if held else []
 
@@ -170,7 +169,7 @@ class NodeStore:
         try:
             yield
         except BaseException:
-            self._pool.wait()
+            self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
             with suppress(StoreError):  # else the next batch gives it back
                 self._directory.abandon(self._me)
             raise
@@ -227,18 +226,15 @@ class NodeStore:
             yield Tier.HOST, self._payload(block.slot)
 
     def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
-        """Copies the pages that have a slot, as many at once as their pool does."""
+        """Copies the pages that have a slot, as many at once as their pool does; one that fails may leave copies."""
         copies = ((name, page, slot) for name, page, slot in wanted if slot is not None)
         blocks: list[Block] = []
-        try:
-            while group := [*islice(copies, self._pool.num_copied_at_once)]:
-                for _, page, slot in group:
-                    self._pool.read_page(page, self._payload(slot))
-                self._pool.wait()
-                sums = self._checksums(self._payload(slot) for _, _, slot in group)
-                blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
-        finally:
+        while group := [*islice(copies, self._pool.num_copied_at_once)]:
+            for _, page, slot in group:
+                self._pool.read_page(page, self._payload(slot))
             self._pool.wait()
+            sums = self._checksums(self._payload(slot) for _, _, slot in group)
+            blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
         return blocks
 
     def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:

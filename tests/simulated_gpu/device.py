@@ -157,7 +157,7 @@ def reset() -> None:
         commands().repair(device)
         commands().set_limit(device, 2 << 30)
     commands().set_delay(0)
-    commands().set_lazy(False)
+    commands().set_seed(0)
     commands().trim()
     commands().races()
 

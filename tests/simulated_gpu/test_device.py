@@ -8,8 +8,13 @@ import time
 import pytest
 import torch
 
+from kv_store.device_pool import DevicePool
 from tests.simulated_gpu import device
 from tests.simulated_gpu.device import SIM, SimulatedGraph, commands, counts, leave_room, races
+from wire.ids import PageId
+from wire.layout import KVLayout
+
+SEEDS = range(1, 13)
 
 
 def test_operators_return_before_they_have_run() -> None:
@@ -133,3 +138,46 @@ def test_threads_end_with_the_process() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, "end\n"), ended.stderr
+
+
+def test_an_order_is_drawn_from_its_seed_and_repeats() -> None:
+    main, sides = torch.accelerator.current_stream(SIM), [torch.Stream(SIM) for _ in range(3)]
+
+    def computed(seed: int) -> float:
+        """Changes a number on three streams that nothing orders."""
+        commands().set_seed(seed)
+        value = torch.ones(1, device=SIM)
+        for number, side in enumerate(sides):
+            side.wait_stream(main)
+            with side:
+                value.mul_(number + 2).add_(number)
+        for side in sides:
+            main.wait_stream(side)
+        result = value.item()
+        assert races() != []
+        return result
+
+    first = [computed(seed) for seed in SEEDS]
+    assert [computed(seed) for seed in SEEDS] == first
+    assert len(set(first)) > 2
+
+
+def test_a_missing_fence_is_wrong_bytes_under_some_seeds() -> None:
+    """And none with it, under any."""
+
+    def read(seed: int, is_fenced: bool) -> set[int]:
+        commands().set_seed(seed)
+        pool, into = DevicePool(KVLayout(1, 1, 16, 16, "float32"), 2, SIM), torch.zeros(2048, dtype=torch.uint8)
+        device.synchronize()
+        host = into.pin_memory()
+        pool.page_bytes(PageId(1)).fill_(7)
+        if is_fenced:
+            pool.fence()
+        pool.read_page(PageId(1), memoryview(host.numpy().data))
+        pool.wait()
+        device.synchronize()
+        assert (races() == []) is is_fenced
+        return set(host.tolist())
+
+    assert all(read(seed, is_fenced=True) == {7} for seed in SEEDS)
+    assert {7} < set.union(*(read(seed, is_fenced=False) for seed in SEEDS))

@@ -84,6 +84,7 @@ TORCH_LIBRARY(simulated_gpu, m) {
   m.def("unpin", [](int64_t address) { Pinned::remove(reinterpret_cast<char*>(address)); });
   m.def("set_delay", &set_delay);
   m.def("set_lazy", &set_lazy);
+  m.def("set_seed", &set_seed);
   m.def("set_limit", [](int64_t device, int64_t num_bytes) {
     Memory::get().set_limit(static_cast<int>(device), static_cast<size_t>(num_bytes));
   });

@@ -11,11 +11,14 @@ namespace {
 
 std::atomic<int64_t> delay_us{0};
 std::atomic<bool> is_lazy{false};
+std::atomic<bool> is_seeded{false};
 thread_local const Task* running = nullptr;
 
 // Never destroyed: Python may free tensors after the statics are gone.
 auto& all_mutex = *new std::mutex;
 auto& all = *new std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>>;
+auto& order_mutex = *new std::mutex;  // held by the thread that chooses tasks
+auto& order = *new std::minstd_rand;
 auto& host_mutex = *new std::mutex;
 auto& host = *new Clock;
 auto& fault_mutex = *new std::mutex;
@@ -49,6 +52,11 @@ Clock host_clock() {
 
 void set_delay(int64_t most_us) { delay_us = most_us; }
 void set_lazy(bool wanted) { is_lazy = wanted; }
+void set_seed(int64_t seed) {
+  std::lock_guard lock(order_mutex);
+  order.seed(static_cast<unsigned>(seed));
+  is_seeded = is_lazy = seed != 0;
+}
 
 void set_fault(int device, const std::string& what) {
   std::lock_guard lock(fault_mutex);
@@ -103,7 +111,7 @@ void Stream::close() {
   if (thread_.joinable()) thread_.join();
 }
 
-Pushed Stream::push(const std::string& name, Work work) {
+Pushed Stream::push(const std::string& name, Work work, std::shared_ptr<const Moment> after) {
   require_sound(device);
   std::unique_lock lock(mutex_);
   if (graph_) {
@@ -114,7 +122,7 @@ Pushed Stream::push(const std::string& name, Work work) {
   const Stamp stamp = clock_.tick(index_);
   auto told = std::make_shared<const std::string>(
       name + " (sim:" + std::to_string(device) + ", stream " + std::to_string(id) + ")");
-  entries_.push_back({{told, stamp, clock_}, std::move(work)});
+  entries_.push_back({{told, stamp, clock_}, std::move(work), std::move(after)});
   ++num_pushed_;
   lock.unlock();
   changed_.notify_all();
@@ -133,7 +141,8 @@ void Stream::wait(const Moment& moment) {
     if (graph_) throw std::runtime_error("a wait for another stream cannot be captured");
     clock_.join(moment.clock);
   }
-  push("a wait", [moment](const Task&) { moment.stream->finish(moment.num_tasks); });
+  push("a wait", [moment](const Task&) { moment.stream->finish(moment.num_tasks); },
+       std::make_shared<const Moment>(moment));
 }
 
 bool Stream::is_past(const Moment& moment) {
@@ -150,10 +159,52 @@ void Stream::synchronize(const Moment& moment) {
 }
 
 void Stream::finish(uint64_t num_tasks) {
+  if (is_seeded && !running) finish_in_drawn_order(num_tasks);
   std::unique_lock lock(mutex_);
   num_wanted_ = std::max(num_wanted_, num_tasks);
   changed_.notify_all();
   changed_.wait(lock, [&] { return num_done_ >= num_tasks || is_closing_; });
+}
+
+void Stream::finish_in_drawn_order(uint64_t num_tasks) {
+  std::lock_guard choosing(order_mutex);
+  while (!is_past({this, num_tasks, {}, {}})) {
+    std::vector<std::pair<Stream*, Next>> ready;
+    for (int device = kNumDevices - 1; device >= 0; --device) {
+      const auto streams = of(device);
+      for (auto one = streams.rbegin(); one != streams.rend(); ++one) {
+        if (const Next next = (*one)->next(); next != Next::None) ready.push_back({*one, next});
+      }
+    }
+    if (ready.empty()) return;  // the process ends
+    Stream* chosen = ready.front().first;
+    for (const auto& [stream, next] : ready) {
+      chosen = stream;
+      if (order() % 8 < (next == Next::Copy ? 1 : 5)) break;
+    }
+    chosen->run_one();
+  }
+}
+
+Stream::Next Stream::next() {
+  std::shared_ptr<const Moment> after;
+  bool is_copy;
+  {
+    std::lock_guard lock(mutex_);
+    if (entries_.empty() || is_closing_) return Next::None;
+    after = entries_.front().after;
+    is_copy = entries_.front().task.name->find("copy") != std::string::npos;
+  }
+  if (after && !after->stream->is_past(*after)) return Next::None;
+  return is_copy ? Next::Copy : Next::Other;
+}
+
+void Stream::run_one() {
+  std::unique_lock lock(mutex_);
+  const uint64_t next = num_done_ + 1;
+  num_wanted_ = std::max(num_wanted_, next);
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return num_done_ >= next || is_closing_; });
 }
 
 void Stream::begin_capture(std::shared_ptr<Graph> graph) {

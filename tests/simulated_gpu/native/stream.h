@@ -68,7 +68,7 @@ class Stream {
 
   // Queues work, or adds it to the graph being captured. Raises the fault of the device, if it has one. Returns the
   // task's place; of a captured one, the beginning of time.
-  Pushed push(const std::string& name, Work work);
+  Pushed push(const std::string& name, Work work) { return push(name, std::move(work), nullptr); }
   Moment now();
   // Makes later tasks wait. Does not block.
   void wait(const Moment& moment);
@@ -89,10 +89,17 @@ class Stream {
   struct Entry {
     Task task;
     Work work;
+    std::shared_ptr<const Moment> after;  // what it waits for, if anything
   };
+  Pushed push(const std::string& name, Work work, std::shared_ptr<const Moment> after);
   void loop();
   void run(const Entry& entry);
   void finish(uint64_t num_tasks);  // blocks, without the host's learning of it
+  // Runs tasks of all streams one at a time, in an order drawn from the seed, until this stream has done so many.
+  void finish_in_drawn_order(uint64_t num_tasks);
+  enum class Next { None, Copy, Other };
+  Next next();
+  void run_one();
   void close();
 
   const size_t index_;
@@ -113,6 +120,9 @@ Clock host_clock();
 // Tasks start after up to so many microseconds. Of a lazy scheduler, none starts before something waits for it.
 void set_delay(int64_t most_us);
 void set_lazy(bool is_lazy);
+// Of a seeded scheduler none does, either; then tasks of all streams run one at a time, mostly those of the latest stream
+// first and copies last. The same seed, and the same program of one thread, give the same order. 0: none.
+void set_seed(int64_t seed);
 
 // A fault stays: everything that the device is asked from then on raises it, and its tasks do nothing.
 void set_fault(int device, const std::string& what);
