@@ -146,7 +146,7 @@ def fail_steps(folder: Path) -> None:
         core.add(one)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "_program_for", lambda *_: None)
-        while len(core._rows) < len(requests):
+        while core.stats().generated_tokens < 2 * len(requests):  # both decode
             core.step()
         patch.setattr(model, "forward", failing_after(1, model.forward))
         patch.setattr(Runner, "_is_sound", lambda _: False)  # as where no page is left for a probe
