@@ -100,6 +100,9 @@ class SimClient:
         self._judge(self._error())
         return True
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def time_remaining(self) -> float:
         return self.ask.time_left_s
 
