@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${BATON_CLIENTS_VENV:-$PWD/.venv-clients}"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai litellm langchain-openai \
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai anthropic litellm langchain-openai \
   'lm-eval[api]' transformers schemathesis
 if command -v npm > /dev/null; then
   npm install --silent --no-audit --no-fund --prefix "$venv" openai ai @ai-sdk/openai-compatible @bufbuild/buf

@@ -80,6 +80,42 @@ async def test_openai_with_tools(served: Served) -> None:
     assert answered["refused"] == "tools"
 
 
+async def test_responses(served: Served) -> None:
+    answered = await served.run("responses_program.py")
+    assert answered["text"] == [served.chat, served.chat]
+    assert answered["statuses"] == ["incomplete", "incomplete", "completed", "completed", "completed"]
+    assert answered["last"] == "response.incomplete"
+    assert answered["usage"]["output_tokens"] == 6
+    whole, streamed, joined = answered["arguments"]
+    assert whole == streamed == joined
+    assert answered["num_deltas"] > 2
+    assert answered["typed"]["name"] in ("Tom", "Lucy")
+    assert answered["after"] > 0
+    assert answered["refused"] == {
+        "store": "store",
+        "previous_response_id": "previous_response_id",
+        "tools": "tools[0].type",
+    }
+
+
+async def test_anthropic(served: Served) -> None:
+    answered = await served.run("anthropic_program.py")
+    assert answered["text"] == [served.chat] * 3
+    assert answered["reasons"] == ["max_tokens", "max_tokens", "tool_use", "tool_use"]
+    assert [one["output_tokens"] for one in answered["usage"]] == [6, 6]
+    lens = {one["input_tokens"] + one["cache_read_input_tokens"] for one in answered["usage"]}
+    assert len(lens) == 1
+    whole, streamed, joined = answered["calls"]
+    assert whole == streamed == joined
+    assert answered["typed"].keys() == whole.keys() == {"pet", "times"}
+    assert answered["num_deltas"] > 2
+    assert answered["after"] == answered["counted"]
+    assert answered["refused"] == {
+        "model": [404, "not_found_error", True],
+        "tools": [400, "invalid_request_error", True],
+    }
+
+
 async def test_litellm(served: Served) -> None:
     answered = await served.run("litellm_program.py")
     assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
