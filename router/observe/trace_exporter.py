@@ -23,7 +23,7 @@ MAX_BATCH = 128
 GATHER_S = 1.0
 """How long a trace waits for others to go with it."""
 TIMEOUT_S = 5.0
-STOP_S = 1.0
+LAST_SEND_S = 1.0
 MAX_ANSWER_BYTES = 64 << 10
 WARN_EVERY_S = 60.0
 
@@ -53,10 +53,10 @@ class TraceExporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Sends the traces that wait; blocks for STOP_S at most."""
+        """Sends the traces that wait; blocks for LAST_SEND_S at most."""
         with suppress(Full):
             self._traces.put_nowait(None)
-            self._thread.join(STOP_S)
+            self._thread.join(LAST_SEND_S)
 
     def put(self, make_spans: MakeSpans) -> None:
         """Takes a trace; never waits."""
