@@ -164,21 +164,22 @@ class LlamaCpp:
         self._lib: Any = llama_cpp
         self._num_threads = num_threads
         self._contexts: dict[tuple[int, int], Any] = {}
-        with TemporaryDirectory() as gguf:
-            path = Path(gguf, "model.gguf")
-            converter = Path(__file__).with_name("gguf_file.py")
-            subprocess.run([sys.executable, "-P", converter, folder, path, dtype], check=True)
+        with TemporaryDirectory() as scratch:
+            path = _gguf_of(folder)
+            if path is None:
+                path = Path(scratch, "model.gguf")
+                converter = Path(__file__).with_name("gguf_file.py")
+                subprocess.run([sys.executable, "-P", converter, folder, path, dtype], check=True)
             self._model = llama_cpp.llama_model_load_from_file(
                 str(path).encode(), llama_cpp.llama_model_default_params()
             )
         if not self._model:
-            raise RuntimeError("llama.cpp does not load the converted model")
+            raise RuntimeError("llama.cpp does not load the model")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self.version = version("llama-cpp-python")
         features = llama_cpp.llama_print_system_info().decode().strip(" |")
-        self.settings = (
-            f"{dtype} GGUF, KV float16, flash attention auto, numpy's argmax; {features.replace(' | ', ', ')}"
-        )
+        stored = path.name if _gguf_of(folder) else f"{dtype} GGUF"
+        self.settings = f"{stored}, KV float16, flash attention auto, numpy's argmax; {features.replace(' | ', ', ')}"
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         prompt_len = len(prompts[0])
@@ -337,6 +338,7 @@ class OpenVino:
 
 ENGINES: dict[str, Callable[[Path, int, str], PeerEngine]] = {
     "baton": Baton,
+    "baton-bfloat16": Baton,
     "vllm": Vllm,
     "llamacpp": LlamaCpp,
     "openvino": partial(OpenVino, width="fp16"),
@@ -350,6 +352,12 @@ def make_prompts(batch: int, prompt_len: int, seed: int, vocab_size: int) -> lis
     """Draws token ids; the same for the same arguments in every process."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(prompt_len)] for _ in range(batch)]
+
+
+def _gguf_of(folder: Path) -> Path | None:
+    """Finds the file that Baton has made a folder of; None for a checkpoint."""
+    table = folder / "tensors.json"
+    return Path(json.loads(table.read_text())["files"][0]["path"]) if table.exists() else None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """Baton's engine on a CPU beside vLLM, llama.cpp, OpenVINO and transformers: prompt and decode speed, in turns.
 
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --rounds 3
+    OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --gguf smollm2 --out peers_gguf
 
 Each engine has a process and an environment of its own (benchmarks/peer_engines.py) and loads the model once; one of
 them works at a time. Decode speed is taken between tokens of the time in which all requests decode, from clock times
 of each token. A figure whose rounds differ by more than a fifth is refused: its rounds are printed, the exit status is
 1, and there is no ratio with it. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for
 CPUs if they shall have no CUDA libraries. A peer that fails is named and left out.
+
+With --gguf, Baton and llama.cpp run one file, packed as it is; other engines run its weights, dequantized into a plain
+checkpoint, and baton-bfloat16 is Baton on that.
 """
 
 import argparse
@@ -33,16 +37,22 @@ from benchmarks.peer_process import Answer, EngineFailed, EngineProcess, say
 from benchmarks.result_file import write_result
 
 PEERS = ("vllm", "llamacpp", "openvino", "openvino-int8", "openvino-int4", "transformers")
+PLAIN_BATON = "baton-bfloat16"
 """Names behind a hyphen are widths of weights: engines of the checkpoint's own width are compared apart."""
+READ_GGUF = ("baton", "llamacpp")
 DECODE_PROMPT_LEN = 64
 CHECKED_TOKENS = 32
 
 
 class Launcher:
-    """Starts engines on a checkpoint; their logs and temporary files go to `scratch`."""
+    """Starts engines on a checkpoint; their logs and temporary files go to `scratch`.
 
-    def __init__(self, folder: Path, venvs: Path, num_threads: int, scratch: Path) -> None:
+    plain: the checkpoint of engines that read no GGUF file; the same folder where `folder` is not made of one.
+    """
+
+    def __init__(self, folder: Path, venvs: Path, num_threads: int, scratch: Path, plain: Path | None = None) -> None:
         self._folder = folder
+        self._plain = plain or folder
         self._venvs = venvs
         self._num_threads = num_threads
         self._scratch = scratch
@@ -64,7 +74,7 @@ class Launcher:
             "-P",
             script,
             name,
-            str(self._folder),
+            str(self._folder if name in READ_GGUF else self._plain),
             str(self._num_threads),
             dtype,
         ]
@@ -188,16 +198,29 @@ def leave_out(left_out: dict[str, str], name: str, error: EngineFailed) -> None:
     say(f"{name} is left out: {error}")
 
 
+def find_checkpoints(options: argparse.Namespace, scratch: Path) -> tuple[Path, Path]:
+    """Finds the folder that Baton serves, and the plain one of engines that read no GGUF file."""
+    if options.gguf is None:
+        folder = options.model or make_model(default_folder())
+        return folder, folder
+    from benchmarks.real_model import plain_checkpoint
+    from engine.checkpoint.hub import find_folder
+
+    folder = find_folder(options.gguf)
+    return folder, plain_checkpoint(scratch / "plain", folder)
+
+
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Starts all engines, measures, and ends them. Raises EngineFailed for Baton."""
     machine = MachineState.measure()
-    folder = options.model or make_model(default_folder())
-    launcher = Launcher(folder.resolve(), options.venvs.resolve(), options.threads, scratch)
+    folder, plain = find_checkpoints(options, scratch)
+    launcher = Launcher(folder.resolve(), options.venvs.resolve(), options.threads, scratch, plain)
     checked = check_tokens(launcher)
     engines: dict[str, EngineProcess] = {}
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
-        for name in ("baton", *dict.fromkeys(options.peer or PEERS)):
+        peers = options.peer or [*([PLAIN_BATON] if options.gguf else []), *PEERS]
+        for name in ("baton", *dict.fromkeys(peers)):
             try:
                 engines[name] = stack.enter_context(launcher.start(name, options.dtype))
             except EngineFailed as error:
@@ -245,7 +268,9 @@ def _list(texts: Mapping[str, str], separator: str = ", ") -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", action="append", choices=PEERS, help="repeatable; all of them by default")
+    parser.add_argument(
+        "--peer", action="append", choices=(*PEERS, PLAIN_BATON), help="repeatable; all of them by default"
+    )
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], help="requests at a time, for decode speed")
     parser.add_argument("--prompt", type=_sizes, default=[512, 4000], help="tokens of a prompt, for prompt speed")
     parser.add_argument("--tokens", type=int, default=64, help="of each request, for decode speed")
@@ -253,6 +278,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", type=Path, help="a checkpoint folder; SmolLM-135M's shape with random weights")
+    parser.add_argument("--gguf", metavar="FILE", help="a GGUF file, or a name of `baton pull`, in place of --model")
     parser.add_argument(
         "--venvs", type=Path, default=default_cache(), help="where the peers' environments are, or are made"
     )

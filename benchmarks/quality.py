@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py --model demo_model/checkpoint --seed 0 --prompts 100 --json
     OMP_NUM_THREADS=1 python benchmarks/quality.py --write
+    OMP_NUM_THREADS=1 python benchmarks/quality.py --real --write
 
 Recall is the share of held-out prompts whose asked fact is answered right, by the prompt's length in tokens of the demo
 model and by the third of the facts in which the asked one stands. Perplexity is that of the last third of held-out
@@ -13,7 +14,8 @@ thirds. What stands behind the cut is given to the engine as if it had been emit
 on what is kept of the prompt's KV.
 
 --write measures every technique of benchmarks/techniques.py instead, keeps the figures in
-benchmarks/results/quality.json, and makes docs/quality.md of them.
+benchmarks/results/quality.json, and makes docs/quality.md of them; with --real it does so on SmolLM2
+(benchmarks/quality_real.py), and keeps each row at once.
 """
 
 import argparse
@@ -31,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.quality_backends import Backend, CutText, TransformersBackend
-from benchmarks.quality_page import MAIN_LEN, PLAN, Row, add_rows, write_page
+from benchmarks.quality_page import MAIN_LEN, PLAN, Row, add_rows, renew_page, write_page
+from benchmarks.quality_real import REAL_TECHNIQUES, measure_real
 from benchmarks.techniques import LOAD, TECHNIQUES, Technique, decode_in_turns
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
@@ -199,6 +202,10 @@ def format_table(quality: Quality) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print a table or the JSON."""
     args = _parse_args(arguments)
+    if args.real:
+        measure_real(args.only)
+        renew_page()
+        return
     if args.write:
         (write_page if args.only is None else add_rows)(measure_all(args))
         return
@@ -226,12 +233,13 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file")
     parser.add_argument("--write", action="store_true", help="measure all techniques, and make docs/quality.md")
-    parser.add_argument(
-        "--only",
-        choices=[one.name for one in TECHNIQUES],
-        help="with --write: renew one technique's row, without its speed",
-    )
-    return parser.parse_args(arguments)
+    parser.add_argument("--real", action="store_true", help="with --write: on SmolLM2, which is fetched")
+    names = dict.fromkeys(one.name for one in (*TECHNIQUES, *REAL_TECHNIQUES))
+    parser.add_argument("--only", choices=[*names], help="with --write: renew one technique's row, without its speed")
+    args = parser.parse_args(arguments)
+    if args.real and not args.write:
+        parser.error("--real goes with --write")
+    return args
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import MachineState, processor
+from benchmarks.quality_real import RealRow, format_section, read_real
 from benchmarks.result_file import FOLDER
 from benchmarks.techniques import FULL, LOAD, TECHNIQUES, Decoding, Technique
 
@@ -22,8 +23,8 @@ MAIN_LEN = 300
 _INTRODUCTION = """\
 # Smaller KV caches, measured
 
-What each technique saves, and what it costs the answers of the [demo model](demo-model.md). This command makes the
-page:
+What each technique saves, and what it costs the answers of the [demo model](demo-model.md), and
+[of a real one](#on-a-real-model). This command makes the first table, and the page:
 
     {command}
 
@@ -79,16 +80,26 @@ def add_rows(rows: Mapping[str, Row]) -> None:
     _write(kept["machine"], {**{name: Row.read(row) for name, row in kept["rows"].items()}, **rows})
 
 
-def _write(machine: str, rows: Mapping[str, Row]) -> None:
-    ordered = {one.name: asdict(rows[one.name]) for one in TECHNIQUES}
-    RESULTS.write_text(json.dumps({"command": COMMAND, "machine": machine, "rows": ordered}, indent=1) + "\n")
-    text = format_page(machine, rows)
+def renew_page() -> None:
+    """Writes the page anew of all that is kept, and prints it."""
+    text = page_of_kept()
     PAGE.write_text(text)
     print(text)
 
 
-def format_page(machine: str, rows: Mapping[str, Row]) -> str:
-    """Formats the introduction, one table, and the case that each technique is for."""
+def page_of_kept() -> str:
+    kept = json.loads(RESULTS.read_text())
+    return format_page(kept["machine"], {name: Row.read(row) for name, row in kept["rows"].items()}, *read_real())
+
+
+def _write(machine: str, rows: Mapping[str, Row]) -> None:
+    ordered = {one.name: asdict(rows[one.name]) for one in TECHNIQUES}
+    RESULTS.write_text(json.dumps({"command": COMMAND, "machine": machine, "rows": ordered}, indent=1) + "\n")
+    renew_page()
+
+
+def format_page(machine: str, rows: Mapping[str, Row], real_machine: str, real_rows: Mapping[str, RealRow]) -> str:
+    """Formats the introduction, a table for each model, and the case that each technique is for."""
     prompts = ", ".join(f"{3 * num} prompts of {length} tokens" for length, num in PLAN.items())
     introduction = _INTRODUCTION.format(
         command=COMMAND,
@@ -103,7 +114,8 @@ def format_page(machine: str, rows: Mapping[str, Row]) -> str:
     lines = [_line(head), "|---|" + "---:|" * (len(head) - 2) + "---|"]
     lines += [_line(_cells(one, rows[one.name])) for one in TECHNIQUES]
     cases = [f"- **{one.name}**: {one.when}." for one in TECHNIQUES if one.when]
-    return "\n\n".join([introduction, "\n".join(lines), "## When to use which", "\n".join(cases)]) + "\n"
+    real = format_section(real_machine, real_rows)
+    return "\n\n".join([introduction, "\n".join(lines), real, "## When to use which", "\n".join(cases)]) + "\n"
 
 
 def _cells(technique: Technique, row: Row) -> list[str]:

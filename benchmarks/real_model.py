@@ -1,8 +1,10 @@
 """SmolLM2 as `baton pull` fetches it: its file, the folder that is made of it, and the same weights dequantized."""
 
+import json
 import shutil
 from pathlib import Path
 
+from engine.checkpoint.gguf import TABLE_FILE
 from engine.checkpoint.hub import find_folder
 from engine.checkpoint.pulled import MODELS
 from tests.engine.gguf.files import load_oracle
@@ -16,11 +18,16 @@ def real_file() -> Path:
     return REAL_MODEL.pull(lambda *_: None)
 
 
-def plain_checkpoint(folder: Path) -> Path:
-    """Makes a checkpoint in float32 of the file's weights, as the package gguf dequantizes them, unless it is there."""
+def plain_checkpoint(folder: Path, source: Path | None = None) -> Path:
+    """Makes a checkpoint in float32 of a file's weights, as the package gguf dequantizes them, unless it is there.
+
+    source: the folder that Baton has made of the file, of which SmolLM2's is the default.
+    """
     if not folder.exists():
-        source = find_folder(str(real_file()))
-        load_oracle(real_file(), source).save_pretrained(folder)
+        source = source or find_folder(str(real_file()))
+        path = Path(json.loads((source / TABLE_FILE).read_text())["files"][0]["path"])
+        load_oracle(path, source).save_pretrained(folder)
         for name in _TEXT_FILES:
-            shutil.copy(source / name, folder / name)
+            if (source / name).exists():
+                shutil.copy(source / name, folder / name)
     return folder

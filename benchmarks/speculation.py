@@ -44,6 +44,18 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "demo_model" / "checkpoint"
 BLOCK_SIZE = 16
 BATCHES = (1, 4, 8, 32)
+_QUESTIONS = (
+    "Why is the sky blue? Explain it to a child.",
+    "What is the capital of France, and what can a tourist see there?",
+    "Write a short letter to a friend about a week in the mountains.",
+    "List ten uses of a paper clip.",
+)
+_FUNCTIONS = (
+    "def total(rows):\n    count = 0\n    for row in rows:\n        count += len(row)\n    return count\n",
+    "def longest(rows):\n    best = rows[0]\n    for row in rows:\n        best = max(best, row)\n    return best\n",
+    "def transpose(rows):\n    return [[row[at] for row in rows] for at in range(len(rows[0]))]\n",
+    "def mean(rows):\n    if not rows:\n        return 0.0\n    return sum(map(sum, rows)) / sum(map(len, rows))\n",
+)
 FLAT = 20.0
 """A temperature at which all tokens are nearly as likely."""
 
@@ -103,13 +115,17 @@ class Contender:
         return Outcome(seconds / share, outputs, stats.num_guessed_tokens, stats.num_accepted_tokens)
 
 
-def make_contenders(model: Decoder, draft_folder: Path, num_blocks: int) -> dict[str, Contender]:
-    proposer = DraftProposer(Decoder.load(draft_folder, None, model.device, BLOCK_SIZE), num_blocks)
-    return {
+def make_contenders(model: Decoder, draft_folder: Path | None, num_blocks: int) -> dict[str, Contender]:
+    """Makes an engine without guesses, one with n-grams, and one with a draft model if there is one."""
+    contenders = {
         "none": Contender(model, num_blocks, Speculator),
         "n-gram": Contender(model, num_blocks, lambda: Speculator(NgramProposer(), clock=time.perf_counter)),
-        "draft model": Contender(model, num_blocks, lambda: Speculator(proposer, clock=time.perf_counter)),
     }
+    if draft_folder is None:
+        return contenders
+    proposer = DraftProposer(Decoder.load(draft_folder, None, model.device, BLOCK_SIZE), num_blocks)
+    drafted = Contender(model, num_blocks, lambda: Speculator(proposer, clock=time.perf_counter))
+    return {**contenders, "draft model": drafted}
 
 
 def make_loads(
@@ -128,6 +144,25 @@ def make_loads(
         fresh = [draw.choices(range(1, vocab_size), k=context_len) for _ in range(batch)]
         loads.append(Load(f"{batch} x text that never repeats", fresh, flat))
     return loads
+
+
+def make_real_loads(tokenizer: Tokenizer, context_len: int, num_tokens: int, batches: Sequence[int]) -> list[Load]:
+    """Makes chats that ask for code again, code to go on with, and chats that ask a question, of a real model."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    files = [path.read_text() for path in sorted((ROOT / "engine" / "model").glob("*.py"))]
+    codes = [tokenizer.encode(text[len(text) // 3 :])[:context_len] for text in files if len(text) > 3000]
+    edits = [_chat(f"Write this code again, with the name `batch` in place of `rows`:\n{one}") for one in _FUNCTIONS]
+    kinds = {
+        "chat that asks for code again": [tokenizer.encode(one) for one in edits],
+        "code to go on with": codes,
+        "chat that asks a question": [tokenizer.encode(_chat(one)) for one in _QUESTIONS],
+    }
+    return [Load(f"{size} x {kind}", prompts[:size], greedy) for size in batches for kind, prompts in kinds.items()]
+
+
+def _chat(text: str) -> str:
+    """Frames a user's message as SmolLM2's template does, without its system message."""
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def compare(contenders: dict[str, Contender], load: Load, num_rounds: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.choosers import Drawn, Latest
 from benchmarks.quality_backends import CutText, EngineBackend, ScoringDecoder
 from engine.kv.dropping import HEAVIEST, Chooser
+from kernels.selection import select_backend
 from wire.kv_policy import Dropping, parse_kv_policy
 
 _SAME = "the same tokens"
@@ -24,8 +25,8 @@ FULL_BFLOAT16 = "full, bfloat16"
 class Technique:
     """A way to keep KV in fewer bytes: its settings, the case that it is for, and the promise for a lost worker.
 
-    when: the case; empty for a control. window: of a model like this one, in tokens. over: the technique whose tokens
-    its own are compared with.
+    when: the case; empty for a control. window: of a model like this one, in tokens. weights: int8, int4, or as they
+    are. over: the technique whose tokens its own are compared with.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Technique:
     kv_policy: str = "full"
     chooser: Chooser = HEAVIEST
     window: int | None = None
+    weights: str = ""
     over: str = FULL
 
     def load(
@@ -43,8 +45,9 @@ class Technique:
     ) -> EngineBackend:
         """Loads a model with these settings."""
         folder = model if self.window is None else _with_window(model, self.window, scratch / self.name)
+        backend = select_backend(torch.device(device), f"auto-{self.weights}") if self.weights else None
         decoder = ScoringDecoder.load(
-            folder, self.dtype, torch.device(device), block_size, None, self.kv_dtype, self.kv_policy
+            folder, self.dtype, torch.device(device), block_size, backend, self.kv_dtype, self.kv_policy
         )
         assert isinstance(decoder, ScoringDecoder)
         policy = parse_kv_policy(self.kv_policy)

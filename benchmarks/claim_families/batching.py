@@ -10,7 +10,17 @@ from statistics import fmean, median
 
 from benchmarks.cache_cost import no_cache
 from benchmarks.claim_families.caching import one_thread
-from benchmarks.claim_families.engines import POOL_TOKENS, Asked, add, load, make_core, random_model, run, run_afresh
+from benchmarks.claim_families.engines import (
+    POOL_TOKENS,
+    Asked,
+    add,
+    load,
+    make_core,
+    random_model,
+    run,
+    run_afresh,
+    weights,
+)
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from cli.bench.schedule import read_trace
 from engine.model.decoder import Decoder
@@ -54,8 +64,9 @@ def measure_batching(inputs: Inputs) -> Report:
         raise ValueError("give a published trace with --trace")
     lengths = [max(1, row.output_len // LENGTH_DIVISOR) for row in read_trace(inputs.trace)[:NUM_REQUESTS]]
     asked = [Asked(_tokens(PROMPT_LEN, seed), length) for seed, length in enumerate(lengths)]
+    chosen = weights(inputs, *BATCHED_SHAPE)
     with one_thread():
-        model = load(random_model(inputs.scratch, *BATCHED_SHAPE), "bfloat16")
+        model = load(chosen.folder, "bfloat16")
         batchers: dict[str, Batcher] = {
             "static": StaticBatcher(BATCH),
             "continuous": ContinuousBatcher(max_running=BATCH),
@@ -71,7 +82,7 @@ def measure_batching(inputs: Inputs) -> Report:
     speeds = [(name, rows / median(seconds)) for name, seconds in watch.seconds.items()]
     setting = (
         f"{NUM_REQUESTS} requests at once, answers as long as in {inputs.trace.stem} over {LENGTH_DIVISOR} (mean "
-        f"{fmean(lengths):.0f}, longest {max(lengths)}), at most {BATCH} running; {_words(BATCHED_SHAPE)}. "
+        f"{fmean(lengths):.0f}, longest {max(lengths)}), at most {BATCH} running; {chosen.words}, bf16, one thread. "
         "Baseline: the same engine that admits a batch only when the last one has ended. Rows that have ended are not "
         "computed on, which is kind to it: a smaller batch is a faster step."
     )
@@ -83,8 +94,9 @@ def measure_batching(inputs: Inputs) -> Report:
 
 
 def measure_sharing(inputs: Inputs) -> Report:
+    chosen = weights(inputs, *SHARING_SHAPE)
     with one_thread():
-        model = load(random_model(inputs.scratch, *SHARING_SHAPE), "bfloat16")
+        model = load(chosen.folder, "bfloat16")
         watches = {share: _time_sharing(model, share) for share in SHARES}
     ratios = {share: watch.ratios("none", "shared") for share, watch in watches.items()}
     enough = [share for share, each in ratios.items() if median(each) >= SAID_OF_SHARING]
@@ -92,8 +104,8 @@ def measure_sharing(inputs: Inputs) -> Report:
     told = ", ".join(f"{share:.0%} shared: {spread(each)}" for share, each in ratios.items() if share)
     setting = (
         f"{MAX_RUNNING} requests at a time of {2 * MAX_RUNNING}, prompts of {SHARED_PROMPT_LEN} tokens with a common "
-        f"beginning, answers of {SHARED_OUTPUT_LEN}; {_words(SHARING_SHAPE)}. Baseline: the same engine, whose "
-        "blocks have no names, so that none is found."
+        f"beginning, answers of {SHARED_OUTPUT_LEN}; {chosen.words}, bf16, one thread. Baseline: the same engine, "
+        "whose blocks have no names, so that none is found."
     )
     finding = Finding(
         f"{half[0] / half[1]:.1f}x fewer prompt tokens with half of each prompt shared; no fewer tokens to decode",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.claim_families.engines import Asked, load, random_model, run_afresh
+from benchmarks.claim_families.engines import Asked, load, run_afresh, weights
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from engine.schedule.continuous_batcher import ContinuousBatcher
 
@@ -63,13 +63,14 @@ def one_thread() -> Iterator[None]:
 
 
 def measure(inputs: Inputs) -> Report:
-    folder = random_model(inputs.scratch, HIDDEN_SIZE, NUM_LAYERS)
+    model_of = weights(inputs, HIDDEN_SIZE, NUM_LAYERS)
+    folder, words = model_of.folder, model_of.words
     with one_thread():
         model = load(folder, "float32")
         peer = WithoutBaton(str(folder))
         prompt = tuple(random.Random(0).choices(range(32, 256), k=PROMPT_LEN))
         watches: dict[int, Stopwatch] = {}
-        for num_tokens in OUTPUT_LENS:
+        for num_tokens in OUTPUT_LENS[: -1 if inputs.real else None]:
             ways: dict[str, Callable[[], object]] = {
                 "none": partial(peer.generate, prompt, num_tokens, use_cache=False),
                 "transformers": partial(peer.generate, prompt, num_tokens, use_cache=True),
@@ -79,8 +80,8 @@ def measure(inputs: Inputs) -> Report:
             watches[num_tokens] = Stopwatch().take_turns(ways, NUM_ROUNDS)
         counts = [peer.computations(NUM_COUNTED, use_cache) for use_cache in (False, True)]
     setting = (
-        f"Random weights, hidden size {HIDDEN_SIZE}, {NUM_LAYERS} layers, float32, one thread; one request, a "
-        f"prompt of {PROMPT_LEN} tokens. Baseline: transformers on the same weights with `use_cache=False`. Baton's "
+        f"{words[0].upper()}{words[1:]}, float32, one thread; one request, a prompt "
+        f"of {PROMPT_LEN} tokens. Baseline: transformers on the same weights with `use_cache=False`. Baton's "
         "engine is faster for other reasons, too: transformers with its cache shows the part of the cache, by "
         "which the claim is judged, at the longest answer."
     )

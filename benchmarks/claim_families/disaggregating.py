@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from benchmarks.claim_families.engines import random_model
+from benchmarks.claim_families.engines import weights
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, spread
 from benchmarks.disaggregation import Mode, Services, take_turns
 from cli.bench.schedule import poisson
@@ -24,10 +24,15 @@ MEASURES = ("time of a request", "time to its first token", "p99 gap between tok
 
 def measure(inputs: Inputs) -> Report:
     options = argparse.Namespace(decode_slowdown=None, dtype="bfloat16")
-    services = Services(random_model(inputs.scratch, HIDDEN_SIZE, NUM_LAYERS), inputs.scratch, options)
-    lengths = {name: length // LENGTH_DIVISOR for name, length in PROMPT_LENS.items()}
+    chosen = weights(inputs, HIDDEN_SIZE, NUM_LAYERS)
+    services = Services(chosen.folder, inputs.scratch, options)
+    # The real model computes a fourth of the prompt tokens of the random one in a second.
+    tokens_per_s, divisor = (
+        (PROMPT_TOKENS_PER_S, LENGTH_DIVISOR) if inputs.real is None else (400.0, 2 * LENGTH_DIVISOR)
+    )
+    lengths = {name: length // divisor for name, length in PROMPT_LENS.items()}
     rounds = [
-        poisson(PROMPT_TOKENS_PER_S / length, DURATION_S, length, OUTPUT_LEN, seed)
+        poisson(tokens_per_s / length, DURATION_S, length, OUTPUT_LEN, seed)
         for length in lengths.values()
         for seed in range(NUM_ROUNDS)
     ]
@@ -40,9 +45,9 @@ def measure(inputs: Inputs) -> Report:
         for at, name in enumerate(lengths)
     }
     setting = (
-        f"Two workers with a core each; random weights, hidden size {HIDDEN_SIZE}, {NUM_LAYERS} layers, bf16. Lengths "
-        f"are divided by {LENGTH_DIVISOR}: prompts of {' and '.join(map(str, lengths.values()))} tokens, answers of "
-        f"{OUTPUT_LEN}, Poisson arrivals of {PROMPT_TOKENS_PER_S:.0f} prompt tokens a second for {DURATION_S:.0f} s, "
+        f"Two workers with a core each; {chosen.words}, bf16. Lengths are divided by {divisor}: prompts "
+        f"of {' and '.join(map(str, lengths.values()))} tokens, answers of {OUTPUT_LEN}, Poisson "
+        f"arrivals of {tokens_per_s:.0f} prompt tokens a second for {DURATION_S:.0f} s, "
         f"{NUM_ROUNDS} rounds of each. Baseline: the same service with two co-located workers, which both prefill, in "
         f"chunks of {CHUNK_LEN}. On a published trace: "
         "[disaggregation](../benchmarks/results/disaggregation.md)."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.claim_families.finding import Inputs
 from benchmarks.flood import make_model
 from engine.core import EngineCore
 from engine.events import Failed
@@ -36,6 +37,22 @@ def random_model(scratch: Path, hidden_size: int, num_layers: int) -> Path:
     """Makes a checkpoint of random weights, once in a scratch folder."""
     folder = scratch / f"random-{hidden_size}-{num_layers}"
     return folder if folder.exists() else make_model(folder, hidden_size, num_layers)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint, and the words that name it."""
+
+    folder: Path
+    words: str
+
+
+def weights(inputs: Inputs, hidden_size: int, num_layers: int) -> Weights:
+    """Picks the real model where one is given, else random weights of a shape."""
+    if inputs.real is not None:
+        return Weights(inputs.real, "SmolLM2-135M, its file dequantized")
+    folder = random_model(inputs.scratch, hidden_size, num_layers)
+    return Weights(folder, f"random weights, hidden size {hidden_size}, {num_layers} layers")
 
 
 def load(folder: Path, dtype: str) -> Decoder:

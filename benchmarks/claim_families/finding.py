@@ -41,10 +41,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files that families read or make: a published trace, None without one, and a scratch folder."""
+    """The files that families read or make: a published trace, None without one, and a scratch folder.
+
+    real: the checkpoint of a real model, in place of random weights.
+    """
 
     trace: Path | None
     scratch: Path
+    real: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ and a baseline that is code in this repository. This command makes the page; TRA
 
     OMP_NUM_THREADS=1 python benchmarks/claims.py --write --trace TRACE
 
+With `--real` it measures families on SmolLM2 (`baton pull smollm2`), whose rows stand below those of random weights.
 A gain *holds* where the measurement reaches the lower number said, a share of a peak where it lies within the range:
 *no* may mean above it. Where there are several cases, it names the one that decides. A claim with `-` waits: its rounds
 disagree or are too few. Ratios are medians, with the least and the greatest round. The models are small and
@@ -44,8 +45,13 @@ class Kept:
         return replace(self, rows={name: row for name, row in self.rows.items() if name in family.claims})
 
 
-def write_page(page: Path, families: Mapping[str, Family], kept: Mapping[str, Kept]) -> None:
-    """Writes the page, and a chart for each family that has one into a folder of the page's name."""
+def write_page(
+    page: Path, families: Mapping[str, Family], kept: Mapping[str, Kept], real: Mapping[str, Kept] | None = None
+) -> None:
+    """Writes the page, and a chart for each family that has one into a folder of the page's name.
+
+    real: results of families on a real model, each beside the same on random weights.
+    """
     folder = page.with_suffix("")
     folder.mkdir(exist_ok=True)
     parts = [INTRODUCTION, _summary(kept)]
@@ -54,6 +60,8 @@ def write_page(page: Path, families: Mapping[str, Family], kept: Mapping[str, Ke
             parts.append(_section(name, family, kept[name]))
             if (chart := kept[name].chart) is not None:
                 draw(Chart(**chart), folder / f"{name}.svg")
+        if real and name in real:
+            parts.append(_beside(real[name]))
     page.write_text("\n\n".join(parts) + "\n")
 
 
@@ -63,14 +71,22 @@ def _summary(kept: Mapping[str, Kept]) -> str:
 
 
 def _section(name: str, family: Family, kept: Kept) -> str:
+    picture = [] if kept.chart is None else [f"![{kept.chart['title']}](claims/{name}.svg)"]
+    return "\n\n".join([f"## {family.title}", _table(kept), *picture])
+
+
+def _beside(kept: Kept) -> str:
+    return f"On a real model: {_table(kept)}"
+
+
+def _table(kept: Kept) -> str:
     rows = ["| claim | said | arithmetic | measured | holds |", "|---|---|---|---|---|"]
     rows += [
         _row(claim, Finding(**{key: value for key, value in row.items() if key != "said"}), row["said"])
         for claim, row in kept.rows.items()
     ]
     machine = f" Machine: {kept.machine}, {kept.date}." if kept.machine else ""
-    picture = [] if kept.chart is None else [f"![{kept.chart['title']}](claims/{name}.svg)"]
-    return "\n\n".join([f"## {family.title}", f"{kept.setting}{machine}", "\n".join(rows), *picture])
+    return "\n\n".join([f"{kept.setting}{machine}", "\n".join(rows)])
 
 
 def _row(claim: str, finding: Finding, said: str) -> str:

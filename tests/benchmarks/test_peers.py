@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peer_figures import describe, num_refused, summarize
 from benchmarks.peer_installs import needed_requirements
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess
-from benchmarks.peers import Comparison, Point, main, num_equal, parse, rotate
+from benchmarks.peers import Comparison, Launcher, Point, main, num_equal, parse, rotate
 from tests.harness.checkpoints import make_checkpoint
 
 ENGINE = """
@@ -191,3 +192,24 @@ def test_first_tokens_are_compared_with_baton(tmp_path: Path) -> None:
 def test_an_engine_that_does_not_load_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="no such model"):
         EngineProcess("vllm", [sys.executable, "-c", "raise SystemExit('no such model')"], os.environ, tmp_path / "log")
+
+
+def test_an_engine_that_reads_gguf_gets_the_files_folder_and_others_the_plain_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Sequence[str]] = {}
+
+    class Started:
+        def __init__(self, name: str, command: Sequence[str], *_: object) -> None:
+            started[name] = command
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr("benchmarks.peers.EngineProcess", Started)
+    monkeypatch.setattr("benchmarks.peers.INSTALLERS", {"llamacpp": lambda venv: venv / "bin" / "python"})
+    launcher = Launcher(tmp_path / "file", tmp_path, 2, tmp_path, tmp_path / "plain")
+    for name in ("baton", "llamacpp", "baton-bfloat16", "transformers"):
+        with launcher.start(name, "bfloat16"):
+            pass
+    folders = {name: Path(command[-3]).name for name, command in started.items()}
+    assert folders == {"baton": "file", "llamacpp": "file", "baton-bfloat16": "plain", "transformers": "plain"}

@@ -11,7 +11,9 @@ import pytest
 from benchmarks.choosers import Latest
 from benchmarks.quality import Meter, main, share_alike
 from benchmarks.quality_backends import CutText, EngineBackend
-from benchmarks.quality_page import PAGE, PLAN, RESULTS, Row, add_rows, format_page
+from benchmarks.quality_page import PAGE, PLAN, RESULTS, Row, add_rows, format_page, page_of_kept
+from benchmarks.quality_real import BASE, PLACES, make_haystack, read_real
+from benchmarks.real_text import plain_text
 from benchmarks.techniques import TECHNIQUES, Decoding, Technique, decode
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
@@ -130,7 +132,7 @@ def test_bytes_are_of_all_pages_with_references(tmp_path: Path, parrot_meter: Me
 
 def test_each_technique_has_its_row_and_its_case() -> None:
     row = Row(dict.fromkeys(PLAN, 0.987), {}, {"english": 4.0, "facts": 5.0}, 0.995, Decoding(3100.0, 2071.0))
-    page = format_page("a machine", {one.name: row for one in TECHNIQUES})
+    page = format_page("a machine", {one.name: row for one in TECHNIQUES}, *read_real())
     for one in TECHNIQUES:
         line = next(line for line in page.splitlines() if line.startswith(f"| {one.name} |"))
         assert "98.7%" in line
@@ -153,8 +155,38 @@ def test_a_row_is_added_to_the_kept_ones_without_a_speed(tmp_path: Path, monkeyp
 
 
 def test_the_page_is_made_of_the_kept_figures() -> None:
-    kept = json.loads(RESULTS.read_text())
-    assert PAGE.read_text() == format_page(kept["machine"], {name: Row.read(row) for name, row in kept["rows"].items()})
+    assert PAGE.read_text() == page_of_kept()
+
+
+def test_a_text_with_facts_asks_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.quality_real.articles", lambda: {"Lincoln": "He was born in a log cabin. " * 200})
+    tokenizer = Tokenizer.load(CHECKPOINT)
+    haystack = make_haystack(tokenizer, 1000, 0)
+    text = tokenizer.decode(list(haystack.prompt_ids))
+    assert 800 < len(haystack.prompt_ids) <= 1000
+    assert len(haystack.questions) == len(PLACES)
+    for end, value in haystack.questions.items():
+        assert f"The secret number of{end} {value}." in text
+    assert text.endswith("The secret number of")
+
+
+def test_a_page_of_wikipedia_keeps_the_words_that_a_reader_sees() -> None:
+    markup = """{{Infobox|a={{b}}}}'''Ada''' &lt;ref name="x"&gt;[[Y]]&lt;/ref&gt;met [[C. Babbage|Babbage]]<!-- no -->.
+== Life ==
+[[File:Ada.jpg|thumb|[[Ada]] in {{circa}} 1840]]See [http://example.org/ada the letters] of [[London]].
+{| class="wikitable"
+| cell
+|}"""
+    assert plain_text(markup) == "Ada met Babbage.\n Life \nSee the letters of London."
+
+
+def test_the_kept_figures_of_the_real_model_reach_their_floors() -> None:
+    _, rows = read_real()
+    base = rows[BASE]
+    assert rows["int8"].perplexity < 1.005 * base.perplexity
+    assert sum(rows["int8"].found.values()) >= sum(base.found.values()) - 0.2
+    assert rows["snapkv=25%"].found[1000] > rows["latest 25%"].found[1000]
+    assert rows["int8"].bytes_per_token < 0.54 * base.bytes_per_token
 
 
 def test_the_kept_figures_reach_their_floors() -> None:
