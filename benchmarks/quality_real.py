@@ -62,7 +62,7 @@ _NUM_STEPS = 4
 
 @dataclass(frozen=True)
 class RealRow:
-    """The figures of a technique. found: by length. answers: token ids, to compare with the answers of BASE."""
+    """The figures of a technique. found: by length. answers: token ids, compared with the ids of BASE."""
 
     perplexity: float
     found: dict[int, float]
@@ -104,7 +104,7 @@ class RealMeter:
         return math.exp(-total / sum(len(page.given_ids) - 1 for page in pages))
 
     def found(self, length: int) -> float:
-        """Share of facts that are told right."""
+        """Share of facts that answers have right."""
         haystacks = [make_haystack(self._tokenizer, length, number) for number in range(PLAN[length])]
         right = [self._is_right(one, end, value) for one in haystacks for end, value in one.questions.items()]
         return sum(right) / len(right)
@@ -223,7 +223,7 @@ _INTRODUCTION = """\
 SmolLM2-135M-Instruct (`baton pull smollm2`: 30 layers, 3 KV heads of 64, a file in Q4_1), its weights dequantized, in
 bfloat16 where a row names nothing else: the same bits as from the packed file. The text is of Wikipedia's articles
 ({titles}; {text}). This command measures the
-rows, half an hour on a quiet core, keeps each at once, and makes the page (`--only NAME` for one):
+rows, three to five minutes each on a busy machine, keeps each at once, and makes the page (`--only NAME` for one):
 
     {command}
 
@@ -231,8 +231,8 @@ rows, half an hour on a quiet core, keeps each at once, and makes the page (`--o
 - *perplexity*: of the last {scored_len:,} tokens of {num_pages} texts of {page_len:,}, and over the first row's;
 - *facts*: a text has {num_places} sentences such as "The secret number of Oslo is 4821." between its paragraphs, and
   each is asked for: {facts} tokens. The prompt ends before the place's name;
-- *answers that change*: of {num_answers} texts of {answer_prompt_len} tokens, the ones whose next {answer_len} tokens
-  are not all the same as in the first row;
+- *answers that change*: of {num_answers} texts of {answer_prompt_len} tokens, where one of the next {answer_len}
+  tokens is not the first row's;
 - *latest*, *at random* and the window are controls, as above. Weights in int8 and int4 are made of these dequantized
   ones, which had 4 to 5 bits before. `snapkv` and `h2o` are the product's variants, of whole pages.
 

@@ -16,11 +16,11 @@ and a baseline that is code in this repository. This command makes the page; TRA
 
     OMP_NUM_THREADS=1 python benchmarks/claims.py --write --trace TRACE
 
-With `--real` it measures families on SmolLM2 (`baton pull smollm2`), whose rows stand below those of random weights.
 A gain *holds* where the measurement reaches the lower number said, a share of a peak where it lies within the range:
 *no* may mean above it. Where there are several cases, it names the one that decides. A claim with `-` waits: its rounds
 disagree or are too few. Ratios are medians, with the least and the greatest round. The models are small and
 run on a CPU: figures tell whether an effect is there and which way it points, not how large it is on a GPU."""
+ON_REAL = "With `--real` it measures families on SmolLM2 (`baton pull smollm2`); its rows stand below the others."
 HOLDS = {True: "yes", False: "no", None: "-"}
 
 
@@ -54,7 +54,7 @@ def write_page(
     """
     folder = page.with_suffix("")
     folder.mkdir(exist_ok=True)
-    parts = [INTRODUCTION, _summary(kept)]
+    parts = [INTRODUCTION, *([ON_REAL] if real else []), _summary(kept)]
     for name, family in families.items():
         if name in kept:
             parts.append(_section(name, family, kept[name]))
