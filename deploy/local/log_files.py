@@ -11,10 +11,10 @@ OWN_LOGS = ("ray", "redis")
 
 
 def find_logs(folder: Path) -> dict[str, Path]:
-    """Returns the log of each process that a cluster has or had on this machine, by the process's name."""
+    """Returns the log of each process that a cluster has or had on this machine, by name; living ones first."""
     logs = {name: folder / f"{name}.log" for name in OWN_LOGS}
-    for name in sorted(recorded_names(folder)):
-        process = recorded(folder, name)
+    processes = {name: recorded(folder, name) for name in recorded_names(folder)}
+    for name, process in sorted(processes.items(), key=lambda one: (not (one[1] and one[1].is_alive), one[0])):
         logs[name] = next(ray_logs(folder).glob(f"worker-*-{process.pid}.err"), folder) if process else folder
     return {name: path for name, path in logs.items() if path.is_file()}
 

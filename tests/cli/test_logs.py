@@ -50,6 +50,12 @@ def test_logs_are_found_by_the_names_of_processes(folder: Path) -> None:
     assert find_logs(folder)["decode-1"].name.endswith("-702.err")
 
 
+def test_logs_of_living_processes_come_first(folder: Path) -> None:
+    (folder / f"router{SUFFIX}").write_text(to_json(ProcessRef.of(os.getpid())))
+    write(folder, os.getpid(), "x\n")
+    assert list(find_logs(folder)) == ["ray", "router", "decode-0"]
+
+
 def test_the_last_lines_of_each_process_with_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "--lines", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
