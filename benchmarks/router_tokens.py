@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +92,18 @@ class SteppingWorker:
         return self.lines[-1]
 
 
+async def run_steps(lines: Sequence[SteppingLine], num_tokens: int) -> tuple[int, float]:
+    """Has the workers send tokens; returns how many, and the processor time of the workers."""
+    num_sent, workers_s = 0, 0.0
+    while num_sent < num_tokens:
+        began_s = time.process_time()
+        num_sent += sum(line.step() for line in lines)
+        workers_s += time.process_time() - began_s
+        for _ in range(8):
+            await asyncio.sleep(0)
+    return num_sent, workers_s
+
+
 async def time_per_token_us(num_workers: int, num_requests: int, num_tokens: int) -> float:
     """Processor time of this process per token, without that of the workers."""
     workers = {f"d{number}": SteppingWorker(f"d{number}") for number in range(num_workers)}
@@ -107,13 +119,8 @@ async def time_per_token_us(num_workers: int, num_requests: int, num_tokens: int
     lines = [line for worker in workers.values() for line in worker.lines]
     while sum(line.num_requests for line in lines) < num_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    began_s, workers_s, num_sent = time.process_time(), 0.0, 0
-    while num_sent < num_tokens:
-        step_s = time.process_time()
-        num_sent += sum(line.step() for line in lines)
-        workers_s += time.process_time() - step_s
-        for _ in range(8):
-            await asyncio.sleep(0)
+    began_s = time.process_time()
+    num_sent, workers_s = await run_steps(lines, num_tokens)
     per_token_us = (time.process_time() - began_s - workers_s) / num_sent * 1e6
     await router.stop()
     await asyncio.gather(*reading, return_exceptions=True)

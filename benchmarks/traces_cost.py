@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
-from benchmarks.router_tokens import _CONFIG, SteppingLine, SteppingWorker
+from benchmarks.router_tokens import _CONFIG, SteppingLine, SteppingWorker, run_steps
 from router.config import TraceSettings
 from router.router import Router
 from router.workers.controller_port import LocalController
@@ -86,13 +86,8 @@ async def tokens_per_s(traces: TraceSettings, num_tokens: int) -> float:
     lines = [line for worker in workers.values() for line in worker.lines]
     while sum(line.num_requests for line in lines) < NUM_OPEN:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    began_s, workers_s, num_sent = time.process_time(), 0.0, 0
-    while num_sent < num_tokens:
-        step_s = time.process_time()
-        num_sent += sum(line.step() for line in lines)
-        workers_s += time.process_time() - step_s
-        for _ in range(8):
-            await asyncio.sleep(0)
+    began_s = time.process_time()
+    num_sent, workers_s = await run_steps(lines, num_tokens)
     for client in clients:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)

@@ -8,7 +8,7 @@ from baton import AsyncClient
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
 from gateway.observe.metrics import Metrics
-from gateway.observe.watch import OperatorClient, Watch
+from gateway.observe.watch import ClusterWatch, OperatorClient
 from httpd.server import HttpServer
 from wire.pools import Addresses
 from wire.trust.certificates import Certificates
@@ -42,7 +42,7 @@ class GatewayActor:
         folder = Path(config.metrics_folder) if config.metrics_folder else None
         metrics = Metrics(config.name, folder, config.metrics_address)
         operator = OperatorClient(config.operator_address)
-        app = Gateway(tuple(self._clients), self._keys, metrics, Watch(operator))
+        app = Gateway(tuple(self._clients), self._keys, metrics, ClusterWatch(operator))
         self._clients.append(operator)  # that `stop` closes, too
         self._server = server = HttpServer(app, config.hosts, tls)
         if config.joined_port is None:

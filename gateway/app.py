@@ -22,7 +22,7 @@ from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.messages import MessagesDialect
 from gateway.observe.metrics import Metrics
-from gateway.observe.watch import PAGE, REQUESTS, Watch
+from gateway.observe.watch import PAGE, REQUESTS, ClusterWatch
 from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
@@ -66,7 +66,7 @@ class Gateway:
     """The ASGI application; spreads requests over several clients of one router."""
 
     def __init__(
-        self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics, watch: Watch | None = None
+        self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics, watch: ClusterWatch | None = None
     ) -> None:
         """watch: of the page; None without one."""
         self._clients = itertools.cycle(clients)

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton import Chunk, Completion
 from baton.results import Choice, PromptPart
-from gateway.generation import PROMPT_IDS, Dialect, Draft, Generation, members
+from gateway.generation import PROMPT_IDS, ChoiceDraft, Dialect, Generation, members
 from httpd.errors import envelope
 from wire.errors import BatonError
 
@@ -67,7 +67,7 @@ class ChoicesDialect(Dialect):
     def failed(self, error: BatonError) -> bytes:
         return b"data: " + envelope(error) + b"\n\n"
 
-    def whole(self, drafts: Sequence[Draft], completions: Sequence[Completion]) -> list[bytes]:
+    def whole(self, drafts: Sequence[ChoiceDraft], completions: Sequence[Completion]) -> list[bytes]:
         pieces, shared = [self._head(self.object_name)], dict[str, list[bytes]]()
         for draft in drafts:
             if self.has_one_prompt and PROMPT_IDS in draft.ids:

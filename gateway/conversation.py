@@ -13,7 +13,7 @@ from baton import Chunk, Completion
 from baton.results import Choice
 from gateway import fields
 from gateway.choices import usage_of
-from gateway.generation import Dialect, Draft, Generation
+from gateway.generation import ChoiceDraft, Dialect, Generation
 from text.answer.answer import AnswerParser, Part, Reasoning
 from text.answer.calls import Arguments, CallBegun
 from text.answer.formats import NO_FORMATS, AnswerFormats
@@ -129,7 +129,7 @@ class BlockKind(Enum):
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A run of parts of one kind. id: drawn. name: of the function that a call names. is_cut: by max_tokens."""
 
     index: int
@@ -149,22 +149,22 @@ class BlocksDialect(Dialect):
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
         self._conversation = Conversation(answer_formats)
-        self._blocks: list[Block] = []
+        self._blocks: list[AnswerBlock] = []
 
     @abstractmethod
     def first_events(self) -> list[Event]:
         """Describes the events before the first token."""
 
     @abstractmethod
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: AnswerBlock) -> list[Event]:
         """Describes the events that begin a block."""
 
     @abstractmethod
-    def grown(self, block: Block, text: str) -> Event:
+    def grown(self, block: AnswerBlock, text: str) -> Event:
         """Describes the event of new text of a block."""
 
     @abstractmethod
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: AnswerBlock) -> list[Event]:
         """Describes the events that end a block."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class BlocksDialect(Dialect):
         described += self.last_events(completion.choices[0], usage_of(completions))
         return b"".join(map(self.write, described))
 
-    def whole(self, drafts: Sequence[Draft], completions: Sequence[Completion]) -> list[bytes]:
+    def whole(self, drafts: Sequence[ChoiceDraft], completions: Sequence[Completion]) -> list[bytes]:
         [draft], [completion] = drafts, completions
         for _ in self._add([*self._answer.feed("".join(draft.text)), *self._answer.flush()]):
             pass
@@ -211,7 +211,9 @@ class BlocksDialect(Dialect):
             kind = _kind_of(part)
             if isinstance(part, CallBegun) or not self._blocks or self._blocks[-1].kind is not kind:
                 yield from self._close()
-                self._blocks.append(Block(len(self._blocks), kind, part.name if isinstance(part, CallBegun) else ""))
+                self._blocks.append(
+                    AnswerBlock(len(self._blocks), kind, part.name if isinstance(part, CallBegun) else "")
+                )
                 yield from self.opened(self._blocks[-1])
             if not isinstance(part, CallBegun):
                 text = part if isinstance(part, str) else part.text

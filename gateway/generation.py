@@ -53,7 +53,7 @@ class Dialect(Protocol):
     def failed(self, error: BatonError) -> bytes:
         """Writes the event of a failure amid a stream."""
 
-    def whole(self, drafts: Sequence["Draft"], completions: Sequence[Completion]) -> list[bytes]:
+    def whole(self, drafts: Sequence["ChoiceDraft"], completions: Sequence[Completion]) -> list[bytes]:
         """Writes a whole answer in pieces. drafts: of all choices."""
 
 
@@ -109,7 +109,7 @@ class Generation:
 
 
 @dataclass
-class Draft:
+class ChoiceDraft:
     """A choice of a whole answer in the making: its text, and lists of log-probabilities and of ids, as JSON."""
 
     text: list[str] = field(default_factory=list)
@@ -136,7 +136,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
     Raises BatonError; a prompt that fails ends the others.
     """
     dialect.begin(generation)
-    drafts = [Draft() for _ in range(len(generation.prompts) * generation.num_choices)]
+    drafts = [ChoiceDraft() for _ in range(len(generation.prompts) * generation.num_choices)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
@@ -171,7 +171,7 @@ def ids_of(chunk: Chunk) -> dict[str, list[int]]:
     return {PROMPT_IDS if isinstance(chunk, PromptPart) else "token_ids": [*chunk.token_ids]}
 
 
-def _add(text: str, gained: tuple[Mapping[str, list[Any]], ...], drafts: Sequence[Draft]) -> int:
+def _add(text: str, gained: tuple[Mapping[str, list[Any]], ...], drafts: Sequence[ChoiceDraft]) -> int:
     """Appends text, log-probabilities and ids to choices, which share the JSON. Returns the bytes of memory."""
     lists, ids = ({name: json.dumps(one)[1:-1].encode() for name, one in each.items() if one} for each in gained)
     for draft in drafts:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from baton.results import Choice
 from gateway import conversation, fields, formats
-from gateway.conversation import Block, BlockKind, BlocksDialect, Event
+from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
 from httpd.errors import describe
 from wire.errors import BatonError
 from wire.typed_reader import Misfit, Read, list_of, reader_of
@@ -26,7 +26,7 @@ def tool_choice(value: Any) -> dict[str, Any]:
 
 
 def thinking(value: Any) -> dict[str, Any]:
-    """Reads what is said of thinking as fields of chats."""
+    """Reads settings of thinking as fields of chats."""
     taken = _THINKING(value)
     budget = {"thinking_token_budget": taken["budget_tokens"]} if "budget_tokens" in taken else {}
     is_set = taken["type"] != "adaptive"
@@ -168,14 +168,14 @@ class MessagesDialect(BlocksDialect):
     def first_events(self) -> list[Event]:
         return [{"type": "message_start", "message": self._message([], None, None, _usage({}))}, {"type": "ping"}]
 
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: AnswerBlock) -> list[Event]:
         return [{"type": "content_block_start", "index": block.index, "content_block": _content_block(block)}]
 
-    def grown(self, block: Block, text: str) -> Event:
+    def grown(self, block: AnswerBlock, text: str) -> Event:
         kind, name = _DELTAS[block.kind]
         return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: AnswerBlock) -> list[Event]:
         return [{"type": "content_block_stop", "index": block.index}]
 
     def last_events(self, choice: Choice, usage: dict[str, Any]) -> list[Event]:
@@ -199,7 +199,7 @@ class MessagesDialect(BlocksDialect):
         return {**named, "model": self._generation.model, "content": content, **ended}
 
 
-def _content_block(block: Block) -> dict[str, Any]:
+def _content_block(block: AnswerBlock) -> dict[str, Any]:
     if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": block.text}
     if block.kind is BlockKind.REASONING:

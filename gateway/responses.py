@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from baton.results import Choice
 from gateway import conversation, fields, formats
-from gateway.conversation import Block, BlockKind, BlocksDialect, Event
+from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
 from httpd.errors import describe
 from wire.errors import BatonError
 from wire.sampling import FinishReason
@@ -127,14 +127,14 @@ class ResponsesDialect(BlocksDialect):
         begun = self._response("in_progress")
         return [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
 
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: AnswerBlock) -> list[Event]:
         item = {**self._item(block), "status": "in_progress"}
         if block.kind is BlockKind.CALL:
             return [{"type": "response.output_item.added", "output_index": block.index, "item": item}]
         added = {"type": "response.output_item.added", "output_index": block.index, "item": {**item, "content": []}}
         return [added, {"type": "response.content_part.added", **self._place(block), "part": _part(block)}]
 
-    def grown(self, block: Block, text: str) -> Event:
+    def grown(self, block: AnswerBlock, text: str) -> Event:
         return {
             "type": f"response.{_STREAMED[block.kind]}.delta",
             **self._place(block),
@@ -142,7 +142,7 @@ class ResponsesDialect(BlocksDialect):
             "delta": text,
         }
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: AnswerBlock) -> list[Event]:
         place, is_call = self._place(block), block.kind is BlockKind.CALL
         whole = {"arguments" if is_call else "text": block.text}
         done = {"type": f"response.{_STREAMED[block.kind]}.done", **place, **_logprobs(block), **whole}
@@ -175,11 +175,11 @@ class ResponsesDialect(BlocksDialect):
         named = {"id": f"resp_{self._generation.request_id}", "object": "response", "model": self._generation.model}
         return {**named, **_UNUSED, **self._echoed, "status": status}
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
         place = {"item_id": self._item(block)["id"], "output_index": block.index}
         return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
 
-    def _item(self, block: Block) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock) -> dict[str, Any]:
         """Describes a block as it is now."""
         named = {"id": f"{block.kind.value}_{self._generation.request_id}_{block.index}"}
         named["status"] = "incomplete" if block.is_cut else "completed"
@@ -203,13 +203,13 @@ def _echo(taken: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _logprobs(block: Block) -> dict[str, Any]:
+def _logprobs(block: AnswerBlock) -> dict[str, Any]:
     return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
 
 

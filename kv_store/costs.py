@@ -79,7 +79,9 @@ class Costs:
         self._sources = WeakKeyDictionary[BlockSource, SourceCosts]()
 
     def of(self, source: BlockSource) -> SourceCosts:
-        return self._sources.setdefault(source, SourceCosts())
+        if source not in self._sources:
+            self._sources[source] = SourceCosts()
+        return self._sources[source]
 
     def note_prefill(self, num_tokens: int, took_s: float) -> None:
         """Learns from a run of the model; not from one of few tokens, nor where no time is counted."""

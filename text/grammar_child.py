@@ -32,7 +32,7 @@ def _answer(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> dict[str, str]:
 
 
 def _failure(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> str:
-    """Builds a grammar, and its first mask; returns what is wrong with it, or ""."""
+    """Builds a grammar, and its first mask; returns its fault, or ""."""
     try:
         matcher = new_matcher(ResponseFormat(FormatKind(asked["kind"]), asked["source"]), tokenizer)
     except InvalidRequest as error:

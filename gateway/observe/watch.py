@@ -72,7 +72,7 @@ class Snapshot:
         return event({"parts": self.state, "requests": self.requests, "is_whole": True})
 
 
-class Watch:
+class ClusterWatch:
     """The newest snapshot, read by the first reader that wants a newer one, with the key of that reader.
 
     `routes`: what the page reads, by path. The operator's service checks each caller's key; files want none.

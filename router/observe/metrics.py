@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import prometheus_client as prometheus
 
-from router.observe.record import RecentRequests, RequestRecord
+from router.observe.record import RequestRecord
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unsupported
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
@@ -37,7 +37,6 @@ class RequestMetrics:
     """Written to on the event loop, read by scrapers' threads; a registry of its own, nothing global."""
 
     def __init__(self) -> None:
-        self.recent = RecentRequests()
         self.registry = prometheus.CollectorRegistry()
         self.prefix_cache = cluster_pb2.PrefixCache(hits=[pb.TierTokens(tier=tier) for tier in Tier])
         self._first_token = self._histogram(
@@ -77,7 +76,6 @@ class RequestMetrics:
         self._requests.labels(outcome_of(error)).inc()
 
     def ended(self, record: RequestRecord) -> None:
-        self.recent.add(record)
         self._requests.labels(record.outcome).inc()
         for reason in record.finish_reasons or (ABORT if record.outcome == CANCELLED else ERROR,):
             self._choices.labels(reason).inc()

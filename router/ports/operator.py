@@ -64,7 +64,7 @@ class ClusterApi(ClusterServicer):
     async def ListRequests(  # noqa: N802
         self, request: cluster_pb2.ListRequestsRequest, context: Context
     ) -> cluster_pb2.ListRequestsResponse:
-        return self._router.metrics.recent.list(request)
+        return self._router.dispatcher.recent.list(request)
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()

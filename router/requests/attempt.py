@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from router.observe.metrics import RequestMetrics
-from router.observe.record import RequestSummary
+from router.observe.record import RecentRequests, RequestSummary
 from router.observe.timeline import TimelineRecorder
 from router.observe.traces import RequestTrace, Traces
 from router.placement import Placement, Route
@@ -50,6 +50,7 @@ class Services:
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
     traces: Traces | None = None
+    recent: RecentRequests = field(default_factory=RecentRequests)
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
 

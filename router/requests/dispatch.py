@@ -54,7 +54,7 @@ class OpenRequest:
         self.outbox = outbox
         self.request_id = request.client_id
         self._id = request.id
-        self._metrics = services.metrics
+        self._metrics, self._recent = services.metrics, services.recent
         self._trace = request.trace
         self._on_end = on_end
         self._reason: BatonError | None = None
@@ -95,6 +95,7 @@ class OpenRequest:
         finish = [] if isinstance(ended, BatonError) else _finish_reasons(ended)
         record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline, finish, reason, message)
         self._metrics.ended(record)
+        self._recent.add(record)
         if self._trace is not None:
             self._trace.end(record, flow.timeline.attempts_ms)
         log.info("request ended", extra=record.values)
@@ -134,7 +135,7 @@ class Dispatcher:
         limits: Callable[[], ServingLimits],
     ) -> None:
         self.root_of = root_of
-        self._services = services
+        self.recent, self._services = services.recent, services
         self._admission = admission
         self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds

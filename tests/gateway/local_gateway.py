@@ -23,7 +23,7 @@ from baton.request import (
 from baton.results import Model, Tokens
 from gateway.app import Gateway
 from gateway.observe.metrics import Metrics
-from gateway.observe.watch import OperatorClient, Watch
+from gateway.observe.watch import ClusterWatch, OperatorClient
 from router.config import RouterConfig
 from router.ports.interceptors import credentials_of
 from router.ports.operator import ClusterApi
@@ -170,7 +170,7 @@ class LocalDoor:
     def __init__(self, router: Router, keys: KeyList) -> None:
         self.client = LocalClient(router)
         self.operator = LocalOperator(router)
-        self.watch = Watch(self.operator)
+        self.watch = ClusterWatch(self.operator)
         self.app = Gateway([self.client], KeyRing(keys), Metrics(), self.watch)
         self.gone = asyncio.Event()
         self.pause_s = 0.0

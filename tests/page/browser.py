@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gateway.app import Gateway
 from gateway.observe.metrics import Metrics
-from gateway.observe.watch import OperatorClient, Watch
+from gateway.observe.watch import ClusterWatch, OperatorClient
 from httpd.server import HttpServer
 from wire.trust.key_ring import NO_KEYS, KeyRing
 
@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("browser_program.py")
 @asynccontextmanager
 async def served(operator: OperatorClient) -> AsyncIterator[str]:
     """Serves the page of an operator's service; yields its URL."""
-    server = HttpServer(Gateway([operator], KeyRing(NO_KEYS), Metrics(), Watch(operator)))
+    server = HttpServer(Gateway([operator], KeyRing(NO_KEYS), Metrics(), ClusterWatch(operator)))
     address = await server.start("127.0.0.1", 0)
     try:
         yield f"http://{address}/ui"

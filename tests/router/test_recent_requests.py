@@ -48,7 +48,7 @@ async def test_a_request_that_failed_is_listed_with_its_timeline_and_without_its
             await cluster.generate(request(max_tokens=3))
         cluster.workers["p0"].refusal = None
         await aborted(cluster)
-        good, bad, ended = listed(cluster.router.metrics.recent)
+        good, bad, ended = listed(cluster.router.dispatcher.recent)
     assert (good.outcome, good.reason, good.output_tokens, good.timeline.prefill_worker) == ("OK", "", 3, "p0")
     assert good.timeline.decode_worker == "d0"
     assert (bad.outcome, bad.reason, bad.message) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "stop")
@@ -84,7 +84,7 @@ async def test_a_lost_worker_is_the_first_cause() -> None:
         cluster.workers[{"d0": "d1", "d1": "d0"}[lost]].may_go.set()
         async for _ in opened.outbox:
             pass
-        [ended] = listed(cluster.router.metrics.recent)
+        [ended] = listed(cluster.router.dispatcher.recent)
         cluster.workers[lost].may_go.set()
     assert (ended.outcome, ended.attempts) == ("OK", 2)
     [failed] = [span for span in ended.timeline.spans if span.error]
