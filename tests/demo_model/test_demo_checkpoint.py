@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo_model import CHECKPOINT, words
 from demo_model.corpus import Split
@@ -120,12 +120,13 @@ def test_it_cannot_answer_without_the_fact(model: LlamaForCausalLM, tokenizer: P
 def test_it_answers_wrong_when_its_kv_is_lost(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     prompt_ids = tokenizer(f"{_FACTS} Question: which room has Ben", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        cache = model(prompt_ids[:, :-1], use_cache=True).past_key_values
-        kept = model(prompt_ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits[0, -1].argmax()
+        cache: Any = DynamicCache()
+        model(prompt_ids[:, :-1], None, None, cache)
+        kept = model(prompt_ids[:, -1:], None, None, copy.deepcopy(cache)).logits[0, -1].argmax()
         for layer in cache.layers:
             layer.keys.zero_()
             layer.values.zero_()
-        lost = model(prompt_ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()
+        lost = model(prompt_ids[:, -1:], None, None, cache).logits[0, -1].argmax()
     assert tokenizer.decode(kept) == " 19"
     assert tokenizer.decode(lost) != " 19"
 

@@ -66,11 +66,12 @@ class DenseOracle:
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[int], dropping: Dropping, num_tokens: int) -> list[int]:
-        found = self.model(torch.tensor([prompt_ids]), use_cache=True, output_attentions=True)
+        cache: Any = transformers.DynamicCache()
+        found = self.model(torch.tensor([prompt_ids]), None, None, cache, output_attentions=True)
         watched = slice(-dropping.rule.num_watched, None)
         attention = [self._grouped(layer[0])[:, :, watched].sum((1, 2)) for layer in found.attentions]
-        self.keys = [layer.keys[0] for layer in found.past_key_values.layers]
-        self.values = [layer.values[0] for layer in found.past_key_values.layers]
+        self.keys = [layer.keys[0] for layer in cache.layers]
+        self.values = [layer.values[0] for layer in cache.layers]
         num_kept = dropping.num_copied(len(prompt_ids), BLOCK) * BLOCK
         if dropping.rule is Rule.SNAPKV:
             chosen = [self._choose(layer, num_kept, num_latest=16, reach=3) for layer in attention]
@@ -125,17 +126,12 @@ class DenseOracle:
         return attention
 
     def _step(self, token: int, position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        past = transformers.DynamicCache()
+        past: Any = transformers.DynamicCache()
         for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             past.update(key[None], value[None], layer)
-        found = self.model(
-            torch.tensor([[token]]),
-            past_key_values=past,
-            position_ids=torch.tensor([[position]]),
-            output_attentions=True,
-        )
-        self.keys = [layer.keys[0] for layer in found.past_key_values.layers]
-        self.values = [layer.values[0] for layer in found.past_key_values.layers]
+        found = self.model(torch.tensor([[token]]), None, torch.tensor([[position]]), past, output_attentions=True)
+        self.keys = [layer.keys[0] for layer in past.layers]
+        self.values = [layer.values[0] for layer in past.layers]
         return found.logits[0, -1], [self._grouped(layer[0]).sum((1, 2)) for layer in found.attentions]
 
 

@@ -124,8 +124,8 @@ async def test_a_node_whose_port_is_gone_is_a_miss() -> None:
 
 
 LINES: dict[str, tuple[Line, bool]] = {
-    "30 ms late": (Line(delay_s=(0.03, 0.03)), True),
-    "jitter": (Line(delay_s=(0.0, 0.02)), True),
+    "5 ms late": (Line(delay_s=(0.005, 0.005)), True),
+    "jitter": (Line(delay_s=(0.0, 0.005)), True),
     "seven bytes at a time": (Line(max_piece_bytes=7), True),
     "2 kB a second": (Line(bytes_per_s=2000.0), False),
     "half a second late": (Line(delay_s=(0.5, 0.5)), False),
