@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.quality_backends import Backend, CutText, TransformersBackend
 from benchmarks.quality_page import MAIN_LEN, PLAN, Row, add_rows, renew_page, write_page
-from benchmarks.quality_real import REAL_TECHNIQUES, measure_real
+from benchmarks.quality_real import ROWS, measure_real
 from benchmarks.techniques import LOAD, TECHNIQUES, Technique, decode_in_turns
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
@@ -234,7 +234,7 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file")
     parser.add_argument("--write", action="store_true", help="measure all techniques, and make docs/quality.md")
     parser.add_argument("--real", action="store_true", help="with --write: on SmolLM2, which is fetched")
-    names = dict.fromkeys(one.name for one in (*TECHNIQUES, *REAL_TECHNIQUES))
+    names = dict.fromkeys((*(one.name for one in TECHNIQUES), *ROWS))
     parser.add_argument("--only", choices=[*names], help="with --write: renew one technique's row, without its speed")
     args = parser.parse_args(arguments)
     if args.real and not args.write:

@@ -80,12 +80,12 @@ class TransformersBackend:
             do_sample=False,
             pad_token_id=min(self._end_ids),
         )
-        return [_until_end(row, self._end_ids) for row in output[:, width:].tolist()]
+        return [until_end(row, self._end_ids) for row in output[:, width:].tolist()]
 
     @torch.inference_mode()
     def log_likelihood(self, text: CutText) -> float:
         logits = self._model(torch.tensor([text.token_ids])).logits[0]
-        return _log_likelihood(logits[len(text.prompt_ids) : -1], text.given_ids[1:])
+        return log_likelihood(logits[len(text.prompt_ids) : -1], text.given_ids[1:])
 
 
 class ScoringDecoder(Decoder):
@@ -120,7 +120,7 @@ class EngineBackend:
             output = self.step()
             for choice, token_id in zip(output.choices, output.token_ids, strict=True):
                 answers[choice.attempt_id].append(token_id)
-        return [_until_end(answer, frozenset(self._model.eos_token_ids)) for answer in answers.values()]
+        return [until_end(answer, frozenset(self._model.eos_token_ids)) for answer in answers.values()]
 
     def log_likelihood(self, text: CutText) -> float:
         kept: dict[int, torch.Tensor] = {}
@@ -129,7 +129,7 @@ class EngineBackend:
         self._model.kept = None
         first = len(text.prompt_ids)
         rows = torch.stack([kept[position] for position in range(first, first + len(text.given_ids) - 1)])
-        return _log_likelihood(rows.cpu(), text.given_ids[1:])
+        return log_likelihood(rows.cpu(), text.given_ids[1:])
 
     def begin(self, text: CutText, max_tokens: int, *, ignore_eos: bool = False) -> AttemptId:
         """Queues a request for a greedy continuation."""
@@ -149,11 +149,12 @@ class EngineBackend:
         return output
 
 
-def _log_likelihood(logits: torch.Tensor, token_ids: Sequence[int]) -> float:
+def log_likelihood(logits: torch.Tensor, token_ids: Sequence[int]) -> float:
     """Sums the log-probabilities of the tokens that follow the rows of `logits`."""
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).sum().item()
 
 
-def _until_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
+def until_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
+    """Cuts tokens before the first that ends a text."""
     ends = [index for index, token in enumerate(token_ids) if token in end_ids]
     return list(token_ids[: ends[0]] if ends else token_ids)

@@ -9,7 +9,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +18,9 @@ from typing import Any
 
 from benchmarks.choosers import Drawn, Latest
 from benchmarks.machine import MachineState, processor
+from benchmarks.paper_rules import PAPER_RULES, PaperBackend
 from benchmarks.peers import default_cache
-from benchmarks.quality_backends import CutText, EngineBackend
+from benchmarks.quality_backends import Backend, CutText
 from benchmarks.real_model import plain_checkpoint
 from benchmarks.real_text import NAME, TITLES, articles
 from benchmarks.result_file import FOLDER
@@ -48,6 +49,7 @@ REAL_TECHNIQUES = tuple(
         "full, float32": {"dtype": "float32"},
     }.items()
 )
+ROWS = (*(one.name for one in REAL_TECHNIQUES), *PAPER_RULES)
 PLAN = {1000: 4, 2000: 2, 4000: 1}
 """Lengths of texts with facts, and how many of each; a text has a fact for each of PLACES, and all are asked for."""
 PLACES = ("Paris", "Oslo", "Lima", "Cairo", "Delhi", "Rome", "Kyoto", "Quito")
@@ -87,8 +89,9 @@ class Haystack:
 class RealMeter:
     """Measures a loaded model; the texts depend on nothing but their articles."""
 
-    def __init__(self, backend: EngineBackend, tokenizer: Tokenizer) -> None:
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, bytes_per_token: Callable[[CutText], float]) -> None:
         self._backend = backend
+        self._bytes_per_token = bytes_per_token
         self._tokenizer = tokenizer
 
     def measure(self) -> RealRow:
@@ -121,7 +124,7 @@ class RealMeter:
     def bytes_per_token(self) -> float:
         """Of KV that a request of OPENING_LEN tokens holds while it decodes."""
         text = CutText.cut(self._ids(SCORED[0])[: OPENING_LEN + 3], OPENING_LEN)
-        return decode(self._backend, [text], _NUM_STEPS).bytes_per_token
+        return self._bytes_per_token(text)
 
     def _is_right(self, haystack: Haystack, end: str, value: str) -> bool:
         text = CutText(haystack.prompt_ids, tuple(self._tokenizer.encode(end)))
@@ -149,12 +152,20 @@ def measure_real(only: str | None) -> None:
     """Measures the techniques, or one, and keeps each row at once."""
     folder = plain_checkpoint(default_cache() / "smollm2-float32")
     tokenizer = Tokenizer.load(folder)
-    for one in REAL_TECHNIQUES:
-        if only in (None, one.name):
-            print(f"{one.name} ...", file=sys.stderr, flush=True)
-            with TemporaryDirectory() as scratch:
-                row = RealMeter(one.load(folder, Path(scratch), num_blocks=NUM_BLOCKS), tokenizer).measure()
-            keep(one.name, row)
+    for name in ROWS:
+        if only in (None, name):
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            keep(name, _measure(name, folder, tokenizer))
+
+
+def _measure(name: str, folder: Path, tokenizer: Tokenizer) -> RealRow:
+    if name in PAPER_RULES:
+        theirs = PaperBackend(folder, PAPER_RULES[name])
+        return RealMeter(theirs, tokenizer, theirs.bytes_per_token).measure()
+    [technique] = [one for one in REAL_TECHNIQUES if one.name == name]
+    with TemporaryDirectory() as scratch:
+        ours = technique.load(folder, Path(scratch), num_blocks=NUM_BLOCKS)
+        return RealMeter(ours, tokenizer, lambda text: decode(ours, [text], _NUM_STEPS).bytes_per_token).measure()
 
 
 def keep(name: str, row: RealRow) -> None:
@@ -165,7 +176,7 @@ def keep(name: str, row: RealRow) -> None:
         "command": COMMAND,
         "machine": f"{processor()}, {datetime.now(UTC):%Y-%m-%d}",
         "text": NAME,
-        "rows": {one.name: rows[one.name] for one in REAL_TECHNIQUES if one.name in rows},
+        "rows": {one: rows[one] for one in ROWS if one in rows},
     }
     RESULTS.write_text(
         json.dumps(content, indent=None, separators=(",", ":")).replace('"answers"', '\n"answers"') + "\n"
@@ -234,7 +245,9 @@ rows, three to five minutes each on a busy machine, keeps each at once, and make
 - *answers that change*: of {num_answers} texts of {answer_prompt_len} tokens, where one of the next {answer_len}
   tokens is not the first row's;
 - *latest*, *at random* and the window are controls, as above. Weights in int8 and int4 are made of these dequantized
-  ones, which had 4 to 5 bits before. `snapkv` and `h2o` are the product's variants, of whole pages.
+  ones, which had 4 to 5 bits before. `snapkv` and `h2o` are the product's variants, of whole pages;
+- *by its paper*: the rule as SnapKV's and H2O's authors have it, for each KV head by itself, on dense attention of
+  torch in float32 (benchmarks/paper_rules.py): SnapKV by 32 rows, H2O by all rows, a token at each step.
 
 A model of 135M finds few facts in long text even with all of its KV: the first row is what others can reach. No
 speeds, as the machine had other work: {machine}, load average {loads} on two cores."""

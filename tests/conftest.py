@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.groups import group_of, place_of
+from tests.groups import group_of, is_alone, place_of
 from tests.pairs import RUNS_ALL, left_out
+
+YIELDING = 10
+"""The niceness of tests that neither start clusters nor measure time, where processes run side by side."""
 
 # Kernels run interpreted where there is no GPU. Set here because Triton looks once, when any test first imports it.
 if not torch.cuda.is_available():
@@ -21,6 +24,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in dropped]
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: place_of(item.nodeid))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Lets tests that start clusters or measure time have the processors before tests of other processes."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not is_alone(nodeid) and os.nice(0) < YIELDING:
+        os.nice(YIELDING - os.nice(0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,9 +11,14 @@ LONGEST = ("simulator", "exactness", "kernels", "engine", "bad_input")
 """Folders to begin with, so that processes end together."""
 
 
+def is_alone(nodeid: str) -> bool:
+    """Tells whether a test starts a whole cluster or measures time."""
+    return nodeid.startswith(ONE_BY_ONE)
+
+
 def group_of(nodeid: str) -> str:
     """Returns the group of a test: its file, whose tests share what they make, or all that run one by one."""
-    return ONE_BY_ONE[0] if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
+    return ONE_BY_ONE[0] if is_alone(nodeid) else nodeid.partition("::")[0]
 
 
 def place_of(nodeid: str) -> int:
