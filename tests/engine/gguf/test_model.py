@@ -19,6 +19,7 @@ from engine.model.decoder import Decoder
 from tests.engine.gguf.files import SHAPE, llama3_divisors, make_gguf, write_gguf
 from tests.harness.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint
 from tests.harness.model_alone import generate
+from tests.kernels.backends import lend_kernels
 from text.template_processes import Template
 from wire.errors import ModelError
 from wire.sampling import SamplingParams
@@ -36,6 +37,7 @@ LLAMA3 = {
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lend_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
