@@ -159,7 +159,7 @@ class PrefixStore:
         return self.tiers.status()
 
     def close(self) -> None:
-        """Closes the tiers; a file system that hangs is waited for within bounds. Host memory is gone."""
+        """Closes the tiers, after the last call; waits within bounds for a file system. Host memory is gone."""
         self.tiers.close()
 
     def __enter__(self) -> "PrefixStore":

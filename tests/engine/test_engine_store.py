@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from baton import Engine, PrefixStore, SamplingParams, tiers
+from deploy.plan.config import ModelSettings
+from deploy.plan.model import inspect_model
+from router.config import ClusterAccess, RouterConfig
 
 SECRET = bytes(range(32))
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -91,6 +94,14 @@ def test_prefixes_of_an_engine_are_in_its_store(checkpoint: Checkpoints, tmp_pat
         assert prefix.num_tokens == 176
         assert prefix.kv.shape == (2, 2, 2, 176, 16)
         assert torch.isfinite(prefix.kv).all()
+
+
+def test_names_are_the_same_as_of_a_cluster_that_serves_the_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for kv_dtype in ("auto", "int8"):
+        settings = ModelSettings(path=str(checkpoint("llama-gqa")), block_size=16, kv_dtype=kv_dtype)
+        router = RouterConfig(inspect_model(settings, "cpu").served, ClusterAccess("token", SECRET.hex()))
+        with store_of(load(checkpoint("llama-gqa"), tmp_path, kv_dtype)) as store:
+            assert store.root == router.root_of("default")
 
 
 def test_another_model_or_dtype_of_kv_finds_nothing(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ NAMES = names_of(4 * 6 + 1)
 
 def test_blocks_come_back_without_the_tail() -> None:
     pool = filled_pool(NAMES)
-    store = PageStore(TierList([MemoryTier(LAYOUT)]), pool)
+    tier = MemoryTier(LAYOUT)
+    store = PageStore(TierList([tier]), pool)
     assert store.write_through(NAMES, pages_from(0, 7), None) == 6
     assert store.fetch(NAMES, pages_from(20, 7)) == [Tier.REDIS] * 6
     assert [page_of(pool, page) for page in pages_from(20, 6)] == [payload_of(name) for name in NAMES[:6]]
     assert not any(page_of(pool, PageId(26)))
+    assert (tier.status().hits, tier.status().misses) == (6, 0)
 
 
 def test_a_fetch_ends_at_the_first_block_that_no_tier_has_and_fills_no_further_page() -> None:
