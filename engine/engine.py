@@ -9,10 +9,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.fingerprint import DigestCache
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.events import Event, Failed, Finished
@@ -22,13 +24,19 @@ from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from kernels.selection import select_backend
 from kv_store.device_pool import DevicePool
-from kv_store.transfers import NoStore
+from kv_store.page_store import PageStore
+from kv_store.transfers import InlineTransfers, NoStore
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping, parse_kv_policy
+from wire.layout import KVLayout
 from wire.sampling import DEFAULTS, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from kv_store.prefix_store import PrefixStore
 
 _ROOT = NamespaceRoot(bytes(32))
 
@@ -51,8 +59,17 @@ class EngineCompletion:
     choices: tuple[ChoiceOutput, ...]
 
 
+class OpenStore(Protocol):
+    """A way to open the store of a model's blocks: `functools.partial(PrefixStore, tiers, secret=...)`."""
+
+    def __call__(self, *, model: bytes, layout: KVLayout) -> "PrefixStore": ...
+
+
 class Engine:
-    """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches."""
+    """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches.
+
+    store: of the blocks that it computes and finds beyond its pages; the caller closes it. None without one.
+    """
 
     def __init__(
         self,
@@ -60,11 +77,13 @@ class Engine:
         tokenizer: Tokenizer,
         dropping: Dropping | None = None,
         defaults: SamplingParams = DEFAULTS,
+        store: "PrefixStore | None" = None,
     ) -> None:
         """`dropping`: the policy by which each request drops KV, if any. `defaults`: of requests without sampling."""
         self.core = core
         self.tokenizer = tokenizer
         self.defaults = defaults
+        self.store = store
         self._dropping = dropping
         self._grammars = Grammars(lambda: tokenizer.definition, core.model.vocab_size, core.model.eos_token_ids)
 
@@ -81,20 +100,28 @@ class Engine:
         num_blocks: int = 1024,
         batcher: Batcher | None = None,
         chooser: Chooser = HEAVIEST,
+        store: OpenStore | None = None,
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
 
         kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here. chooser: of the
-        tokens that a dropping policy keeps.
+        tokens that a dropping policy keeps. store: opens a store for the fingerprint and layout of the model as it is
+        loaded, which a cluster's names begin with, too; a step that fills blocks writes them to all tiers, and one
+        that begins a prompt reads its front from there. Raises the errors of `store`.
         """
         policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
         checkpoint = Checkpoint(folder)
         tokenizer = checkpoint.load_tokenizer()
-        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, None, kv_dtype, kv_policy)
-        pool = DevicePool(decoder.layout, num_blocks, decoder.device)
-        core = EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore(), chooser=chooser)
-        return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None, checkpoint.sampling)
+        backend = select_backend(torch.device(device))
+        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, backend, kv_dtype, kv_policy)
+        pool, opened = DevicePool(decoder.layout, num_blocks, decoder.device), None
+        if store is not None:
+            fingerprint = checkpoint.fingerprint(decoder.layout.dtype, backend.version, DigestCache.of_user())
+            opened = store(model=fingerprint, layout=decoder.layout)
+        transfers = InlineTransfers(PageStore(opened.tiers, pool)) if opened else NoStore()
+        core = EngineCore(decoder, pool, batcher or ContinuousBatcher(), transfers, chooser=chooser)
+        return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None, checkpoint.sampling, opened)
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
@@ -103,7 +130,8 @@ class Engine:
 
         Raises as `Grammars.prepare` and `EngineCore.add`, or the error of a failed request.
         """
-        runs = [_Run(self.tokenizer, prompt, sampling or self.defaults, self._dropping) for prompt in prompts]
+        root = _ROOT if self.store is None else self.store.root
+        runs = [_Run(self.tokenizer, root, prompt, sampling or self.defaults, self._dropping) for prompt in prompts]
         by_id = {run.request.attempt_id: run for run in runs}
         try:
             for run in runs:
@@ -127,12 +155,17 @@ class _Run:
     """A prompt under way."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: str | Sequence[int], sampling: SamplingParams, dropping: Dropping | None
+        self,
+        tokenizer: Tokenizer,
+        root: NamespaceRoot,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        dropping: Dropping | None,
     ) -> None:
         prompt_ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
         attempt_id = AttemptId(secrets.token_hex(8))
-        self.request = EngineRequest(attempt_id, _ROOT, prompt_ids, sampling, choices, dropping=dropping)
+        self.request = EngineRequest(attempt_id, root, prompt_ids, sampling, choices, dropping=dropping)
         self.outputs = [ChoiceOutput() for _ in choices]
         decoding = tokenizer if sampling.skip_special_tokens else tokenizer.spelling(tokenizer.special_tokens)
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output

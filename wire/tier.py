@@ -34,13 +34,31 @@ class Write(StrEnum):
 
 @dataclass(frozen=True)
 class ColdSettings:
-    """A cold tier's settings. place: the URL of a server, or the path of a folder."""
+    """A cold tier's settings. place: the URL of a server, or the path of a folder; empty for memory of a process."""
 
     tier: Tier
     place: str
     write: Write
     timeout_s: float
     max_bytes: int = 0
+
+
+def host_memory(max_bytes: int) -> ColdSettings:
+    """Describes an arena in the memory of this process, of at most `max_bytes`."""
+    return ColdSettings(Tier.HOST, "", Write.ALL, 0.0, max_bytes)
+
+
+def redis(url: str, timeout_s: float = 5.0) -> ColdSettings:
+    """Describes a server: redis://HOST:PORT/DB, rediss://... or unix:///PATH. A reply later than `timeout_s` is a miss.
+
+    The server has its own limit of memory and its own policy of eviction.
+    """
+    return ColdSettings(Tier.REDIS, url, Write.ALL, timeout_s)
+
+
+def files(folder: str, max_bytes: int, timeout_s: float = 5.0) -> ColdSettings:
+    """Describes a folder in which frames take at most `max_bytes`. A read later than `timeout_s` is a miss."""
+    return ColdSettings(Tier.FILES, folder, Write.ALL, timeout_s, max_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The cold tiers of a node, made of their settings. A further one is an entry of `_MAKERS`."""
+"""The cold tiers of a node or a library, made of their settings. A further one is an entry of `_MAKERS`."""
 
 from collections.abc import Callable, Sequence
 
+from kv_store.node.arena_tier import ArenaTier
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
@@ -9,6 +10,7 @@ from wire.layout import KVLayout
 from wire.tier import ColdSettings, Tier
 
 _MAKERS: dict[Tier, Callable[[ColdSettings, KVLayout, bytes], ColdTier]] = {
+    Tier.HOST: lambda settings, layout, _: ArenaTier(layout, settings.max_bytes),
     Tier.REDIS: lambda settings, layout, mac_key: RedisTier(settings.place, layout, mac_key, settings.timeout_s),
     Tier.FILES: lambda settings, layout, mac_key: FilesTier(
         settings.place, layout, mac_key, settings.timeout_s, settings.max_bytes

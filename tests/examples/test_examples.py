@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +32,26 @@ def test_in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert printed.startswith("The sun rises in the")
     assert "\nOnce upon a time" in printed
     assert len(printed) > len("The sun rises in the\nOnce upon a time\n") + 20
+
+
+def printed_by_a_process(name: str, folder: Path) -> str:
+    command = [sys.executable, str(EXAMPLES / name), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_a_cache_of_transformers_is_restored_by_a_second_process(tmp_path: Path) -> None:
+    first, second = (printed_by_a_process("prefix_store.py", tmp_path) for _ in range(2))
+    assert first.startswith("0 of 53 tokens restored: ")
+    assert len(first.partition(": ")[2].split()) == 32
+    assert second == first.replace("0 of", "48 of", 1)
+
+
+def test_blocks_of_the_engine_are_read_by_a_second_process(tmp_path: Path) -> None:
+    first, second = (printed_by_a_process("engine_store.py", tmp_path) for _ in range(2))
+    assert first == "0 blocks read, 3 written: ' parrot.'\n"
+    assert second == "3 blocks read, 0 written: ' parrot.'\n"
 
 
 class Parrot(pb_grpc.InferenceServicer):
@@ -66,12 +88,15 @@ def programs_of_readme() -> list[str]:
 
 
 def test_programs_of_the_readme(
-    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
-    client, engine = programs_of_readme()
+    client, engine, store = programs_of_readme()
     assert "127.0.0.1:50051" in client
     exec(client.replace("127.0.0.1:50051", address))
     assert capsys.readouterr().out.startswith("The!old!farmer!walks!to!the!Pets:!Tom!")
     exec(engine)
     assert "41" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    exec(store)
+    assert capsys.readouterr().out == "96\n"

@@ -1,0 +1,88 @@
+"""Tiers as one, nearest first: a block is read from the nearest that has it, and written to all."""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+
+from kv_store.frame import checksum_of
+from kv_store.node.arena_tier import ArenaTier
+from kv_store.tiers.cold_tier import ColdTier
+from wire.errors import Unsupported
+from wire.ids import BlockKey
+from wire.names import BlockName
+from wire.tier import FarStatus, Tier
+
+
+class TierList:
+    """A list of tiers, thread-safe. A tier at fault has no block and takes none; no call raises for that."""
+
+    def __init__(self, tiers: Sequence[ColdTier]) -> None:
+        self._tiers = [*tiers]
+        self._lock = threading.Lock()
+
+    @property
+    def host(self) -> ArenaTier:
+        """The first tier in host memory. Raises Unsupported without one."""
+        for tier in self._tiers:
+            if isinstance(tier, ArenaTier):
+                return tier
+        raise Unsupported("pinned blocks are kept in host memory, and no tier of this store is there")
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Returns for each key whether some tier has a value; the value may be corrupt."""
+        with self._lock:
+            found = [tier.exists(keys) for tier in self._tiers]
+        return [any(here) for here in zip(*found, strict=True)]
+
+    def read(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[Tier, None, None]:
+        """Fills payloads from the front, and yields the tier of each block once it is verified and in nearer tiers.
+
+        Ends at the first block that no tier has. No other call is let in before the end, or `close`.
+        """
+        place = 0
+        with self._lock:
+            while place < len(names):
+                start = place
+                for number, tier in enumerate(self._tiers):
+                    with closing(tier.get(names[start:], into[start:])) as checksums:
+                        for checksum in checksums:
+                            for nearer in self._tiers[:number]:
+                                nearer.put(names[place], into[place], checksum)
+                            yield tier.tier
+                            place += 1
+                    if place > start:
+                        break
+                else:
+                    return
+
+    def write(self, names: Sequence[BlockName], payload_of: Callable[[int], memoryview]) -> list[bool]:
+        """Writes each block to the tiers that lack it; returns for each whether some tier has it at the end.
+
+        A tier that is smaller than the blocks loses some of them again, the last but one first.
+        payload_of: returns the payload at a place in `names`, valid until its next call; asked where a tier lacks it.
+        """
+        keys = [name.key for name in names]
+        with self._lock:
+            found = [tier.exists(keys) for tier in self._tiers]
+            for place, name in enumerate(names):
+                lacking = [number for number, here in enumerate(found) if not here[place]]
+                if lacking:
+                    payload = payload_of(place)
+                    checksum = checksum_of(payload)
+                for number in lacking:
+                    self._tiers[number].put(name, payload, checksum)
+        return self.exists(keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Deletes blocks from every tier."""
+        with self._lock:
+            for tier in self._tiers:
+                tier.delete(keys)
+
+    def status(self) -> list[FarStatus]:
+        return [tier.status() for tier in self._tiers]
+
+    def close(self) -> None:
+        with self._lock:
+            for tier in self._tiers:
+                tier.close()
