@@ -19,6 +19,7 @@ GPU_RESERVE_BYTES = 2 << 30
 WORKER_BYTES = 256 << 20
 """Of a worker's process beside weights and pages: 190 MiB as measured on a CPU, and room for activations."""
 MIN_BLOCKS = 8
+MORE_SHARED = "--shm-size gives a container more"
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,17 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
     if arena_bytes > machine.shared_bytes:
         problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
-        raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes")
+        raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes; {MORE_SHARED}")
     worker_bytes = WORKER_BYTES + (0 if num_gpus else model.worker_bytes(pool_bytes))
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
     _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes - model.node_bytes, advice)
     sizes = Sizes(
         num_pool_blocks=_num_blocks(pool_bytes, layout.payload_bytes, "worker.pool_bytes", open_bytes),
-        num_arena_slots=_num_blocks(arena_bytes, layout.block_bytes, "arena.size_bytes"),
+        num_arena_slots=_num_blocks(arena_bytes, layout.block_bytes, "arena.size_bytes", advice=f"; {MORE_SHARED}"),
         num_threads=config.worker.num_threads or max(1, machine.num_cores // num_workers),
         num_gpus=num_gpus,
     )
-    return replace(sizes, notes=_notes(sizes, model))
+    return replace(sizes, notes=(*_notes(sizes, model), *_shared_memory_note(config, model, machine)))
 
 
 def require_room(
@@ -102,11 +103,13 @@ def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
     return min(MAX_DEFAULT_ARENA_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
 
 
-def _num_blocks(num_bytes: int, block_bytes: int, setting: str, open_bytes: int = 0) -> int:
+def _num_blocks(num_bytes: int, block_bytes: int, setting: str, open_bytes: int = 0, advice: str = "") -> int:
     num_blocks = (num_bytes - open_bytes) // block_bytes
     if num_blocks < MIN_BLOCKS:
         least = format_bytes(MIN_BLOCKS * block_bytes + open_bytes)
-        raise ConfigError(f"{setting}: {format_bytes(max(0, num_bytes))} is too little, it takes at least {least}")
+        raise ConfigError(
+            f"{setting}: {format_bytes(max(0, num_bytes))} is too little, it takes at least {least}{advice}"
+        )
     return num_blocks
 
 
@@ -135,3 +138,12 @@ def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
         for setting, num_blocks, consequence in rooms
         if num_blocks * model.served.layout.block_bytes < model.context_bytes
     )
+
+
+def _shared_memory_note(config: ClusterConfig, model: ModelFacts, machine: Machine) -> tuple[str, ...]:
+    """Returns a note where /dev/shm, as a container's, makes the default arena smaller than memory would."""
+    arena_bytes = _default_arena_bytes(model, machine)
+    roomy = replace(machine, shared_bytes=machine.memory_bytes)
+    if config.arena.size_bytes or arena_bytes == _default_arena_bytes(model, roomy):
+        return ()
+    return (f"the arena takes {format_bytes(arena_bytes)}, a quarter of what /dev/shm has free; {MORE_SHARED}",)

@@ -2,6 +2,7 @@
 
 The library lies in the user's cache; its name is the SHA-256 of its source, flags and compiler, its last bytes are that
 of the rest. A file that is not the user's own, or that others may write, is refused; a damaged one is compiled again.
+Libraries beside the source, which `prebuild` makes for machines without a compiler, come first: they are trusted as it.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from pathlib import Path
 from kernels.user_cache import locked, own_folder, require_own
 
 SOURCE = Path(__file__).parent
+PREBUILT = SOURCE / "prebuilt"
 UNITS = ("attention.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
@@ -66,8 +68,37 @@ def load_library(isa: str) -> ctypes.CDLL:
     """
     if not _features().issuperset(ISA_TO_FEATURES[isa]):
         raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
-    flags = (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
-    return load_units([SOURCE / unit for unit in UNITS], flags, source_version())
+    if (prebuilt := _prebuilt(isa)).exists():
+        return _load_prebuilt(prebuilt)
+    return load_units(_units(), _flags(isa), source_version())
+
+
+def prebuild() -> None:
+    """Compiles the kernels of all instruction sets beside their source, readable for all. Raises NoKernels, OSError."""
+    PREBUILT.mkdir(exist_ok=True)
+    for isa in ISA_TO_FEATURES:
+        _compile(_find_compiler(), _units(), _flags(isa), _prebuilt(isa))
+        _prebuilt(isa).chmod(0o755)
+
+
+def _prebuilt(isa: str) -> Path:
+    """Returns the place of a library; that of other sources or flags has another name."""
+    return PREBUILT / f"{isa}-{source_version()}.so"
+
+
+def _load_prebuilt(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoKernels(f"the prebuilt kernels cannot be loaded ({error})") from error
+
+
+def _units() -> list[Path]:
+    return [SOURCE / unit for unit in UNITS]
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    return (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
 
 
 def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> ctypes.CDLL:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library
-from kernels.cpu.library import NoKernels, load_library
+from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, load_library, prebuild
 
 QUICK = """#!/bin/sh
 [ "$1" = --version ] && exec echo quick 1
@@ -143,3 +143,33 @@ def test_another_compiler_is_another_library(folder: Path) -> None:
     program.write_text(program.read_text().replace("quick 1", "quick 2"))
     load_library("portable")
     assert len(libraries(folder)) == 2
+
+
+@pytest.fixture
+def prebuilt(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of libraries beside the source; the compiler is gone, and so is the cache, once they are made."""
+    monkeypatch.setattr(library, "PREBUILT", tmp_path / "prebuilt")
+    prebuild()
+    monkeypatch.setattr(library, "COMPILERS", ())
+    monkeypatch.delenv("CXX")
+    return tmp_path / "prebuilt"
+
+
+def test_prebuilt_libraries_want_no_compiler_and_no_cache(prebuilt: Path, folder: Path) -> None:
+    made = {path.name.partition("-")[0]: path.stat().st_mode & 0o777 for path in libraries(prebuilt)}
+    assert made == dict.fromkeys(ISA_TO_FEATURES, 0o755)
+    load_library("portable")
+    assert not folder.exists()
+
+
+def test_prebuilt_libraries_of_other_flags_are_not_taken(prebuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "COMMON_FLAGS", ("-O1",))
+    with pytest.raises(NoKernels, match="there is no C\\+\\+ compiler"):
+        load_library("portable")
+
+
+def test_a_prebuilt_library_that_cannot_be_loaded_is_named(prebuilt: Path) -> None:
+    for path in libraries(prebuilt):
+        path.write_bytes(b"none")
+    with pytest.raises(NoKernels, match=f"the prebuilt kernels cannot be loaded .*{prebuilt}"):
+        load_library("portable")

@@ -107,9 +107,14 @@ def test_weights_that_workers_share_are_counted_once() -> None:
         (LAPTOP, SMALL, {"worker": {"pool_bytes": "5GiB"}}, "at most 1 fit; start fewer, or set worker.pool_bytes"),
         (LAPTOP, SMALL, {"pools": {"decode": 64}}, "65 workers take 279.8 MiB of memory each, and 7.75 GiB are left"),
         (replace(LAPTOP, memory_bytes=0), SMALL, {"arena": {"size_bytes": "1GiB"}}, "and 0 B are left for them"),
-        (replace(LAPTOP, shared_bytes=GIB), SMALL, {"arena": {"size_bytes": "2GiB"}}, "of /dev/shm are free"),
+        (
+            replace(LAPTOP, shared_bytes=GIB),
+            SMALL,
+            {"arena": {"size_bytes": "2GiB"}},
+            "of /dev/shm are free: set arena.size_bytes; --shm-size gives a container more",
+        ),
         (LAPTOP, LARGE, {"worker": {"pool_bytes": "1MiB"}, "pools": {"prefill": 0}}, "worker.pool_bytes: 1 MiB is too"),
-        (replace(LAPTOP, shared_bytes=MIB // 2), SMALL, {}, "arena.size_bytes: 128 KiB is too little"),
+        (replace(LAPTOP, shared_bytes=MIB // 2), SMALL, {}, "too little, it takes at least 256 KiB; --shm-size gives"),
         (LAPTOP, SMALL, {"worker": {"num_gpus": 1.0}}, "the workers take 2 GPUs, but there are 0"),
         (GPU_NODE, SMALL, {"pools": {"decode": 2}}, "the workers take 3 GPUs, but there are 2"),
         (replace(GPU_NODE, gpus=(4 * GIB,) * 2), LARGE, {}, "worker.pool_bytes: 0 B is too little"),
@@ -161,6 +166,13 @@ def test_a_context_that_does_not_fit_is_said() -> None:
     pool, arena = divide(config(pools={"prefill": 0}), LARGE, LAPTOP).notes
     assert "worker.pool_bytes has room for 4096 tokens, less than the model's context of 131072" in pool
     assert "arena.size_bytes has room for 8192 tokens" in arena
+
+
+def test_the_shared_memory_of_a_container_that_makes_the_arena_small_is_said_with_its_option() -> None:
+    container = replace(LAPTOP, shared_bytes=64 * MIB)
+    [note] = divide(config(), SMALL, container).notes
+    assert note == "the arena takes 16 MiB, a quarter of what /dev/shm has free; --shm-size gives a container more"
+    assert divide(config(arena={"size_bytes": "64MiB"}), SMALL, container).notes == ()
 
 
 def test_this_machine_has_something() -> None:
