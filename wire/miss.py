@@ -1,8 +1,9 @@
 """The causes of uncached blocks: one for each block of a prompt, and runs of blocks with one cause."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 MAX_RUNS = 32
 """Runs that one message may have; blocks behind them count as BEHIND, which is true of them."""
@@ -48,13 +49,14 @@ class MissRun:
 def runs_of(misses: Iterable[Miss], first_block: int, block_size: int) -> tuple[MissRun, ...]:
     """Joins the causes of consecutive blocks, of which the first is the prompt's `first_block`-th from 0."""
     runs: list[MissRun] = []
-    for place, miss in enumerate(misses, first_block):
-        one = miss if len(runs) < MAX_RUNS - 1 else Miss(Cause.BEHIND)
-        last = runs[-1].miss if runs else None
-        if last is not None and (last.cause, last.how) == (one.cause, one.how):
-            runs[-1] = replace(runs[-1], num_blocks=runs[-1].num_blocks + 1)
-        else:
-            runs.append(MissRun(one, place * block_size, 1))
+    place, all_blocks = first_block, [*misses]
+    for _, group in groupby(all_blocks, key=lambda one: (one.cause, one.how)):
+        blocks = [*group]
+        if len(runs) == MAX_RUNS - 1:
+            runs.append(MissRun(Miss(Cause.BEHIND), place * block_size, first_block + len(all_blocks) - place))
+            break
+        runs.append(MissRun(blocks[0], place * block_size, len(blocks)))
+        place += len(blocks)
     return tuple(runs)
 
 
