@@ -22,6 +22,7 @@ COMMANDS = {
     "drain": "cli.drain",
     "requests": "cli.requests",
     "abort": "cli.requests",
+    "why": "cli.why",
     "down": "cli.down",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",

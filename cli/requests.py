@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Sequence
 
 from cli.generate import render_steps
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, read_count, render
@@ -31,15 +32,24 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    asked = cluster_pb2.ListRequestsRequest(request_id=args.request_id, limit=args.lines)
-    listed = call_operator(find_cluster(args.name), "ListRequests", asked, STATUS_IN_COMMAND_S).requests
-    if not listed:
-        print("no request has ended yet")
-    elif args.request_id:
-        print(escaped(render_request(listed[-1])))
-    else:
-        print(escaped(render(HEAD, [_row(one) for one in listed])))
+    if args.request_id:
+        print(escaped(render_request(find_request(args.name, args.request_id))))
+        return 0
+    listed = _list(args.name, cluster_pb2.ListRequestsRequest(limit=args.lines))
+    print(escaped(render(HEAD, [_row(one) for one in listed])) if listed else "no request has ended yet")
     return 0
+
+
+def find_request(cluster: str, request_id: str) -> cluster_pb2.EndedRequest:
+    """Asks the router for the last request of an id. RequestNotFound if the router keeps no such request."""
+    return _list(cluster, cluster_pb2.ListRequestsRequest(request_id=request_id, limit=1))[-1]
+
+
+def _list(cluster: str, asked: cluster_pb2.ListRequestsRequest) -> Sequence[cluster_pb2.EndedRequest]:
+    answer: cluster_pb2.ListRequestsResponse = call_operator(
+        find_cluster(cluster), "ListRequests", asked, STATUS_IN_COMMAND_S
+    )
+    return answer.requests
 
 
 def abort(args: argparse.Namespace) -> int:

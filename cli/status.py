@@ -20,6 +20,7 @@ from deploy.plan.byte_size import format_bytes
 from deploy.processes.process import recorded_gateways
 from wire.convert import arenas_of, status_of, tiers_from_pb
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from wire.miss import NOUNS, Cause
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, Tier, advice
 
@@ -114,6 +115,7 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
         "nodes": [_node(node_id, arena, status) for node_id, arena in arenas_of(status.workers).items()],
         "sizes": {pool.role: _pick(pool, "size", "num_ready") for pool in status.pools},
         "prefix_cache": {"queries": status.prefix_cache.queries, **tiers_from_pb(status.prefix_cache.hits)},
+        "uncached_blocks": dict(status.uncached_blocks),
         "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
         "events": [_pick(event, "age_s", "text") for event in status.events],
         "problems": list(status.problems),
@@ -191,6 +193,10 @@ def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping
     by_tier = ", ".join(f"{hits.tier} {_share(hits.tokens, cache.queries)}" for hits in cache.hits)
     found = _share(sum(hits.tokens for hits in cache.hits), cache.queries)
     yield f"hits      {f'{found} of {cache.queries} prompt tokens ({by_tier})' if cache.queries else 'no prompts yet'}"
+    if status.uncached_blocks:
+        sums = sorted(status.uncached_blocks.items(), key=lambda one: (-one[1], one[0]))
+        causes = ", ".join(f"{num_blocks} {NOUNS[Cause(cause)]}" for cause, num_blocks in sums)
+        yield f"uncached  blocks in the last hour: {causes}"
     if status.metrics_address:
         yield f"metrics   http://{status.metrics_address}/metrics"
 

@@ -9,16 +9,21 @@ from dataclasses import dataclass, field
 from engine.schedule.batcher import Gate
 from wire.errors import BatonError
 from wire.ids import AttemptId
+from wire.miss import MissRun
 from wire.sampling import FinishReason, Logprobs
 from wire.tier import LedgerCounts
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Prompt tokens by the tier that had their KV, without empty tiers; `computed` counts the rest."""
+    """Prompt tokens by the tier that had their KV, without empty tiers; `computed` counts the rest.
+
+    misses: the causes of the prompt's uncached blocks, in order; none where tokens were dropped.
+    """
 
     found: Mapping[str, int] = field(default_factory=dict)
     computed: int = 0
+    misses: tuple[MissRun, ...] = ()
 
     @property
     def num_found(self) -> int:

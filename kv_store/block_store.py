@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kv_store.node.directory_port import DirectoryStatus
 from wire.ids import AttemptId, PageId
+from wire.miss import Miss
 from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
@@ -32,6 +33,9 @@ class BlockStore(Protocol):
 
         peers: addresses of the block ports of other nodes to ask, in this order.
         """
+
+    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
+        """Finds why the last `fetch`, or `longest` before it, has not brought these blocks of one prompt."""
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         """Finds the blocks up to the last of `names` that can be used: all from starts[i] to i are here; or none.

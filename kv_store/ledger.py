@@ -48,10 +48,13 @@ class Ledger(Generic[Page]):
         num_pages: int,
         order: type[EvictionOrder[Page]] = EvictionOrder,
         policy: Callable[[int], EvictionPolicy] = LeastRecentlyUsed,
+        on_eviction: Callable[[Page], None] = lambda _: None,
     ) -> None:
+        """on_eviction: called with each page that `allocate` evicts, while it is indexed still."""
         self.num_pages = num_pages
         self.pages = cast(Sequence[Page], range(num_pages))
         self.num_evicted = 0
+        self._on_eviction = on_eviction
         self._key_to_page: dict[bytes, Page] = {}
         self._keys: list[BlockKey | None] = [None] * num_pages
         self._references = array("i", bytes(4 * num_pages))
@@ -71,6 +74,7 @@ class Ledger(Generic[Page]):
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} allocatable")
         while len(self._free) < num_pages and (victim := self.order.first()) is not None:
+            self._on_eviction(victim)
             self.unindex(victim)
             self.num_evicted += 1
         pages = self._free[: -num_pages - 1 : -1]

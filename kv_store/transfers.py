@@ -7,13 +7,14 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
 from kv_store.block_store import BlockStore
-from wire.ids import AttemptId, PageId
+from wire.ids import AttemptId, BlockKey, PageId
+from wire.miss import Miss
 from wire.names import BlockName
 from wire.tier import Tier
 
@@ -48,10 +49,13 @@ class Fetch(Transfer):
 
     def run(self, store: BlockStore) -> "Done":
         if self.starts is None:
-            return Done(self, store.fetch(self.names, self.pages, self.peers))
+            tiers = store.fetch(self.names, self.pages, self.peers)
+            return Done(self, tiers, misses=_misses(store, self.names[len(tiers) :]))
         run = store.longest(self.names, self.starts, self.peers)
         places = self.places(run.start, run.stop)
-        return Done(self, store.fetch([self.names[place] for place in places], self.pages, self.peers), run.start)
+        tiers = store.fetch([self.names[place] for place in places], self.pages, self.peers)
+        missing = self.names[run.stop if len(tiers) == len(places) else run.start :]
+        return Done(self, tiers, run.start, misses=_misses(store, missing))
 
     def places(self, first: int, stop: int) -> list[int]:
         """Lists the places of the names that a run needs, in the order of their pages."""
@@ -84,14 +88,20 @@ class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
 
     tiers: of each block fetched; these fill the first pages. first: the place of the first of them in the names.
-    num_resident: blocks of a write that the host tier has.
+    num_resident: blocks of a write that the host tier has. misses: the causes of blocks that a fetch has not found.
     """
 
     transfer: Transfer
     tiers: list[Tier] = field(default_factory=list)
     first: int = 0
     num_resident: int = 0
+    misses: Mapping[BlockKey, Miss] = field(default_factory=dict)
     error: str | None = None
+
+
+def _misses(store: BlockStore, names: Sequence[BlockName]) -> Mapping[BlockKey, Miss]:
+    causes = store.misses(names) if names else []
+    return {name.key: miss for name, miss in zip(names, causes, strict=True)}
 
 
 class Transfers(Protocol):

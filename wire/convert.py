@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
 from wire.errors import BatonError, rebuild
+from wire.miss import Cause, Miss, MissRun
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import DEFAULTS, FinishReason, FormatKind, Logprobs, ResponseFormat, SamplingParams
@@ -66,6 +67,23 @@ def tiers_to_pb(tokens: Mapping[str, int]) -> list[pb.TierTokens]:
 
 def tiers_from_pb(tokens: Iterable[pb.TierTokens]) -> dict[str, int]:
     return {one.tier: one.tokens for one in tokens}
+
+
+def misses_to_pb(runs: Iterable[MissRun]) -> list[worker_pb2.MissRun]:
+    return [
+        worker_pb2.MissRun(
+            cause=run.miss.cause,
+            how=run.miss.how,
+            age_s=run.miss.age_s,
+            first_token=run.first_token,
+            blocks=run.num_blocks,
+        )
+        for run in runs
+    ]
+
+
+def misses_from_pb(runs: Iterable[worker_pb2.MissRun]) -> list[MissRun]:
+    return [MissRun(Miss(Cause(run.cause), run.how, run.age_s), run.first_token, run.blocks) for run in runs]
 
 
 def error_to_pb(error: BatonError) -> worker_pb2.Error:

@@ -14,7 +14,7 @@ from typing import Any
 from engine.events import Event, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Scored, Started
 from engine.request import EngineRequest
 from engine.schedule.batcher import Batcher, Gate
-from wire.convert import logprobs_to_pb, reason_to_pb, tiers_to_pb
+from wire.convert import logprobs_to_pb, misses_to_pb, reason_to_pb, tiers_to_pb
 from wire.errors import BatonError
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
@@ -99,7 +99,8 @@ class PromptProgress:
         if self.tokens is None:
             return None
         found, computed = tiers_to_pb(self.tokens.found), self.tokens.computed
-        return worker_pb2.PromptSource(cached_tokens=found, computed_tokens=computed)
+        misses = misses_to_pb(self.tokens.misses)
+        return worker_pb2.PromptSource(cached_tokens=found, computed_tokens=computed, misses=misses)
 
     def note(self, event: News, now_s: float) -> None:
         """Takes every event of the attempt, and passes over events that do not concern the prompt."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -270,7 +270,10 @@ class KVCache:
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._layout.block_size, prefix.num_stored) + prefix.num_dropped)
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
-        return Fetched(sequence.choice.attempt_id, sequence.choice.index, self._prompt_tokens(sequence, tiers[:end]))
+        tokens = self._prompt_tokens(sequence, tiers[:end])
+        if not prefix.num_dropped:
+            tokens = replace(tokens, misses=lookup.misses(end, sequence.request.num_prompt, done.misses))
+        return Fetched(sequence.choice.attempt_id, sequence.choice.index, tokens)
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> PromptTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.

@@ -1,12 +1,13 @@
 """The search for the blocks that a sequence begins with."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.kv.retention import Prefix
 from kv_store.transfers import Fetch
-from wire.ids import PageId
+from wire.ids import BlockKey, PageId
 from wire.layout import Window
+from wire.miss import Cause, Miss, MissRun, runs_of
 from wire.names import BlockName
 
 
@@ -59,6 +60,24 @@ class Lookup:
         """Returns the search of the usable part alone, for which the store is not asked."""
         end, _ = self.usable()
         return Lookup(self.prefix, self.names[:end], self.found[:end], self._window)
+
+    def misses(self, end: int, num_prompt: int, told: Mapping[BlockKey, Miss]) -> tuple[MissRun, ...]:
+        """Finds the causes of a prompt's blocks that are not among the first `end`. told: by the store, of its misses.
+
+        The block of a prompt's last token has no name where that is its only one: the last token is always computed.
+        """
+        block_size = self._window.layout.block_size
+        num_blocks = -(-num_prompt // block_size)
+        causes = [self._miss(place, told) for place in range(end, min(len(self.names), num_blocks))]
+        unnamed = range(end + len(causes), num_blocks)
+        is_short = (num_prompt - 1) % block_size == 0
+        causes += [Miss(Cause.PARTIAL if is_short and at == num_blocks - 1 else Cause.NOT_READ) for at in unnamed]
+        return runs_of(causes, end, block_size)
+
+    def _miss(self, place: int, told: Mapping[BlockKey, Miss]) -> Miss:
+        if self.found[place] is not None:
+            return Miss(Cause.BEHIND)
+        return told.get(self.names[place].key, Miss(Cause.NOT_READ))
 
     def fetch(self, pages: Sequence[PageId], peers: Sequence[str]) -> Fetch:
         """Orders the missing blocks."""

@@ -15,9 +15,10 @@ from google.protobuf.message import Message
 
 from baton import AsyncClient
 from gateway.exchange import Events, Request
-from wire.convert import arenas_of, tiers_from_pb
+from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
 from wire.limit import Limit
+from wire.miss import words_of
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.tier import BLOCK_STATES
@@ -179,7 +180,7 @@ def describe_request(ended: cluster_pb2.EndedRequest) -> dict[str, Any]:
         "cached": tiers_from_pb(ended.cached_tokens),
         "prefill": timeline.prefill_worker,
         "decode": timeline.decode_worker,
-        "causes": list(ended.causes),
+        "causes": [*ended.causes, *(f"not cached: {words_of(run)}" for run in misses_from_pb(ended.misses))],
         "spans": spans,
     }
 

@@ -28,6 +28,7 @@ _MAX_POSITION = (1 << VALUE_BITS - _USES_BITS) - 1
 class HitDensity(LeastRecentlyUsed):
     """A queue a class, in the order of the last use; the head with the least hit density is evicted."""
 
+    name = "hit density"
     num_queues = _NUM_CLASSES
 
     def __init__(self, num_pages: int) -> None:

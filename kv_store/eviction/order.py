@@ -116,6 +116,15 @@ class EvictionOrder(Generic[Page]):
             self._num_owned[owner] += 1
             self._owners[page] = owner
 
+    @property
+    def policy_name(self) -> str:
+        return self._policy.name
+
+    def is_beyond_share(self, page: Page) -> bool:
+        """Returns whether the owner of an indexed page has more than its bound."""
+        owner = self._owners[page]
+        return self._num_owned[owner] > self.max_owned.get(owner, len(self._keys))
+
     def first(self) -> Page | None:
         """Returns the page to evict first: of an owner beyond its bound if it has one, or else of all."""
         for owner, most in self.max_owned.items():

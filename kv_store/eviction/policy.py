@@ -13,6 +13,7 @@ class EvictionPolicy(Protocol):
     queues, positions: by page; the lowest position of a queue is its head. Every call takes constant time, amortised.
     """
 
+    name: str
     num_queues: int
     queues: "array[int]"
     positions: "array[int]"
@@ -36,6 +37,7 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """A single queue, in the order of the last use."""
 
+    name = "least recent use"
     num_queues = 1
 
     def __init__(self, num_pages: int) -> None:

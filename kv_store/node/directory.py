@@ -33,7 +33,9 @@ from kv_store.node.directory_port import (
     Lease,
     Reservation,
 )
+from kv_store.node.tombstones import Loss, Tombstones
 from wire.ids import AttemptId, BlockKey, SlotId
+from wire.miss import Cause, Miss, MissRun, runs_of
 from wire.names import BlockName
 from wire.tier import COLD_TIERS, FarStatus, Tier, Write
 
@@ -83,7 +85,8 @@ class Directory(DirectoryPort):
         writes: Mapping[Tier, Write] | None = None,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
-        self._ledger = Ledger(num_slots, order, policy)
+        self._ledger = Ledger(num_slots, order, policy, self._bury_evicted)
+        self._tombstones = Tombstones(num_slots, self._ledger.order.policy_name, clock)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
@@ -158,11 +161,17 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def reject(self, blocks: Sequence[Block]) -> int:
-        return self._unindex([block.slot for block in blocks if self._is_indexed(block)])
+        return self._unindex([block.slot for block in blocks if self._is_indexed(block)], Loss.CORRUPT)
 
     @_exclusive
     def delete(self, keys: Sequence[BlockKey]) -> int:
-        return self._unindex(self._find(keys))
+        return self._unindex(self._find(keys), Loss.PURGED)
+
+    @_exclusive
+    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
+        asked = dict(zip(keys, parents, strict=False))
+        causes = self._tombstones.why({key: asked[key] for key in asked if self._ledger.find(key) is None})
+        return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 0, 1)]
 
     @_exclusive
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: float) -> list[AttemptId]:
@@ -249,11 +258,22 @@ class Directory(DirectoryPort):
     def _find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
 
-    def _unindex(self, slots: Sequence[SlotId]) -> int:
+    def _unindex(self, slots: Sequence[SlotId], loss: Loss) -> int:
         for slot in slots:
+            self._bury(slot, loss)
             self._ledger.unindex(slot)
             self._copies.unindex(slot)
         return len(slots)
+
+    def _bury_evicted(self, slot: SlotId) -> None:
+        self._bury(slot, Loss.SHARE if self._ledger.order.is_beyond_share(slot) else Loss.ROOM)
+
+    def _bury(self, slot: SlotId, loss: Loss) -> None:
+        """Remembers an indexed full block that is about to be lost."""
+        key, order = self._ledger.key_of(slot), self._ledger.order
+        priority, parent = order.priority_of(slot), order.parent_of(slot)
+        if key is not None and parent is not None and priority is not Priority.TAIL:
+            self._tombstones.bury(key, parent, loss, priority is Priority.COPIED)
 
     def _indexed(self) -> list[Block]:
         return [self._blocks.get(slot) for slot in self._ledger.pages if self._ledger.key_of(slot) is not None]
@@ -275,10 +295,13 @@ class Directory(DirectoryPort):
     def _index(self, block: Block) -> None:
         priority = Priority.TAIL if block.name.is_tail else Priority.ONLY_COPY
         owner = self._owners.get(block.name.root_digest, 0)
+        is_new = self._ledger.find(block.name.key) is None
         if self._ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
             self._blocks.put(block)
             if not block.name.is_tail:
                 self._copies.index(block.slot)
+            if is_new and not block.name.is_tail:
+                self._tombstones.index(block.name)
 
     def _touch(self, slots: Sequence[SlotId]) -> None:
         for slot in reversed(slots):

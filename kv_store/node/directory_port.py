@@ -19,6 +19,7 @@ import msgpack
 
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey, SlotId
+from wire.miss import MissRun
 from wire.names import BlockName
 from wire.tier import FarStatus, LedgerCounts, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
@@ -267,6 +268,14 @@ class DirectoryPort:
     @_carried
     def delete(self, keys: Sequence[BlockKey], /) -> int:
         """Unindexes blocks, whatever their bytes, and counts them."""
+
+    @_carried
+    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes], /) -> list[MissRun]:
+        """Finds the causes of full blocks that a lookup has not found, of one prompt and in its order.
+
+        parents: the key of the block before each; empty for the first one under a root. BEHIND for a block that the
+        arena has; ELSEWHERE for an evicted one of which a cold tier was given a copy. Runs count blocks as tokens.
+        """
 
     @_carried
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:

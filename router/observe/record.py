@@ -1,7 +1,7 @@
 """The record of a request: its progress while it runs, its line in the log when it is over; the last of them."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +10,13 @@ from router.observe.causes import Paces, causes_of
 from wire.convert import tiers_to_pb
 from wire.errors import RequestNotFound
 from wire.ids import QualifiedId, WorkerId, tenant_of
-from wire.pb import cluster_pb2
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier
 
 MAX_KEPT = 1000
 MAX_LISTED = 200
+MINUTES_SUMMED = 60
 GATES = (
     "router.wait_tokenizer",
     "router.wait_room",
@@ -37,7 +38,7 @@ GATES = (
 class RequestSummary:
     """The progress of a request that runs.
 
-    cached: prompt tokens by the tier that had their KV; None before that is known.
+    cached: prompt tokens by the tier that had their KV; None before that is known. misses: the causes of the rest.
     """
 
     num_prompt_tokens: int = 0
@@ -46,6 +47,7 @@ class RequestSummary:
     prefill_worker: WorkerId | None = None
     decode_worker: WorkerId | None = None
     num_attempts: int = 1
+    misses: Sequence[worker_pb2.MissRun] = ()
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,14 @@ class RecentRequests:
         self._ended: deque[tuple[int, float, RequestRecord]] = deque(maxlen=MAX_KEPT)
         self._num_ended = 0
         self._paces = Paces()
+        self._uncached: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES_SUMMED)
 
     def add(self, record: RequestRecord) -> None:
         """Takes a request that has ended."""
         self._num_ended += 1
-        self._ended.append((self._num_ended, self._wall_clock(), record))
+        now_s = self._wall_clock()
+        self._ended.append((self._num_ended, now_s, record))
+        self._sum(int(now_s // 60), record.summary.misses)
         self._paces.add(record.timeline)
 
     def list(self, asked: cluster_pb2.ListRequestsRequest) -> cluster_pb2.ListRequestsResponse:
@@ -122,6 +127,18 @@ class RecentRequests:
             raise RequestNotFound("no request of that id is among the last that ended")
         limit = min(asked.limit or MAX_LISTED, MAX_LISTED)
         return cluster_pb2.ListRequestsResponse(requests=[self._shown(*one) for one in listed[-limit:]])
+
+    @property
+    def uncached_blocks(self) -> Mapping[str, int]:
+        """Blocks of prompts that were not cached, by cause, of requests that ended in the last hour."""
+        oldest = int(self._wall_clock() // 60) - MINUTES_SUMMED
+        return sum((blocks for minute, blocks in self._uncached if minute > oldest), Counter[str]())
+
+    def _sum(self, minute: int, misses: Sequence[worker_pb2.MissRun]) -> None:
+        if not self._uncached or self._uncached[-1][0] != minute:
+            self._uncached.append((minute, Counter()))
+        for run in misses:
+            self._uncached[-1][1][run.cause] += run.blocks
 
     def _shown(self, number: int, ended_s: float, record: RequestRecord) -> cluster_pb2.EndedRequest:
         summary = record.summary
@@ -140,6 +157,7 @@ class RecentRequests:
             cached_tokens=tiers_to_pb(summary.cached or {}),
             timeline=record.timeline,
             causes=causes_of(record.timeline, self._paces),
+            misses=summary.misses,
         )
         shown.timeline.prefill_worker = summary.prefill_worker or ""
         shown.timeline.decode_worker = summary.decode_worker or ""

@@ -234,7 +234,7 @@ class Attempt:
                 cached = tiers_from_pb(update.prompt.cached_tokens)
                 self.has_read_cache |= bool(cached)
                 if self.request.summary.cached is None:
-                    self.request.summary.cached = cached
+                    self.request.summary.cached, self.request.summary.misses = cached, list(update.prompt.misses)
                 on_prompt(self.id)
             self._pass_on(update)
             spans.extend(update.end.spans)

@@ -59,6 +59,7 @@ ASKING = [
     ["drain", "decode-0"],
     ["abort", "r"],
     ["requests"],
+    ["why", "r"],
 ]
 WAIT_S = 60.0
 WATCH = [sys.executable, "-m", "cli", "status", "--watch"]
@@ -566,7 +567,33 @@ def test_the_last_requests_and_one_of_them(server: FakeServer, capsys: pytest.Ca
         "at ms  took ms  worker     step",
         "  0.0    400.0  decode-0\\x07  wait_pages",
     ]
-    assert [(one.limit, one.request_id) for one in server.asked] == [(20, ""), (7, ""), (20, "acme/r-1")]
+    assert [(one.limit, one.request_id) for one in server.asked] == [(20, ""), (7, ""), (1, "acme/r-1")]
+
+
+def test_why_tells_the_cause_of_each_run_of_uncached_blocks(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evicted = worker_pb2.MissRun(cause="evicted", how="to make room, by x\x07", age_s=90.0, first_token=32, blocks=2)
+    differing = worker_pb2.MissRun(cause="differs", first_token=64, blocks=1)
+    ended = cluster_pb2.EndedRequest(request_id="acme/r-1", prompt_tokens=80, misses=[evicted, differing])
+    ended.cached_tokens.extend(tiers_to_pb({"host": 32}))
+    server.ended = [ended]
+    assert main(["why", "acme/r-1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "acme/r-1: 32 of 80 prompt tokens cached",
+        "  2 blocks from token 32: evicted from the arena 90.0 s ago: to make room, by x\\x07",
+        "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64",
+    ]
+    server.ended = [cluster_pb2.EndedRequest(request_id="r", prompt_tokens=80)]
+    assert main(["why", "r"]) == 0
+    assert "no uncached block has a cause" in capsys.readouterr().out
+    assert [one.request_id for one in server.asked] == ["acme/r-1", "r"]
+
+
+def test_status_sums_the_causes_of_uncached_blocks(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.status = cluster_pb2.ClusterStatus(uncached_blocks={"evicted": 7, "never_seen": 12})
+    assert main(["status"]) == 0
+    assert "uncached  blocks in the last hour: 12 never seen, 7 evicted" in capsys.readouterr().out
 
 
 def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

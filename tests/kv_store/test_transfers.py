@@ -18,6 +18,7 @@ from kv_store.transfers import (
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
 from wire.ids import AttemptId, PageId
+from wire.miss import Cause, Miss
 from wire.names import BlockName
 from wire.tier import Tier
 
@@ -43,6 +44,9 @@ class FakeStore:
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
         self._work("fetch", names, pages)
         return [Tier.HOST] * len(names)
+
+    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
+        return [Miss(Cause.NEVER_SEEN)] * len(names)
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         return slice(starts[-1], len(names))

@@ -9,7 +9,7 @@ from tests.harness.cluster import until
 from tests.harness.fake_cluster import FakeCluster, request, running
 from tests.router.test_request_metrics import record
 from wire.errors import InvalidRequest, RequestNotFound, Unavailable
-from wire.pb import cluster_pb2
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 
 
@@ -38,6 +38,25 @@ def test_only_the_last_are_kept_and_listed() -> None:
     assert len(listed(recent, request_id="r-1")) == MAX_LISTED
     with pytest.raises(RequestNotFound):
         listed(recent, request_id="r-2")
+
+
+def test_the_causes_of_the_last_hour_are_summed() -> None:
+    now = [0.0]
+    recent = RecentRequests(lambda: now[0])
+    ended = record()
+    ended.summary.misses = [
+        worker_pb2.MissRun(cause="evicted", blocks=3),
+        worker_pb2.MissRun(cause="partial", blocks=1),
+    ]
+    for now[0] in (30.0, 45.0, 30 * 60.0):
+        recent.add(ended)
+    assert recent.uncached_blocks == {"evicted": 9, "partial": 3}
+    [*_, last] = listed(recent)
+    assert [(run.cause, run.blocks) for run in last.misses] == [("evicted", 3), ("partial", 1)]
+    now[0] = 61 * 60.0
+    assert recent.uncached_blocks == {"evicted": 3, "partial": 1}
+    now[0] = 3 * 3600.0
+    assert recent.uncached_blocks == {}
 
 
 async def test_a_request_that_failed_is_listed_with_its_timeline_and_without_its_prompt() -> None:

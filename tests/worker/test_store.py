@@ -7,6 +7,7 @@ import pytest
 from kv_store.block_store import StoreStatus
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
+from wire.miss import Miss
 from wire.names import BlockName
 from wire.tier import Tier
 from worker import store as store_module
@@ -25,6 +26,9 @@ class SlowStore:
     def fence(self) -> None: ...
 
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
+        return []
+
+    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
         return []
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:

@@ -26,49 +26,53 @@ from wire.pb import inference_pb2 as inference__pb2
 from wire.pb import worker_pb2 as worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcluster.proto\x12\x08\x62\x61ton.v1\x1a\x0finference.proto\x1a\x0cworker.proto\"1\n\x10GetStatusRequest\x12\r\n\x05\x63heck\x18\x01 \x01(\x08\x12\x0e\n\x06recent\x18\x02 \x01(\x08\"\xd7\x02\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12&\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x16.baton.v1.ClusterEvent\x12\x10\n\x08problems\x18\t \x03(\t\x12\x17\n\x0fmetrics_address\x18\n \x01(\t\x12+\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x15.baton.v1.PrefixCache\x12#\n\x05tiers\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierStatus\x12#\n\x05pools\x18\r \x03(\x0b\x32\x14.baton.v1.PoolStatusJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\";\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x11\n\tnum_ready\x18\x03 \x01(\r\"T\n\x0bPrefixCache\x12\x0f\n\x07queries\x18\x01 \x01(\x04\x12\"\n\x04hits\x18\x05 \x03(\x0b\x32\x14.baton.v1.TierTokensJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"+\n\x0c\x43lusterEvent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"Y\n\x0cProbeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\"H\n\rProbeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12$\n\x08timeline\x18\x02 \x01(\x0b\x32\x12.baton.v1.Timeline\"G\n\x13ListRequestsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"@\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.baton.v1.EndedRequest\"\xca\x02\n\x0c\x45ndedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x10\n\x08\x61ttempts\x18\n \x01(\r\x12\x14\n\x07ttft_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12+\n\rcached_tokens\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierTokens\x12$\n\x08timeline\x18\r \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0e\n\x06\x63\x61uses\x18\x0e \x03(\tB\n\n\x08_ttft_ms\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"\x13\n\x11ReloadKeysRequest\"\x14\n\x12ReloadKeysResponse2\x8e\x04\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Probe\x12\x16.baton.v1.ProbeRequest\x1a\x17.baton.v1.ProbeResponse\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12\x41\n\x08Shutdown\x12\x19.baton.v1.ShutdownRequest\x1a\x1a.baton.v1.ShutdownResponse\x12G\n\nReloadKeys\x12\x1b.baton.v1.ReloadKeysRequest\x1a\x1c.baton.v1.ReloadKeysResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcluster.proto\x12\x08\x62\x61ton.v1\x1a\x0finference.proto\x1a\x0cworker.proto\"1\n\x10GetStatusRequest\x12\r\n\x05\x63heck\x18\x01 \x01(\x08\x12\x0e\n\x06recent\x18\x02 \x01(\x08\"\xd4\x03\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12&\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x16.baton.v1.ClusterEvent\x12\x10\n\x08problems\x18\t \x03(\t\x12\x17\n\x0fmetrics_address\x18\n \x01(\t\x12+\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x15.baton.v1.PrefixCache\x12#\n\x05tiers\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierStatus\x12#\n\x05pools\x18\r \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x44\n\x0funcached_blocks\x18\x0e \x03(\x0b\x32+.baton.v1.ClusterStatus.UncachedBlocksEntry\x1a\x35\n\x13UncachedBlocksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\";\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x11\n\tnum_ready\x18\x03 \x01(\r\"T\n\x0bPrefixCache\x12\x0f\n\x07queries\x18\x01 \x01(\x04\x12\"\n\x04hits\x18\x05 \x03(\x0b\x32\x14.baton.v1.TierTokensJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"+\n\x0c\x43lusterEvent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"Y\n\x0cProbeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\"H\n\rProbeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12$\n\x08timeline\x18\x02 \x01(\x0b\x32\x12.baton.v1.Timeline\"G\n\x13ListRequestsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"@\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.baton.v1.EndedRequest\"\xed\x02\n\x0c\x45ndedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x10\n\x08\x61ttempts\x18\n \x01(\r\x12\x14\n\x07ttft_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12+\n\rcached_tokens\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierTokens\x12$\n\x08timeline\x18\r \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0e\n\x06\x63\x61uses\x18\x0e \x03(\t\x12!\n\x06misses\x18\x0f \x03(\x0b\x32\x11.baton.v1.MissRunB\n\n\x08_ttft_ms\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"\x13\n\x11ReloadKeysRequest\"\x14\n\x12ReloadKeysResponse2\x8e\x04\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Probe\x12\x16.baton.v1.ProbeRequest\x1a\x17.baton.v1.ProbeResponse\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12\x41\n\x08Shutdown\x12\x19.baton.v1.ShutdownRequest\x1a\x1a.baton.v1.ShutdownResponse\x12G\n\nReloadKeys\x12\x1b.baton.v1.ReloadKeysRequest\x1a\x1c.baton.v1.ReloadKeysResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CLUSTERSTATUS_UNCACHEDBLOCKSENTRY']._loaded_options = None
+  _globals['_CLUSTERSTATUS_UNCACHEDBLOCKSENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATUSREQUEST']._serialized_start=58
   _globals['_GETSTATUSREQUEST']._serialized_end=107
   _globals['_CLUSTERSTATUS']._serialized_start=110
-  _globals['_CLUSTERSTATUS']._serialized_end=453
-  _globals['_POOLSTATUS']._serialized_start=455
-  _globals['_POOLSTATUS']._serialized_end=514
-  _globals['_PREFIXCACHE']._serialized_start=516
-  _globals['_PREFIXCACHE']._serialized_end=600
-  _globals['_CLUSTEREVENT']._serialized_start=602
-  _globals['_CLUSTEREVENT']._serialized_end=645
-  _globals['_SCALEREQUEST']._serialized_start=647
-  _globals['_SCALEREQUEST']._serialized_end=727
-  _globals['_SCALERESPONSE']._serialized_start=729
-  _globals['_SCALERESPONSE']._serialized_end=777
-  _globals['_DRAINREQUEST']._serialized_start=779
-  _globals['_DRAINREQUEST']._serialized_end=812
-  _globals['_DRAINRESPONSE']._serialized_start=814
-  _globals['_DRAINRESPONSE']._serialized_end=829
-  _globals['_PROBEREQUEST']._serialized_start=831
-  _globals['_PROBEREQUEST']._serialized_end=920
-  _globals['_PROBERESPONSE']._serialized_start=922
-  _globals['_PROBERESPONSE']._serialized_end=994
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=996
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1067
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1069
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1133
-  _globals['_ENDEDREQUEST']._serialized_start=1136
-  _globals['_ENDEDREQUEST']._serialized_end=1466
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1468
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1485
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=1487
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=1505
-  _globals['_RELOADKEYSREQUEST']._serialized_start=1507
-  _globals['_RELOADKEYSREQUEST']._serialized_end=1526
-  _globals['_RELOADKEYSRESPONSE']._serialized_start=1528
-  _globals['_RELOADKEYSRESPONSE']._serialized_end=1548
-  _globals['_CLUSTER']._serialized_start=1551
-  _globals['_CLUSTER']._serialized_end=2077
+  _globals['_CLUSTERSTATUS']._serialized_end=578
+  _globals['_CLUSTERSTATUS_UNCACHEDBLOCKSENTRY']._serialized_start=513
+  _globals['_CLUSTERSTATUS_UNCACHEDBLOCKSENTRY']._serialized_end=566
+  _globals['_POOLSTATUS']._serialized_start=580
+  _globals['_POOLSTATUS']._serialized_end=639
+  _globals['_PREFIXCACHE']._serialized_start=641
+  _globals['_PREFIXCACHE']._serialized_end=725
+  _globals['_CLUSTEREVENT']._serialized_start=727
+  _globals['_CLUSTEREVENT']._serialized_end=770
+  _globals['_SCALEREQUEST']._serialized_start=772
+  _globals['_SCALEREQUEST']._serialized_end=852
+  _globals['_SCALERESPONSE']._serialized_start=854
+  _globals['_SCALERESPONSE']._serialized_end=902
+  _globals['_DRAINREQUEST']._serialized_start=904
+  _globals['_DRAINREQUEST']._serialized_end=937
+  _globals['_DRAINRESPONSE']._serialized_start=939
+  _globals['_DRAINRESPONSE']._serialized_end=954
+  _globals['_PROBEREQUEST']._serialized_start=956
+  _globals['_PROBEREQUEST']._serialized_end=1045
+  _globals['_PROBERESPONSE']._serialized_start=1047
+  _globals['_PROBERESPONSE']._serialized_end=1119
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1121
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1192
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1194
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1258
+  _globals['_ENDEDREQUEST']._serialized_start=1261
+  _globals['_ENDEDREQUEST']._serialized_end=1626
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1628
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1645
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1647
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1665
+  _globals['_RELOADKEYSREQUEST']._serialized_start=1667
+  _globals['_RELOADKEYSREQUEST']._serialized_end=1686
+  _globals['_RELOADKEYSRESPONSE']._serialized_start=1688
+  _globals['_RELOADKEYSRESPONSE']._serialized_end=1708
+  _globals['_CLUSTER']._serialized_start=1711
+  _globals['_CLUSTER']._serialized_end=2237
 # @@protoc_insertion_point(module_scope)

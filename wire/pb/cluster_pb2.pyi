@@ -17,7 +17,14 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check: _Optional[bool] = ..., recent: _Optional[bool] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "events", "problems", "metrics_address", "prefix_cache", "tiers", "pools")
+    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "events", "problems", "metrics_address", "prefix_cache", "tiers", "pools", "uncached_blocks")
+    class UncachedBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +36,7 @@ class ClusterStatus(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     model: str
     address: str
     workers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.WorkerStatus]
@@ -40,7 +48,8 @@ class ClusterStatus(_message.Message):
     prefix_cache: PrefixCache
     tiers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.TierStatus]
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
-    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_worker_pb2.TierStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+    uncached_blocks: _containers.ScalarMap[str, int]
+    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_worker_pb2.TierStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., uncached_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("role", "size", "num_ready")
@@ -129,7 +138,7 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[EndedRequest, _Mapping]]] = ...) -> None: ...
 
 class EndedRequest(_message.Message):
-    __slots__ = ("number", "request_id", "tenant", "outcome", "reason", "message", "ended_s", "prompt_tokens", "output_tokens", "attempts", "ttft_ms", "cached_tokens", "timeline", "causes")
+    __slots__ = ("number", "request_id", "tenant", "outcome", "reason", "message", "ended_s", "prompt_tokens", "output_tokens", "attempts", "ttft_ms", "cached_tokens", "timeline", "causes", "misses")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +153,7 @@ class EndedRequest(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     CAUSES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     tenant: str
@@ -158,7 +168,8 @@ class EndedRequest(_message.Message):
     cached_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
     timeline: _inference_pb2.Timeline
     causes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., causes: _Optional[_Iterable[str]] = ...) -> None: ...
+    misses: _containers.RepeatedCompositeFieldContainer[_worker_pb2.MissRun]
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., causes: _Optional[_Iterable[str]] = ..., misses: _Optional[_Iterable[_Union[_worker_pb2.MissRun, _Mapping]]] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
     __slots__ = ()

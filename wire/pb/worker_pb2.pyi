@@ -132,12 +132,28 @@ class ChoiceTokens(_message.Message):
     def __init__(self, index: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class PromptSource(_message.Message):
-    __slots__ = ("cached_tokens", "computed_tokens")
+    __slots__ = ("cached_tokens", "computed_tokens", "misses")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
     computed_tokens: int
-    def __init__(self, cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    misses: _containers.RepeatedCompositeFieldContainer[MissRun]
+    def __init__(self, cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[MissRun, _Mapping]]] = ...) -> None: ...
+
+class MissRun(_message.Message):
+    __slots__ = ("cause", "how", "age_s", "first_token", "blocks")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    HOW_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    how: str
+    age_s: float
+    first_token: int
+    blocks: int
+    def __init__(self, cause: _Optional[str] = ..., how: _Optional[str] = ..., age_s: _Optional[float] = ..., first_token: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class End(_message.Message):
     __slots__ = ("spans", "error")

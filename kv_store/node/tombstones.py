@@ -1,0 +1,150 @@
+"""The memory of an arena's directory of blocks that it has lost, and of known blocks' parents, in flat memory.
+
+A place of the ring is one lost block: 64 bits of its key, as many of its parent's, the time and the manner of its loss.
+The newest takes the place of the oldest. Both tables are open addressing: every call takes constant time on average.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+
+from wire.ids import BlockKey
+from wire.miss import Cause, Miss
+from wire.names import BlockName
+
+
+class Loss(IntEnum):
+    """The manner in which an arena loses a block."""
+
+    ROOM = 0
+    SHARE = 1
+    CORRUPT = 2
+    PURGED = 3
+
+
+_MANNERS = {
+    Loss.ROOM: "to make room, by {policy}",
+    Loss.SHARE: "its tenant was beyond its share of the arena, by {policy}",
+    Loss.CORRUPT: "its checksum was wrong",
+    Loss.PURGED: "purged after logits that were not finite",
+}
+_COPIED = 0x80
+
+
+class Tombstones:
+    """Up to `num_places` lost blocks, beside up to as many resident ones. Not thread-safe.
+
+    Full blocks only. Takes 97 to 169 bytes a place, from the start. policy: the name of the arena's policy of
+    eviction. clock: monotonic, in seconds.
+    """
+
+    def __init__(self, num_places: int, policy: str, clock: Callable[[], float]) -> None:
+        self._manner_texts = [_MANNERS[loss].format(policy=policy) for loss in Loss]
+        self._clock = clock
+        self._began_s = clock()
+        self._forgotten_s: float | None = None
+        self._keys, self._parents = (array("Q", bytes(8 * num_places)) for _ in range(2))
+        self._times_s = array("d", bytes(8 * num_places))
+        self._manners = bytearray(num_places)
+        self._next = 0
+        self._places = _Table(num_places)
+        self._num_children = _Table(2 * num_places)
+
+    def index(self, name: BlockName) -> None:
+        """Notes that a block is in the arena now, where it was not."""
+        self._count_child(_mark(name.parent), 1)
+        place = self._places.get(_mark(name.key))
+        if place:
+            self._forget(place - 1)
+
+    def bury(self, key: bytes, parent: bytes, loss: Loss, is_copied: bool) -> None:
+        """Notes that a block is in the arena no longer. is_copied: a cold tier has it."""
+        place = self._next
+        if self._keys[place]:
+            self._forgotten_s = self._times_s[place]
+            self._forget(place)
+        self._keys[place], self._parents[place] = _mark(key), _mark(parent)
+        self._times_s[place] = self._clock()
+        self._manners[place] = loss | (_COPIED if is_copied else 0)
+        self._places.put(_mark(key), place + 1)
+        self._next = (place + 1) % len(self._keys)
+
+    def why(self, parent_of: Mapping[BlockKey, bytes]) -> dict[BlockKey, Miss]:
+        """Finds the causes of blocks that the arena has not, of one prompt and in its order.
+
+        The parent of the first block under a root is empty. A block behind one that differs differs, too.
+        """
+        misses: dict[BlockKey, Miss] = {}
+        for key, parent in parent_of.items():
+            above = misses.get(BlockKey(parent))
+            is_behind = above is not None and above.cause is Cause.DIFFERS
+            misses[key] = self._of_lost(key) or (above if above and is_behind else self._of_unknown(parent))
+        return misses
+
+    def _of_lost(self, key: BlockKey) -> Miss | None:
+        place = self._places.get(_mark(key)) - 1
+        if place < 0:
+            return None
+        how = self._manner_texts[self._manners[place] & ~_COPIED]
+        cause = Cause.ELSEWHERE if self._manners[place] & _COPIED else Cause.EVICTED
+        return Miss(cause, how, self._clock() - self._times_s[place])
+
+    def _of_unknown(self, parent: bytes) -> Miss:
+        if parent and self._num_children.get(_mark(parent)):
+            return Miss(Cause.DIFFERS)
+        if self._forgotten_s is None:
+            return Miss(Cause.NEVER_SEEN, age_s=self._clock() - self._began_s)
+        return Miss(Cause.NO_LONGER_KNOWN, age_s=self._clock() - self._forgotten_s)
+
+    def _forget(self, place: int) -> None:
+        self._places.put(self._keys[place], 0)
+        self._count_child(self._parents[place], -1)
+        self._keys[place] = 0
+
+    def _count_child(self, parent: int, by: int) -> None:
+        self._num_children.put(parent, self._num_children.get(parent) + by)
+
+
+class _Table:
+    """Positive numbers by mark, for up to `capacity` marks; open addressing with linear probing, at most half full."""
+
+    def __init__(self, capacity: int) -> None:
+        size = 1 << max(1, (2 * capacity - 1).bit_length())
+        self._mask = size - 1
+        self._marks = array("Q", bytes(8 * size))
+        self._numbers = array("I", bytes(4 * size))
+
+    @property
+    def parts(self) -> "tuple[array[int], array[int]]":
+        return self._marks, self._numbers
+
+    def get(self, mark: int) -> int:
+        """Returns the number of a mark; 0 without one."""
+        return self._numbers[self._find(mark)]
+
+    def put(self, mark: int, number: int) -> None:
+        """Gives a mark a number; 0 removes it."""
+        place = self._find(mark)
+        if number:
+            self._marks[place], self._numbers[place] = mark, number
+        elif self._marks[place]:
+            self._remove(place)
+
+    def _find(self, mark: int) -> int:
+        place = mark & self._mask
+        while self._marks[place] not in (0, mark):
+            place = (place + 1) & self._mask
+        return place
+
+    def _remove(self, hole: int) -> None:
+        """Empties a place, and moves later marks of its cluster up, so that no search stops before them."""
+        place = hole
+        while self._marks[place := (place + 1) & self._mask]:
+            if (place - self._marks[place]) & self._mask >= (place - hole) & self._mask:
+                self._marks[hole], self._numbers[hole] = self._marks[place], self._numbers[place]
+                hole = place
+        self._marks[hole] = self._numbers[hole] = 0
+
+
+def _mark(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little") or 1

@@ -1,0 +1,131 @@
+"""Causes of uncached blocks against a history of the arena that forgets nothing."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from kv_store.node.directory import Directory
+from kv_store.node.directory_port import Block, Hold, Reservation
+from kv_store.node.tombstones import Loss
+from tests.harness.local_cluster import LocalCluster, Sizes
+from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, ask, at_rest
+from wire.convert import misses_from_pb
+from wire.ids import BlockKey, SlotId
+from wire.miss import Cause, MissRun
+from wire.names import BlockName
+
+SIZE = LAYOUT.block_size
+NUM_SLOTS = 24
+T = TypeVar("T")
+
+
+class Historian(Directory):
+    """A directory whose history is told by what is indexed before and after each call, in dicts that only grow."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_SLOTS, block_bytes=LAYOUT.block_bytes)
+        self.parent_of: dict[BlockKey, bytes] = {}
+        self.lost: list[BlockKey] = []
+        self.order: list[BlockKey] = []
+        self.last_loss: dict[BlockKey, int] = {}
+        self.has_forgotten = False
+        self.answers: list[list[Cause]] = []
+        self.wrong: list[tuple[Cause, Cause]] = []
+
+    def _resident(self) -> dict[BlockKey, bytes]:
+        return {one.name.key: one.name.parent for one in super().blocks() if not one.name.is_tail}
+
+    def _watched(self, call: Callable[[], T]) -> T:
+        self.order.clear()
+        before = self._resident()
+        answer = call()
+        after = self._resident()
+        self.parent_of |= after
+        for key in after.keys() - before.keys():
+            self.last_loss.pop(key, None)
+        gone = before.keys() - after.keys()
+        assert gone <= {*self.order}
+        for key in sorted(gone, key=self.order.index):
+            self.last_loss[key] = len(self.lost)
+            self.lost.append(key)
+        oldest = len(self.lost) - NUM_SLOTS
+        self.has_forgotten |= any(self.last_loss[key] < oldest for key in self.last_loss)
+        return answer
+
+    def _bury(self, slot: SlotId, loss: Loss) -> None:
+        """Tells the order of the losses of one call, and nothing else."""
+        if (key := self._ledger.key_of(slot)) is not None:
+            self.order.append(key)
+        super()._bury(slot, loss)
+
+    def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
+        return self._watched(lambda: super(Historian, self).reserve(writer, names, hold))
+
+    def commit(self, writer: str, blocks: Sequence[Block], hold: Hold | None) -> int:
+        return self._watched(lambda: super(Historian, self).commit(writer, blocks, hold))
+
+    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
+        runs = super().why(keys, parents)
+        self.answers.append([])
+        told = [run.miss.cause for run in runs for _ in range(run.num_blocks)]
+        differing: set[bytes] = set()
+        for key, parent, cause in zip(keys, parents, told, strict=True):
+            right = self._cause(key, parent, differing)
+            self.answers[-1].append(right)
+            if cause is not right:
+                self.wrong.append((cause, right))
+        return runs
+
+    def _cause(self, key: BlockKey, parent: bytes, differing: set[bytes]) -> Cause:
+        resident = self._resident()
+        reach = {one for one, loss in self.last_loss.items() if loss >= len(self.lost) - NUM_SLOTS}
+        if key in resident:
+            return Cause.BEHIND
+        if key in reach:
+            return Cause.EVICTED
+        known = {self.parent_of[one] for one in (*resident, *reach)}
+        if parent in differing or parent in known:
+            differing.add(key)
+            return Cause.DIFFERS
+        return Cause.NO_LONGER_KNOWN if self.has_forgotten else Cause.NEVER_SEEN
+
+
+def drawn_prompt(drawn: random.Random) -> tuple[int, ...]:
+    """A path of blocks in a tree: prompts share beginnings, differ in one token, and come again."""
+    tokens: list[int] = []
+    branch = drawn.randrange(4)
+    for depth in range(drawn.randrange(1, 7)):
+        fork = drawn.choice((0, 0, 0, 1))
+        tokens += [(branch * 50 + depth * 7 + at + fork * (at == 9)) % 300 for at in range(SIZE)]
+    return tuple(tokens[: len(tokens) - drawn.choice((0, 0, 3, SIZE - 1))])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_no_cause_is_wrong_by_a_full_history(seed: int) -> None:
+    drawn, history = random.Random(seed), Historian()
+    cluster = LocalCluster(MODEL, Sizes(num_blocks=24, num_slots=NUM_SLOTS))
+    cluster.directory = history
+    await cluster.start(1, 1)
+    num_misses, seen = 0, set[Cause]()
+    for _ in range(450):
+        history.answers.clear()
+        prompt = drawn_prompt(drawn)
+        output = await cluster.generate(ask(prompt, 2))
+        await at_rest(cluster)
+        record = list(cluster.router.dispatcher.recent._ended)[-1][2]
+        runs = misses_from_pb(record.summary.misses)
+        told = [run.miss.cause for run in runs for _ in range(run.num_blocks)]
+        num_cached = sum(one.tokens for one in output.complete.usage.cached_tokens)
+        assert len(told) == -(-len(prompt) // SIZE) - num_cached // SIZE - (num_cached % SIZE > 0)
+        own = [cause for cause in told if cause not in (Cause.PARTIAL, Cause.BEHIND)]
+        answered = [cause for cause in (history.answers or [[]])[0] if cause is not Cause.BEHIND]
+        if own:
+            assert own == answered
+        num_misses += len(own)
+        seen.update(told)
+    await cluster.stop()
+    assert history.wrong == []
+    assert num_misses >= 500, num_misses
+    assert seen >= {Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.EVICTED, Cause.DIFFERS, Cause.PARTIAL}, seen
