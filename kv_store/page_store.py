@@ -7,6 +7,7 @@ from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.tiers.tier_list import TierList
 from wire.ids import AttemptId, PageId
+from wire.miss import Cause, Miss
 from wire.names import BlockName
 from wire.tier import Tier
 
@@ -34,6 +35,10 @@ class PageStore:
                 self._pool.wait()
                 tiers.append(tier)
         return tiers
+
+    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
+        """Names no causes but a partial block: these tiers do not remember what they have lost."""
+        return [Miss(Cause.PARTIAL if name.is_tail else Cause.NO_LONGER_KNOWN) for name in names]
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         is_here = self._tiers.exists([name.key for name in names])

@@ -48,7 +48,7 @@ def test_h2o_keeps_half_of_the_latest() -> None:
     assert H2O(0.4).keep(votes, 4).tolist() == [[0, 1, 8, 9]]
 
 
-def test_bytes_are_those_of_kept_tokens() -> None:
+def test_bytes_count_kept_tokens() -> None:
     config = transformers.AutoConfig.from_pretrained(CHECKPOINT)
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     kept: dict[PaperRule, int] = {SnapKV(0.5): 60 + 30, H2O(0.25): 30}

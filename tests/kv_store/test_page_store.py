@@ -15,6 +15,7 @@ from kv_store.tiers.tier_list import TierList
 from tests.kv_store.names import LAYOUT, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.ids import AttemptId, PageId
+from wire.miss import Cause
 from wire.tier import Tier
 
 NAMES = names_of(4 * 6 + 1)
@@ -40,6 +41,11 @@ def test_a_fetch_ends_at_the_first_block_that_no_tier_has_and_fills_no_further_p
     assert store.fetch(NAMES[:2], pages_from(20, 1)) == [Tier.HOST]
     assert store.fetch(NAMES, pages_from(20, 7)) == [Tier.HOST] * 4
     assert not any(page_of(pool, PageId(24)))
+
+
+def test_causes_are_a_partial_block_and_a_memory_that_reaches_back_to_nothing() -> None:
+    store = PageStore(TierList([MemoryTier(LAYOUT)]), filled_pool(NAMES))
+    assert [miss.cause for miss in store.misses(NAMES[-2:])] == [Cause.NO_LONGER_KNOWN, Cause.PARTIAL]
 
 
 def test_purged_blocks_are_in_no_tier() -> None:
