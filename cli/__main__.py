@@ -22,7 +22,7 @@ COMMANDS = {
     "drain": "cli.drain",
     "requests": "cli.requests",
     "abort": "cli.requests",
-    "why": "cli.why",
+    "why": "cli.requests",
     "down": "cli.down",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",

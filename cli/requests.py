@@ -1,4 +1,4 @@
-"""`baton requests` and `baton abort`: shows the last requests that ended, and ends one that runs."""
+"""`baton requests`, `baton why` and `baton abort`: shows the last requests that ended, and ends one that runs."""
 
 import argparse
 import time
@@ -8,12 +8,17 @@ from cli.generate import render_steps
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, read_count, render
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
+from wire.convert import misses_from_pb
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
+from wire.tier import words_of
 
 DESCRIPTION = """\
 Shows the last requests that ended, well or not, of all tenants: what each came to, its tokens, and where most of its
 time went. With an id, all about the last request of it: where each millisecond went. Never a prompt or an answer."""
+WHY = """\
+Shows why blocks of a prompt were not cached when its request came: runs of blocks with one cause each, of a request
+among the router's last ones. Never a prompt or its tokens."""
 ABORT = """\
 Ends one running request; its client gets CANCELLED, over HTTP 499, and what it has is freed. Returns when its id is
 free again."""
@@ -29,6 +34,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--lines", type=read_count, default=NUM_SHOWN, metavar="N", help=count)
     aborting = add_command(commands, "abort", "end one request", ABORT, abort)
     aborting.add_argument("request_id", metavar="REQUEST_ID", type=str, help=ID)
+    asking = add_command(commands, "why", "show why a prompt's blocks were not cached", WHY, why)
+    asking.add_argument("request_id", metavar="REQUEST_ID", type=str, help=ID)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +57,11 @@ def _list(cluster: str, asked: cluster_pb2.ListRequestsRequest) -> Sequence[clus
         find_cluster(cluster), "ListRequests", asked, STATUS_IN_COMMAND_S
     )
     return answer.requests
+
+
+def why(args: argparse.Namespace) -> int:
+    print(escaped(render_misses(find_request(args.name, args.request_id))))
+    return 0
 
 
 def abort(args: argparse.Namespace) -> int:
@@ -78,3 +90,11 @@ def _row(ended: cluster_pb2.EndedRequest) -> tuple[str, ...]:
 
 def _outcome(ended: cluster_pb2.EndedRequest) -> str:
     return ": ".join(filter(None, (ended.reason or ended.outcome, ended.message)))
+
+
+def render_misses(ended: cluster_pb2.EndedRequest) -> str:
+    """Renders the causes of a request's uncached blocks."""
+    num_cached = sum(one.tokens for one in ended.cached_tokens)
+    runs = [f"  {words_of(one)}" for one in misses_from_pb(ended.misses)]
+    head = f"{ended.request_id}: {num_cached} of {ended.prompt_tokens} prompt tokens cached"
+    return "\n".join([head, *(runs or ["  no uncached block has a cause: all were found, or it reached no worker"])])

@@ -20,9 +20,8 @@ from deploy.plan.byte_size import format_bytes
 from deploy.processes.process import recorded_gateways
 from wire.convert import arenas_of, status_of, tiers_from_pb
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from wire.miss import NOUNS, Cause
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, Tier, advice
+from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, NOUNS, Cause, Tier, advice
 
 DESCRIPTION = """\
 Shows the pools, their KV pages by state, the tiers, the queue and the last events.

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from engine.schedule.batcher import Gate
 from wire.errors import BatonError
 from wire.ids import AttemptId
-from wire.miss import MissRun
 from wire.sampling import FinishReason, Logprobs
-from wire.tier import LedgerCounts
+from wire.tier import LedgerCounts, MissRun
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from typing import Protocol
 
 from kv_store.node.directory_port import DirectoryStatus
 from wire.ids import AttemptId, PageId
-from wire.miss import Miss
 from wire.names import BlockName
-from wire.tier import FarStatus, Tier
+from wire.tier import FarStatus, Miss, Tier
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.errors import ConfigError, StoreError
 from wire.ids import AttemptId, BlockKey, PageId, SlotId
 from wire.layout import KVLayout
-from wire.miss import Cause, Miss
 from wire.names import BlockName
-from wire.tier import Tier
+from wire.tier import Cause, Miss, Tier
 
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0

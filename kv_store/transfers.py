@@ -14,9 +14,8 @@ from typing import Protocol
 
 from kv_store.block_store import BlockStore
 from wire.ids import AttemptId, BlockKey, PageId
-from wire.miss import Miss
 from wire.names import BlockName
-from wire.tier import Tier
+from wire.tier import Miss, Tier
 
 log = logging.getLogger(__name__)
 

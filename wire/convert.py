@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
 from wire.errors import BatonError, rebuild
-from wire.miss import Cause, Miss, MissRun
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import DEFAULTS, FinishReason, FormatKind, Logprobs, ResponseFormat, SamplingParams
-from wire.tier import WRITE_COUNTS, Tier
+from wire.tier import WRITE_COUNTS, Cause, Miss, MissRun, Tier
 
 _COMPOSED = ("stop", "stop_token_ids", "logit_bias", "response_format")
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOSED)

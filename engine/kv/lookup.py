@@ -7,8 +7,8 @@ from engine.kv.retention import Prefix
 from kv_store.transfers import Fetch
 from wire.ids import BlockKey, PageId
 from wire.layout import Window
-from wire.miss import Cause, Miss, MissRun, runs_of
 from wire.names import BlockName
+from wire.tier import Cause, Miss, MissRun, runs_of
 
 
 class Lookup:

@@ -18,10 +18,9 @@ from gateway.exchange import Events, Request
 from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
 from wire.limit import Limit
-from wire.miss import words_of
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
-from wire.tier import BLOCK_STATES
+from wire.tier import BLOCK_STATES, words_of
 
 PAGE, STATUS, REQUESTS, EVENTS = "/ui", "/ui/status", "/ui/requests", "/ui/events"
 FILES = {PAGE: "index.html", f"{PAGE}/": "index.html", f"{PAGE}/page.css": "page.css", f"{PAGE}/page.js": "page.js"}

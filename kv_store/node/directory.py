@@ -35,9 +35,8 @@ from kv_store.node.directory_port import (
 )
 from kv_store.node.tombstones import Loss, Tombstones
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.miss import Cause, Miss, MissRun, runs_of
 from wire.names import BlockName
-from wire.tier import COLD_TIERS, FarStatus, Tier, Write
+from wire.tier import COLD_TIERS, Cause, FarStatus, Miss, MissRun, Tier, Write, runs_of
 
 _MAX_HELD_SHARE = 0.25
 """Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""

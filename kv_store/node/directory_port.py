@@ -19,9 +19,8 @@ import msgpack
 
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.miss import MissRun
 from wire.names import BlockName
-from wire.tier import FarStatus, LedgerCounts, Tier
+from wire.tier import FarStatus, LedgerCounts, MissRun, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
 
 MAX_TTL_S = 3600.0

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 
 from wire.ids import BlockKey
-from wire.miss import Cause, Miss
 from wire.names import BlockName
+from wire.tier import Cause, Miss
 
 
 class Loss(IntEnum):
@@ -49,6 +49,11 @@ class Tombstones:
         self._next = 0
         self._places = _Table(num_places)
         self._num_children = _Table(2 * num_places)
+
+    @property
+    def num_bytes(self) -> int:
+        ring = (self._keys, self._parents, self._times_s, self._manners)
+        return sum(memoryview(one).nbytes for one in ring) + self._places.num_bytes + self._num_children.num_bytes
 
     def index(self, name: BlockName) -> None:
         """Notes that a block is in the arena now, where it was not."""
@@ -115,8 +120,8 @@ class _Table:
         self._numbers = array("I", bytes(4 * size))
 
     @property
-    def parts(self) -> "tuple[array[int], array[int]]":
-        return self._marks, self._numbers
+    def num_bytes(self) -> int:
+        return memoryview(self._marks).nbytes + memoryview(self._numbers).nbytes
 
     def get(self, mark: int) -> int:
         """Returns the number of a mark; 0 without one."""

@@ -6,8 +6,8 @@ from kv_store.node.directory import Directory
 from kv_store.node.tombstones import Loss, Tombstones, _Table
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import ROOT, committed, names_of
-from wire.miss import Cause, Miss
 from wire.names import BlockName, cover, digest_of
+from wire.tier import Cause, Miss
 
 BLOCK = 4
 
@@ -109,11 +109,5 @@ def test_a_prompt_differs_from_a_known_sibling_on() -> None:
 
 
 def test_tombstones_take_the_memory_that_they_say() -> None:
-    def num_bytes(num_places: int) -> int:
-        stones = Tombstones(num_places, "x", FakeClock())
-        tables = (stones._places, stones._num_children)
-        ring = [memoryview(one) for one in (stones._keys, stones._parents, stones._times_s, stones._manners)]
-        return sum(one.nbytes for one in ring + [memoryview(one) for table in tables for one in table.parts])
-
     for num_places in (1 << 14, (1 << 14) + 1, 3 << 13):
-        assert 97 * num_places <= num_bytes(num_places) <= 169 * num_places + 100
+        assert 97 * num_places <= Tombstones(num_places, "x", FakeClock()).num_bytes <= 169 * num_places + 100

@@ -18,9 +18,8 @@ from kv_store.transfers import (
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
 from wire.ids import AttemptId, PageId
-from wire.miss import Cause, Miss
 from wire.names import BlockName
-from wire.tier import Tier
+from wire.tier import Cause, Miss, Tier
 
 NAMES, PAGES = names_of(8), pages_from(0, 2)
 REQUEST = AttemptId("request")

@@ -15,9 +15,8 @@ from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, names_of, put_one
 from tests.kv_store.pools import filled_pool, pages_from
 from wire.errors import StoreError
-from wire.miss import Cause, Miss
 from wire.names import BlockName
-from wire.tier import Tier
+from wire.tier import Cause, Miss, Tier
 
 NUM_SLOTS = 8
 

@@ -13,8 +13,9 @@ from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, ask, at_rest
 from wire.convert import misses_from_pb
 from wire.ids import BlockKey, SlotId
-from wire.miss import Cause, MissRun
 from wire.names import BlockName
+from wire.pb import cluster_pb2
+from wire.tier import Cause, MissRun
 
 SIZE = LAYOUT.block_size
 NUM_SLOTS = 24
@@ -114,8 +115,8 @@ async def test_no_cause_is_wrong_by_a_full_history(seed: int) -> None:
         prompt = drawn_prompt(drawn)
         output = await cluster.generate(ask(prompt, 2))
         await at_rest(cluster)
-        record = list(cluster.router.dispatcher.recent._ended)[-1][2]
-        runs = misses_from_pb(record.summary.misses)
+        listed = cluster.router.dispatcher.recent.list(cluster_pb2.ListRequestsRequest(limit=1))
+        runs = misses_from_pb(listed.requests[-1].misses)
         told = [run.miss.cause for run in runs for _ in range(run.num_blocks)]
         num_cached = sum(one.tokens for one in output.complete.usage.cached_tokens)
         assert len(told) == -(-len(prompt) // SIZE) - num_cached // SIZE - (num_cached % SIZE > 0)

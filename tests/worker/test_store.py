@@ -7,9 +7,8 @@ import pytest
 from kv_store.block_store import StoreStatus
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
-from wire.miss import Miss
 from wire.names import BlockName
-from wire.tier import Tier
+from wire.tier import Miss, Tier
 from worker import store as store_module
 from worker.store import AsyncStore
 

@@ -1,4 +1,4 @@
-from wire.miss import MAX_RUNS, Cause, Miss, MissRun, runs_of, words_of
+from wire.tier import MAX_RUNS, Cause, Miss, MissRun, runs_of, words_of
 
 
 def test_consecutive_blocks_of_one_cause_are_a_run_with_the_first_ones_age() -> None:
