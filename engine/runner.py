@@ -18,7 +18,7 @@ from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import Weighed
 from engine.model.batch import Batch, CausalModel, Watched
-from engine.model.sampler import NO_MASKS, Draw, Masks, likeliest, sample, score
+from engine.model.sampler import NO_MASKS, PLAIN, Draw, Masks, likeliest, sample, score, select
 from engine.sequence import Sequence
 from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kernels.backend import KVPages
@@ -91,7 +91,7 @@ class Runner:
         if any(chunk.scored for chunk in work.chunks):
             logits, scores = self._score(work, logits)
         if any(chunk.siblings for chunk in work.chunks):
-            logits = logits[self._shared(work)]
+            logits = select(logits, self._shared(work))
         sampled = self._sampled(work)
         gains = Gains(sampled, *self._sample(logits, launched.draws, masks))
         places = [*launched.draws]
@@ -125,7 +125,7 @@ class Runner:
                 scores[chunk.sequence] = score(rows, token_ids, request.sampling.prompt_logprobs or 0)
             place += len(scored) + chunk.is_sampled
             kept += [place - 1] * chunk.is_sampled
-        return logits[kept], scores
+        return select(logits, kept), scores
 
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
         """Leaves out tokens that were drawn after a wrong guess."""
@@ -184,10 +184,13 @@ class Runner:
         if not careful:
             return likeliest(logits).numpy(), {}
         places, draws = [*careful], [*careful.values()]
+        if not logits.is_cpu and len(places) < len(logits):  # all rows are read at once
+            masks, places = masks.at(places), [*range(len(logits))]
+            draws = [careful.get(place, PLAIN) for place in places]
         if len(places) == len(logits):
             token_ids, drawn = np.empty(len(places), dtype=np.int64), sample(logits, draws, masks)
         else:
-            token_ids, drawn = likeliest(logits).numpy(), sample(logits[places], draws, masks)
+            token_ids, drawn = likeliest(logits).numpy(), sample(select(logits, places), draws, masks)
         token_ids[places] = [-1 if one.token_id is None else one.token_id for one in drawn]
         logprobs = {place: one.logprobs for place, one in zip(places, drawn, strict=True) if one.logprobs is not None}
         return token_ids, logprobs

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.grammar.matcher import Matcher
@@ -49,6 +50,10 @@ class Draw:
         return params.is_greedy and is_as_is and params.logprobs is None
 
 
+PLAIN = Draw(SamplingParams(temperature=0), choice=0, prompt_ids=(), output_ids=())
+"""The draw of a row whose next token is the likeliest."""
+
+
 @dataclass(frozen=True)
 class Masks:
     """The tokens that grammars forbid. forbidden: bool [M, V], on the host, of these M rows of a step's draws.
@@ -63,10 +68,15 @@ class Masks:
     def apply(self, logits: torch.Tensor) -> None:
         """Masks rows of `logits` [R, V] float32 in place."""
         if len(self.rows) == len(logits):
-            logits.masked_fill_(self.forbidden.to(logits.device), LEAST)
+            logits.masked_fill_(to_device(self.forbidden, logits.device), LEAST)
         elif self.rows:
-            rows = torch.tensor(self.rows, device=logits.device)
-            logits[rows] = logits[rows].masked_fill_(self.forbidden.to(logits.device), LEAST)
+            rows = _index(self.rows, logits)
+            logits[rows] = logits[rows].masked_fill_(to_device(self.forbidden, logits.device), LEAST)
+
+    def at(self, places: Sequence[int]) -> "Masks":
+        """Moves the masks of draws to the places that the draws have among others."""
+        faults = {places[row]: fault for row, fault in self.faults.items()}
+        return Masks([places[row] for row in self.rows], self.forbidden, faults)
 
 
 NO_MASKS = Masks((), torch.empty(0, 0, dtype=torch.bool))
@@ -82,18 +92,35 @@ class Drawn:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Sequence[Draw], masks: Masks = NO_MASKS) -> list[Drawn]:
-    """Draws a token for each row of `logits` [R, V] float32, which it may modify. Rows do not influence one another."""
-    is_finite = torch.isfinite(logits).all(dim=-1).tolist()
-    logprobs = _logprobs_wanted(logits, draws)
+    """Draws a token for each row of `logits` [R, V] float32, which it may modify. Rows do not influence one another.
+
+    Waits for a device once, to read the tokens and their log-probabilities.
+    """
+    is_finite = torch.isfinite(logits).all(dim=-1)
+    rankings = _rankings(logits, draws)
     _penalize(logits, draws)
     masks.apply(logits)
-    tokens = _greedy(logits) if all(draw.params.is_greedy for draw in draws) else _mixed(logits, draws)
+    tokens = _choose(logits, draws)
+    token_ids, logprobs = _read(torch.where(is_finite, tokens, -1), [one.scores(tokens) for one in rankings])
+    row_to_logprobs = {
+        row: _logprobs_of(found)
+        for ranking, scores in zip(rankings, logprobs, strict=True)
+        for row, found in zip(ranking.rows, scores, strict=True)
+    }
     return [
-        Drawn(token, _logprobs_of(logprobs.get(row), token, draws[row]))
-        if is_finite[row] and row not in masks.faults
-        else Drawn(None)
-        for row, token in enumerate(tokens)
+        Drawn(int(token), row_to_logprobs.get(row)) if token >= 0 and row not in masks.faults else Drawn(None)
+        for row, token in enumerate(token_ids)
     ]
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies values of the host to a device without waiting; torch keeps the pinned memory until they are copied."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Copies rows of `logits`, without waiting."""
+    return logits[_index(rows, logits)]
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
@@ -137,82 +164,149 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _greedy(logits: torch.Tensor) -> list[int]:
-    return [int(token) for token in argmax(logits).tolist()]
-
-
-def _mixed(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    greedy = _greedy(logits)
+def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Chooses the token of each row, int64 [R]."""
     rows = [row for row, draw in enumerate(draws) if not draw.params.is_greedy]
-    for row, token in zip(rows, _random(logits[rows], [draws[row] for row in rows]), strict=True):
-        greedy[row] = token
-    return greedy
+    if len(rows) == len(draws):
+        return _random(logits, draws)
+    tokens = argmax(logits)
+    if rows:
+        index = _index(rows, logits)
+        tokens[index] = _random(logits[index], [draws[row] for row in rows])
+    return tokens
 
 
-def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Inverts the cumulative distribution in the order of token ids.
+def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Inverts the cumulative distribution in the order of token ids; returns int64 [R].
 
     In any other order, such as that of probability, two tokens that are nearly as likely may trade places by rounding.
     """
-    temperatures = _column([draw.params.temperature for draw in draws], logits)
-    probs = _cut(torch.softmax(logits.double() / temperatures, dim=-1), [draw.params for draw in draws])
+    params = [draw.params for draw in draws]
+    columns = [
+        [one.temperature for one in params],
+        [uniform(draw.params.seed, draw.choice, draw.position) for draw in draws],
+    ]
+    is_cut = any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in params)
+    if is_cut:
+        columns.append([one.top_k if one.top_k > 0 else _NO_LIMIT for one in params])
+        columns += [[one.top_p for one in params], [one.min_p for one in params]]
+    temperature, aim, *limits = to_device(torch.tensor(columns, dtype=torch.float64), logits.device).unsqueeze(2)
+    probs = torch.softmax(logits.double() / temperature, dim=-1)
+    if is_cut:
+        probs = _cut(probs, *limits)
     cumulative = probs.cumsum(dim=-1)
-    aim = _column([uniform(draw.params.seed, draw.choice, draw.position) for draw in draws], logits)
     # Rounding may put the aim on the very end: the last token that is possible at all is then meant.
     below_end = torch.nextafter(cumulative[:, -1:], torch.zeros_like(cumulative[:, -1:]))
     chosen = torch.searchsorted(cumulative, torch.minimum(aim * cumulative[:, -1:], below_end), right=True)
-    return [int(token) for token in chosen.clamp_(max=probs.shape[1] - 1).squeeze(1).tolist()]
+    return chosen.clamp_(max=probs.shape[1] - 1).squeeze(1)
 
 
-def _cut(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Zeroes probabilities [R, V] by top_k, then top_p of the rest, then min_p; the result is not normalized."""
-    if not any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in params):
-        return probs
+def _cut(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Zeroes probabilities [R, V] by top_k, then top_p of the rest, then min_p; the result is not normalized.
+
+    Limits are float64 [R, 1].
+    """
     falling, order = probs.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[1], device=probs.device)
-    falling = falling * (ranks < _column([one.top_k if one.top_k > 0 else _NO_LIMIT for one in params], probs))
+    falling = falling * (ranks < top_k)
     falling = falling / falling.sum(dim=-1, keepdim=True)
     before = falling.cumsum(dim=-1) - falling
-    in_nucleus = (before < _column([one.top_p for one in params], probs)) | (ranks == 0)
-    above_floor = falling >= _column([one.min_p for one in params], probs) * falling[:, :1]
+    in_nucleus = (before < top_p) | (ranks == 0)
+    above_floor = falling >= min_p * falling[:, :1]
     return torch.zeros_like(probs).scatter_(1, order, falling * (in_nucleus & above_floor))
 
 
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+def _index(rows: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return to_device(torch.tensor(rows, dtype=torch.int64), like.device)
+
+
+Spots = list[tuple[int, npt.ArrayLike, npt.ArrayLike]]
+"""Rows, token ids in them, and a number for each."""
 
 
 def _penalize(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    """Adds biases, then penalizes repetition over prompt and output (Keskar et al., 2019), presence and frequency over
+    output only, and bans tokens."""
+    biases, repeated, gained, banned = Spots(), Spots(), Spots(), Spots()
     for row, draw in enumerate(draws):
-        for token_id, bias in draw.params.logit_bias:
-            logits[row, token_id] += bias
-        if draw.params.has_penalties:
-            _penalize_row(logits[row], draw)
+        params = draw.params
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            biases.append((row, ids, values))
+        if params.repetition_penalty != 1.0:
+            repeated.append((row, [*{*draw.prompt_ids, *draw.output_ids}], params.repetition_penalty))
+        if params.has_penalties and draw.output_ids:
+            gained_ids, counts = np.unique(np.array(draw.output_ids), return_counts=True)
+            losses = np.float32(params.frequency_penalty) * counts.astype(np.float32)
+            gained.append((row, gained_ids, -(losses + np.float32(params.presence_penalty))))
         if draw.banned:
-            logits[row, list(draw.banned)] = -torch.inf
+            banned.append((row, [*draw.banned], -torch.inf))
+    if biases:
+        _add(logits, biases)
+    if repeated:
+        index, penalties = _spread(repeated, logits.device)
+        known = logits[index]
+        logits.index_put_(index, torch.where(known > 0, known / penalties, known * penalties))
+    if gained:
+        _add(logits, gained)
+    if banned:
+        logits.index_put_(*_spread(banned, logits.device))
 
 
-def _penalize_row(row: torch.Tensor, draw: Draw) -> None:
-    """Penalizes repetition over prompt and output (Keskar et al., 2019), presence and frequency over output only."""
-    params = draw.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if draw.output_ids:
-        ids, counts = torch.unique(torch.tensor(draw.output_ids, device=row.device), return_counts=True)
-        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+def _add(logits: torch.Tensor, spots: Spots) -> None:
+    logits.index_put_(*_spread(spots, logits.device), accumulate=True)
 
 
-def _logprobs_wanted(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[int, torch.Tensor]:
-    rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
-    if not rows:
-        return {}
-    return dict(zip(rows, torch.log_softmax(logits[rows], dim=-1), strict=True))
+def _spread(spots: Spots, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Makes an index of spots, rows and token ids, and their numbers in float32, on a device."""
+    all_ids = [np.asarray(ids, dtype=np.int64) for _, ids, _ in spots]
+    rows = np.repeat([row for row, _, _ in spots], [len(ids) for ids in all_ids])
+    numbers = [
+        np.broadcast_to(np.asarray(value, np.float32), len(ids))
+        for ids, (*_, value) in zip(all_ids, spots, strict=True)
+    ]
+    index = to_device(torch.from_numpy(np.stack([rows, np.concatenate(all_ids)])), device)
+    return (index[0], index[1]), to_device(torch.from_numpy(np.concatenate(numbers)), device)
 
 
-def _logprobs_of(row: torch.Tensor | None, token: int, draw: Draw) -> Logprobs | None:
-    if row is None or draw.params.logprobs is None:
-        return None
-    values, ids = row.topk(min(draw.params.logprobs, row.shape[0]))
-    return Logprobs(float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+@dataclass(frozen=True)
+class _Ranking:
+    """Rows that want as many likeliest tokens. index: int64 [L], logprobs: [L, V], values and ids: [L, K]."""
+
+    rows: Sequence[int]
+    index: torch.Tensor
+    logprobs: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    def scores(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Joins the log-probability of each chosen token, of the likeliest, and their ids, float64 [L, 1 + 2 * K]."""
+        chosen = self.logprobs.gather(1, tokens[self.index, None])
+        return torch.cat([one.double() for one in (chosen, self.values, self.ids)], dim=1)
+
+
+def _rankings(logits: torch.Tensor, draws: Sequence[Draw]) -> list[_Ranking]:
+    num_to_rows: dict[int, list[int]] = {}
+    for row, draw in enumerate(draws):
+        if draw.params.logprobs is not None:
+            num_to_rows.setdefault(min(draw.params.logprobs, logits.shape[1]), []).append(row)
+    rankings: list[_Ranking] = []
+    for num, rows in num_to_rows.items():
+        index = _index(rows, logits)
+        logprobs = torch.log_softmax(logits if len(rows) == len(draws) else logits[index], dim=-1)
+        rankings.append(_Ranking(rows, index, logprobs, *logprobs.topk(num)))
+    return rankings
+
+
+def _read(tokens: torch.Tensor, scores: list[torch.Tensor]) -> tuple[list[float], list[list[list[float]]]]:
+    """Reads tokens and scores to the host in one copy; float64 holds ids and float32 as they are."""
+    if not scores:
+        return tokens.tolist(), []
+    joined = torch.cat([tokens.double(), *(one.flatten() for one in scores)]).cpu()
+    first, *rest = joined.split([len(tokens), *(one.numel() for one in scores)])
+    return first.tolist(), [one.view(like.shape).tolist() for one, like in zip(rest, scores, strict=True)]
+
+
+def _logprobs_of(scores: list[float]) -> Logprobs:
+    num = len(scores) // 2
+    return Logprobs(scores[0], tuple(zip(map(int, scores[1 + num :]), scores[1 : 1 + num], strict=True)))

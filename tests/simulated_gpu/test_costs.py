@@ -22,6 +22,18 @@ from wire.tier import Tier
 
 NUM_BLOCKS = 256
 NUM_LAYERS = 2
+NUM_DRAWN = 3
+DRAWN = [
+    SamplingParams(max_tokens=NUM_DRAWN, ignore_eos=True, **settings)
+    for settings in (
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 1},
+        {"temperature": 1.2, "seed": 2, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+        {"temperature": 1, "seed": 4, "logprobs": 3},
+        {"temperature": 0, "logprobs": 5, "logit_bias": ((5, 2.0), (7, -100.0)), "min_tokens": 2},
+    )
+]
 LAUNCHES_OF_SAMPLING = 7
 LAUNCHES_BESIDE_LAYERS = 11
 """Of embedding, angles, last norm, head and sampling."""
@@ -46,6 +58,25 @@ def test_steps_wait_once(tmp_path: Path) -> None:
     for one in decodes:
         assert (one.synchronizations, one.to_device, one.to_host) == (1, 1, 1)
         assert one.launches == 1 + LAUNCHES_OF_SAMPLING
+
+
+def test_steps_that_draw_wait_once(tmp_path: Path) -> None:
+    """One read brings all tokens and log-probabilities, whatever the rows ask for; a plain one is among them."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    with triton_kernels():
+        core = make_core(Decoder.load(folder, "float32", SIM, 16, TritonBackend()))
+        prompts = [choose_prompt(folder, length).prompt_ids for length in range(2, 2 + len(DRAWN))]
+        serve(core, prompts[0], DRAWN[0])  # makes angles, captures a graph
+        for prompt, settings in zip(prompts, DRAWN, strict=True):
+            core.add(request(prompt, settings))
+        asked: list[Counts] = []
+        while core.has_requests:
+            before = counts()
+            core.step()
+            asked.append(counts() - before)
+    ran = [one for one in asked if one.launches]
+    assert len(ran) >= NUM_DRAWN
+    assert {(one.synchronizations, one.to_host, one.synchronous) for one in ran} == {(1, 1, 0)}
 
 
 def test_a_hand_off_of_many_blocks_waits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
