@@ -190,6 +190,7 @@ def test_after_a_lost_worker_another_goes_on_with_the_very_tokens(num_before: in
         ResponseFormat(FormatKind.JSON_SCHEMA, '{"allOf": [{"type": "string"}, {"type": "integer"}]}'),
         ResponseFormat(FormatKind.JSON_SCHEMA, '{"type": "array", "items":' * 5000 + "{}" + "}" * 5000),
         ResponseFormat(FormatKind.JSON_SCHEMA, '{"type": "fish"}'),
+        ResponseFormat(FormatKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(1500)}})),
         ResponseFormat(FormatKind.JSON_SCHEMA, "{"),
         ResponseFormat(FormatKind.JSON_SCHEMA, "3"),
         ResponseFormat(FormatKind.JSON_SCHEMA, "true"),
@@ -218,7 +219,8 @@ def test_a_grammar_that_cannot_be_built_or_accepts_nothing_is_refused(given: Res
         form(FormatKind.LARK, 'start: start "a" | "b"'),
         form(FormatKind.LARK, 'start: "a" start'),
         form(FormatKind.LARK, 'start: e\ne: e e | "a" | "a" e | e "a"'),
-        form(FormatKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(1500)}})),
+        form(FormatKind.LARK, 'start: s\ns: s s | s s s | "a" | "b"'),
+        form(FormatKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(450)}})),
     ],
     ids=lambda sampling: sampling.response_format.source[:30],
 )
