@@ -9,7 +9,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.events import Failed
-from engine.grammar import masks
+from engine.grammar import masks, matcher
 from engine.grammar.grammars import Grammars
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
@@ -253,6 +253,14 @@ def test_an_end_that_min_tokens_forbids_fails_the_request() -> None:
     error = failure_of(SamplingParams(max_tokens=20, min_tokens=5, response_format=given))
     assert isinstance(error, InvalidRequest)
     assert "min_tokens" in error.message
+
+
+def test_a_grammar_whose_tokens_take_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SamplingParams(max_tokens=20, response_format=ResponseFormat(FormatKind.REGEX, "[ab]{30}"))
+    monkeypatch.setattr(matcher, "MAX_TOKEN_S", 0.0)
+    error = failure_of(given)
+    assert isinstance(error, InvalidRequest)
+    assert "too long" in error.message
 
 
 def test_the_fault_of_a_grammar_leaves_the_prompts_blocks_to_others() -> None:

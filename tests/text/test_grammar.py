@@ -86,3 +86,13 @@ def test_objects_that_list_properties_have_no_others() -> None:
         {**listed, "$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"b": {"type": "integer"}}}}},
     ):
         assert two in taken(free, [two]), free
+
+
+async def test_a_schema_too_wide_behind_its_first_bracket_is_refused_before_a_worker_has_it() -> None:
+    processes = GrammarProcesses()
+    wide = json.dumps({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(700)}})
+    try:
+        with pytest.raises(InvalidRequest, match="cannot be answered"):
+            await processes.check(ResponseFormat(FormatKind.JSON_SCHEMA, wide))
+    finally:
+        await processes.close()
