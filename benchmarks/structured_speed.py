@@ -183,6 +183,7 @@ def hostile_formats() -> dict[str, ResponseFormat]:
             "start: T\nT: /(.|\\n){0,300}[abc](.|\\n){0,20}/ & /[^x]*(.|\\n){0,30}e(.|\\n){12}/",
         ),
         "64 KB of words": (FormatKind.REGEX, "|".join(f"w{number}x" for number in range(9000))),
+        "1 MB of words, past the service's 64 KB": (FormatKind.REGEX, "|".join(f"w{n}x" for n in range(140_000))),
     }
     return {name: ResponseFormat(kind, source) for name, (kind, source) in sources.items()}
 

@@ -74,9 +74,10 @@ class Chat:
             raise Unsupported(f"{param}: the model's chat template knows no channel of reasoning", param=param)
         marked, mark = await asyncio.to_thread(self._marked, special_tokens)
         text = await renderer.render(marked, max_added_chars)
-        return Rendered(
-            text, mark, AnswerFrame.behind(text, renderer.formats, self.tool_use, self.max_reasoning_tokens)
+        frame_of, before = (
+            (AnswerFrame.within, self.messages[-1].content) if self.continues else (AnswerFrame.behind, text)
         )
+        return Rendered(text, mark, frame_of(before, renderer.formats, self.tool_use, self.max_reasoning_tokens))
 
     def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
         """Returns the chat with marks in it, and the mark. Takes as long as it and the tokens are many."""

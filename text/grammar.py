@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from text.child_processes import ChildProcesses, Task
+from text.exact_schema import exact_schema
 from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
@@ -22,8 +23,9 @@ MAX_FAULT_CHARS = 160
 NUM_PROCESSES = 2
 NO_SOURCES: Mapping[str, ResponseFormat] = {}
 MEMORY_BYTES = 512 << 20
-MAX_STEP_ITEMS = 10_000
-"""Earley items for one token: 50 ms of an ambiguous grammar; a schema of 1,900 optional properties needs over 5,000."""
+MAX_STEP_ITEMS = 2_000
+"""Earley items for one token: 8 ms of an ambiguous grammar. Of schemas, llguidance's own bound on a row comes first, at
+some 490 optional properties."""
 MAX_LEXER_STATES = 20_000
 """States of the lexer of one choice, of one or two kilobytes each."""
 MAX_GRAMMAR_SIZE = 100_000
@@ -32,14 +34,6 @@ INITIAL_FUEL, STEP_FUEL = 500_000, 100_000
 _JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Fixed separators, as Python's json has them: a model that may write white space may write it without end."""
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
-_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([2468][048]|[13579][26]|0[48])00)"
-_NO_FEBRUARY = "(0[13-9]|1[0-2])"
-_DATE = f"({_YEAR}-({_NO_FEBRUARY}-[0-3][0-9]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-_TIME = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-][0-9:]{5})"
-_EXACT = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$", "time": f"^{_TIME}$"}
-"""Patterns of formats that llguidance takes too much for: 29 February of any year, second 60, fractions without end."""
-_LITERAL = ("const", "enum", "default", "examples")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
 _IN_WORDS = {"NoExtensionBias": "it allows neither a further token nor the end"}
@@ -85,8 +79,7 @@ def _translated(given: ResponseFormat) -> str:
         return LLMatcher.grammar_from_regex(given.source)
     if given.kind is FormatKind.LARK:
         return LLMatcher.grammar_from_lark(given.source)
-    schema = _schema_of(given.source)
-    source = json.dumps(_exact(schema)) if '"format"' in given.source else given.source
+    source = json.dumps(exact_schema(_schema_of(given.source)))
     return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
 
 
@@ -104,7 +97,7 @@ def schema_term(schema: Mapping[str, Any], param: str = PARAM) -> str:
 
     Raises InvalidRequest for lone surrogates.
     """
-    written = json.dumps({**_exact(schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    written = json.dumps({**exact_schema(schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
     if _HALF_PAIR.search(written):
         raise InvalidRequest(param, "a schema has half of a surrogate pair, which is no character")
     return f"%json {written}"
@@ -118,32 +111,6 @@ def _schema_of(source: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequest(PARAM, "the schema must be an object")
     return schema
-
-
-def _exact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds patterns to formats that llguidance takes too much for. Raises InvalidRequest for one nested too deeply."""
-    try:
-        return {key: one if key in _LITERAL else _with_patterns(one) for key, one in _patterned(schema).items()}
-    except RecursionError as error:
-        raise InvalidRequest(PARAM, "the schema is nested too deeply") from error
-
-
-def _with_patterns(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_patterns(one) for one in value]
-    return _exact(value) if isinstance(value, dict) else value
-
-
-def _patterned(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema with the pattern of its format, beside one that it may have."""
-    given = schema.get("format")
-    pattern = _EXACT.get(given) if isinstance(given, str) else None
-    if pattern is None:
-        return schema
-    if "pattern" not in schema:
-        return {**schema, "pattern": pattern}
-    more = schema.get("allOf", [])
-    return {**schema, "allOf": [*more, {"pattern": pattern}]} if isinstance(more, list) else schema
 
 
 def _limits() -> "LLParserLimits":

@@ -32,11 +32,13 @@ def _answer(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> dict[str, str]:
 
 
 def _failure(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> str:
-    """Builds a grammar, and its first mask; returns its fault, or ""."""
+    """Builds a grammar, its first mask, and the one after forced text; returns its fault, or ""."""
     try:
         matcher = new_matcher(ResponseFormat(FormatKind(asked["kind"]), asked["source"]), tokenizer)
     except InvalidRequest as error:
         return error.message.partition(": ")[2]
+    matcher.compute_bitmask()
+    matcher.consume_tokens(matcher.compute_ff_tokens())
     matcher.compute_bitmask()
     fault = fault_of(matcher)
     return f"cannot be answered: {fault}" if fault else ""

@@ -1,5 +1,6 @@
 """The grammar of a request after the tokens of one of its choices."""
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,10 @@ from wire.errors import BatonError, InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+MAX_TOKEN_S = 0.02
+"""Processor time to take a token, on average over the new ones: limits of llguidance bound masks, and not this."""
 
 
 class Matcher:
@@ -19,6 +24,7 @@ class Matcher:
     def __init__(self, state: "LLMatcher") -> None:
         self.state = state
         self._num_taken = 0
+        self._is_slow = False
 
     def fork(self) -> "Matcher":
         """Copies a matcher that has taken no token."""
@@ -28,8 +34,10 @@ class Matcher:
         """Takes the tokens of a choice that it has not taken yet."""
         new = output_ids[self._num_taken :]
         if new:
+            began_s = time.thread_time()
             self.state.consume_tokens([*new])
             self._num_taken += len(new)
+            self._is_slow = time.thread_time() - began_s > MAX_TOKEN_S * len(new)
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
         """Returns the tokens of the text that must follow; a model may write it in others. Takes tokens as `take`."""
@@ -39,5 +47,5 @@ class Matcher:
     @property
     def fault(self) -> BatonError | None:
         """The error of a grammar that accepts no further token, nor an end, or passes a limit."""
-        fault = fault_of(self.state)
+        fault = "its tokens take too long" if self._is_slow else fault_of(self.state)
         return InvalidRequest(PARAM, f"goes on no more after {self._num_taken} tokens: {fault}") if fault else None

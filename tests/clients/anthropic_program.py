@@ -7,7 +7,7 @@ import anthropic
 
 client = anthropic.Anthropic(base_url=sys.argv[1].removesuffix("/v1"), api_key="none", max_retries=0)
 said = [{"role": "user", "content": "hello"}]
-plain = {"model": "demo", "messages": said, "max_tokens": 6, "extra_body": {"seed": 1}}
+plain = {"model": "smollm2", "messages": said, "max_tokens": 6, "extra_body": {"seed": 1}}
 whole = client.messages.create(**plain)
 with client.messages.stream(**plain) as stream:
     text = "".join(stream.text_stream)
@@ -35,7 +35,7 @@ turns = [
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "2"}]},
 ]
 after = client.messages.create(**{**plain, "messages": turns, "tools": tools, "max_tokens": 4})
-counted = client.messages.count_tokens(model="demo", messages=turns, tools=tools)
+counted = client.messages.count_tokens(model="smollm2", messages=turns, tools=tools)
 refused = {}
 for name, value in (("model", "other"), ("tools", [{"type": "bash_20250124", "name": "bash"}])):
     try:

@@ -1,36 +1,61 @@
-"""A real cluster that serves the demo model, for all clients; `bash tests/clients.sh`."""
+"""Real clusters, for all clients, of SmolLM2 and of the demo model; `bash tests/clients.sh`."""
 
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import demo_model
+from engine.checkpoint.hub import find_folder
 from tests.cluster.served_cluster import ServedCluster
+
+MODEL = "smollm2"
+TOOLS = (
+    "{%- if tools -%}<|im_start|>system\nCalls look like this: "
+    '<tool_call>{"name": "function", "arguments": {}}</tool_call>. '
+    "There are {{ tools | tojson }}<|im_end|>\n{%- endif -%}"
+)
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    """SmolLM2 as `baton pull` fetches it, computed in float32, with a template that knows tools."""
     folder = tmp_path_factory.mktemp("clients")
-    served = ServedCluster(f"c{os.getpid()}", folder)
-    model = str(with_tools(folder / "model"))
-    try:
-        served.do(
-            "up", "--model", model, "--served-model-name", "demo", "--prefill", "1", "--decode", "1", "--grpc-port", "0"
-        )
+    model = with_tools(find_folder(MODEL), folder / "model", TOOLS)
+    settings = ("--model", str(model), "--served-model-name", MODEL, "--dtype", "float32")
+    with serving(ServedCluster(f"c{os.getpid()}", folder), *settings) as served:
         yield served
-        served.do("status", "--check")
+
+
+@pytest.fixture(scope="module")
+def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    """The demo model, whose tokens take so little that thousands of drawn requests are answered in minutes."""
+    folder = tmp_path_factory.mktemp("demo")
+    template = "{%- if tools -%}<|user|>Call a tool: <tool_call>{{ tools | tojson }}{%- endif -%}"
+    model = with_tools(Path(demo_model.__file__).parent / "checkpoint", folder / "model", template)
+    settings = ("--model", str(model), "--served-model-name", "demo")
+    with serving(ServedCluster(f"d{os.getpid()}", folder), *settings) as served:
+        yield served
+
+
+@contextmanager
+def serving(cluster: ServedCluster, *settings: str) -> Iterator[ServedCluster]:
+    """Starts a cluster; at the end its books are verified, and nothing of it is left."""
+    try:
+        cluster.do("up", *settings, "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--http-port", "0")
+        yield cluster
+        cluster.do("status", "--check")
     finally:
-        served.run("down")
-    assert served.left_behind() == []
+        cluster.run("down")
+    assert cluster.left_behind() == []
 
 
-def with_tools(folder: Path) -> Path:
-    """Copies the demo model, with a template that knows tools."""
-    shutil.copytree(Path(demo_model.__file__).parent / "checkpoint", folder)
+def with_tools(source: Path, folder: Path, tools: str) -> Path:
+    """Copies a model, with a template that puts tools first and takes messages without content."""
+    shutil.copytree(source, folder)
     template = folder / "chat_template.jinja"
-    asked = "{%- if tools -%}<|user|>Call a tool: <tool_call>{{ tools | tojson }}{%- endif -%}"
-    template.write_text(asked + template.read_text().replace("message['content']", "(message['content'] or '')"))
+    template.write_text(tools + template.read_text().replace("message['content']", "(message['content'] or '')"))
     return folder

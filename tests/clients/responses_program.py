@@ -2,25 +2,9 @@
 
 import json
 import sys
-from typing import Literal
 
 import openai
-from pydantic import BaseModel
-
-
-class Look(BaseModel):
-    """A tool's arguments."""
-
-    pet: Literal["dog", "cat", "parrot"]
-    times: Literal[1, 2, 3]
-
-
-class Answer(BaseModel):
-    """A typed answer."""
-
-    name: Literal["Tom", "Lucy"]
-    is_sure: bool
-
+from pets import Answer, Look
 
 client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 [model] = client.models.list()

@@ -12,11 +12,12 @@ import pytest
 
 from baton import AsyncClient
 from baton.request import Message
+from tests.clients.conftest import MODEL
 from tests.cluster.served_cluster import ServedCluster
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 INVALID_ARGUMENT = 3
 """As gRPC numbers it; the exit code of buf is eight times that."""
 
@@ -27,9 +28,9 @@ class Served:
     def __init__(self, address: str, grpc: str, chat: str, text: str) -> None:
         self.address, self.grpc, self.chat, self.text = address, grpc, chat, text
 
-    async def run(self, program: str) -> Any:
-        """Runs a program against the gateway; returns what it prints."""
-        python = Path(os.environ["BATON_CLIENTS_VENV"]) / "bin/python"
+    async def run(self, program: str, environment: str = ".") -> Any:
+        """Runs a program against the gateway, by the clients of an environment; returns what it prints."""
+        python = Path(os.environ["BATON_CLIENTS_VENV"]) / environment / "bin/python"
         printed = await self.output(str(python), str(PROGRAMS / program), f"http://{self.address}/v1")
         return json.loads(printed.splitlines()[-1])  # litellm prints advice before
 
@@ -121,23 +122,56 @@ async def test_litellm(served: Served) -> None:
     assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
     assert answered["refused"] == 400
     assert answered["cached_tokens"] >= 0
+    assert is_answer(answered["typed"])
+    assert is_look(answered["call"])
+    assert answered["messages"] == 6
 
 
 async def test_langchain(served: Served) -> None:
-    answered = await served.run("langchain_program.py")
+    answered = await served.run("langchain_program.py", "older")
     assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
     assert answered["usage"]["output_tokens"] == 6
+    assert all(map(is_answer, answered["typed"]))
+    name, arguments = answered["call"]
+    assert name == "Look"
+    assert is_look(arguments)
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+async def test_instructor(served: Served) -> None:
+    answered = await served.run("instructor_program.py", "older")
+    assert answered.keys() == {"tools", "schema", "anthropic", "partial"}
+    assert all(map(is_answer, answered.values()))
+
+
+async def test_pydantic_ai(served: Served) -> None:
+    answered = await served.run("pydantic_ai_program.py")
+    kinds = {"chats tool", "chats schema", "responses tool", "responses schema"}
+    assert answered["answers"].keys() == kinds
+    assert all(map(is_answer, answered["answers"].values()))
+    assert answered["streamed"] == served.chat
+
+
+async def test_inspect(served: Served) -> None:
+    answered = await served.run("inspect_program.py")
+    assert (answered["status"], answered["scored"]) == ("success", ["C"])
+    assert answered["chat"] == served.chat
+    assert is_answer(answered["typed"])
+    assert {name for name, _ in answered["calls"]} == {"look"}
+    assert all(is_look(arguments) for _, arguments in answered["calls"])
+
+
 async def test_node(served: Served) -> None:
     """Modules are looked for where the program is: it lies beside them for a moment."""
     venv = Path(os.environ["BATON_CLIENTS_VENV"])
     program = Path(shutil.copy(PROGRAMS / "node_program.mjs", venv))
     answered = json.loads(await served.output("node", str(program), f"http://{served.address}/v1"))
+    assert is_answer(answered.pop("typed"))
+    assert all(map(is_answer, answered.pop("parsed")))
+    assert all(map(is_look, answered.pop("calls")))
     assert answered == {
         "chat": served.chat,
         "streamed": served.chat,
+        "responded": served.chat,
         "refused": "temperature",
         "vercel": served.chat,
         "vercelStreamed": served.chat,
@@ -145,13 +179,12 @@ async def test_node(served: Served) -> None:
     }
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
 async def test_buf_curl(served: Served) -> None:
     """Knows the messages by reflection, and sends what curl would over HTTP/2 to the gRPC port."""
     service = f"http://{served.grpc}/baton.v1.Inference"
     buf = str(Path(os.environ["BATON_CLIENTS_VENV"]) / "node_modules/.bin/buf")
     [listed] = messages_of(await served.output(buf, "curl", "--protocol", "grpc", f"{service}/ListModels"))
-    assert [model["name"] for model in listed["models"]] == ["demo"]
+    assert [model["name"] for model in listed["models"]] == [MODEL]
     ask = (buf, "curl", "--protocol", "grpc", f"{service}/Generate", "-d")
     sampling = {"maxTokens": 6, "seed": 1}
     streamed = messages_of(await served.output(*ask, json.dumps({"text": "hello", "samplingParams": sampling})))
@@ -161,6 +194,16 @@ async def test_buf_curl(served: Served) -> None:
     refused = json.loads(await served.output(*ask, json.dumps(hot), exit_code=INVALID_ARGUMENT << 3))
     assert refused["code"] == "invalid_argument"
     assert "temperature" in refused["message"]
+
+
+def is_answer(value: dict[str, Any]) -> bool:
+    """Whether a value is an Answer of tests/clients/pets.py."""
+    return value.keys() == {"name", "is_sure"} and value["name"] in ("Tom", "Lucy") and type(value["is_sure"]) is bool
+
+
+def is_look(value: dict[str, Any]) -> bool:
+    """Whether a value is a Look of tests/clients/pets.py."""
+    return value.keys() == {"pet", "times"} and value["pet"] in ("dog", "cat", "parrot") and value["times"] in (1, 2, 3)
 
 
 def messages_of(printed: str) -> list[Any]:

@@ -24,9 +24,9 @@ CHECKS = (
 )
 
 
-def test_drawn_requests_are_answered_as_described(cluster: ServedCluster, tmp_path: Path) -> None:
+def test_drawn_requests_are_answered_as_described(demo_cluster: ServedCluster, tmp_path: Path) -> None:
     program = Path(os.environ["BATON_CLIENTS_VENV"]) / "bin/schemathesis"
-    address = cluster.status()["http_address"]
+    address = demo_cluster.status()["http_address"]
     command = [str(program), "run", f"http://{address}/openapi.json", "--phases", "coverage,fuzzing"]
     options = ["--max-examples", "20", "--seed", "1", "--continue-on-failure", "--suppress-health-check", "all"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.events import Failed
-from engine.grammar import masks
+from engine.grammar import masks, matcher
 from engine.grammar.grammars import Grammars
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
@@ -190,6 +190,7 @@ def test_after_a_lost_worker_another_goes_on_with_the_very_tokens(num_before: in
         ResponseFormat(FormatKind.JSON_SCHEMA, '{"allOf": [{"type": "string"}, {"type": "integer"}]}'),
         ResponseFormat(FormatKind.JSON_SCHEMA, '{"type": "array", "items":' * 5000 + "{}" + "}" * 5000),
         ResponseFormat(FormatKind.JSON_SCHEMA, '{"type": "fish"}'),
+        ResponseFormat(FormatKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(1500)}})),
         ResponseFormat(FormatKind.JSON_SCHEMA, "{"),
         ResponseFormat(FormatKind.JSON_SCHEMA, "3"),
         ResponseFormat(FormatKind.JSON_SCHEMA, "true"),
@@ -218,7 +219,8 @@ def test_a_grammar_that_cannot_be_built_or_accepts_nothing_is_refused(given: Res
         form(FormatKind.LARK, 'start: start "a" | "b"'),
         form(FormatKind.LARK, 'start: "a" start'),
         form(FormatKind.LARK, 'start: e\ne: e e | "a" | "a" e | e "a"'),
-        form(FormatKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(1500)}})),
+        form(FormatKind.LARK, 'start: s\ns: s s | s s s | "a" | "b"'),
+        form(FormatKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(450)}})),
     ],
     ids=lambda sampling: sampling.response_format.source[:30],
 )
@@ -251,6 +253,14 @@ def test_an_end_that_min_tokens_forbids_fails_the_request() -> None:
     error = failure_of(SamplingParams(max_tokens=20, min_tokens=5, response_format=given))
     assert isinstance(error, InvalidRequest)
     assert "min_tokens" in error.message
+
+
+def test_a_grammar_whose_tokens_take_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SamplingParams(max_tokens=20, response_format=ResponseFormat(FormatKind.REGEX, "[ab]{30}"))
+    monkeypatch.setattr(matcher, "MAX_TOKEN_S", 0.0)
+    error = failure_of(given)
+    assert isinstance(error, InvalidRequest)
+    assert "too long" in error.message
 
 
 def test_the_fault_of_a_grammar_leaves_the_prompts_blocks_to_others() -> None:

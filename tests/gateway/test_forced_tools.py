@@ -230,3 +230,10 @@ async def test_variables_reach_the_template_and_its_opener_the_answer(cluster: L
     [choice] = (await LocalDoor(cluster.router, NO_KEYS).post(CHAT, body)).json["choices"]
     assert choice["message"]["reasoning_content"]
     assert choice["message"]["content"] == ""
+
+
+async def test_one_call_at_most_is_a_grammar_of_any_answer(cluster: LocalCluster) -> None:
+    with_end = {**SAID, "parallel_tool_calls": False, "ignore_eos": True}
+    door = LocalDoor(cluster.router, NO_KEYS)
+    assert (await door.post(CHAT, with_end)).status == 400
+    assert (await door.post(CHAT, {**with_end, "tools": [], "max_tokens": 4})).status == 200

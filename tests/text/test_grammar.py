@@ -2,6 +2,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from itertools import product
+from typing import TypeVar
 
 import pytest
 from llguidance import LLTokenizer
@@ -10,6 +11,8 @@ from text import child_processes
 from text.grammar import GrammarProcesses, new_matcher
 from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
+
+T = TypeVar("T")
 
 
 async def test_grammars_are_built_first_in_a_process_that_may_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +40,7 @@ async def test_without_the_library_a_format_is_refused(monkeypatch: pytest.Monke
     await processes.close()
 
 
-def taken(schema: Mapping[str, object], values: list[str]) -> list[str]:
+def taken(schema: Mapping[str, object], values: list[T]) -> list[T]:
     """The values that a schema's grammar takes."""
     start = new_matcher(ResponseFormat(FormatKind.JSON_SCHEMA, json.dumps(schema)), LLTokenizer("byte"))
     found = []
@@ -65,3 +68,31 @@ def test_dates_are_of_the_calendar_and_minutes_have_sixty_seconds() -> None:
     assert taken({"type": "string", "format": "time"}, times) == times[::2]
     instants = [f"2024-02-29T{one}" for one in times] + ["2023-02-29T00:00:00Z"]
     assert taken({"type": "string", "format": "date-time"}, instants) == instants[:5:2]
+
+
+def test_objects_that_list_properties_have_no_others() -> None:
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    one, two = {"a": 1}, {"a": 1, "b": 2}
+    assert taken(listed, [one, two]) == [one]
+    assert taken({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {"x": listed}}, [one, two]) == [one]
+    assert taken({"type": "object", "properties": {"properties": listed}}, [{"properties": one}]) == [
+        {"properties": one}
+    ]
+    for free in (
+        {"type": "object"},
+        {**listed, "additionalProperties": {"type": "integer"}},
+        {**listed, "required": ["a", "b"]},
+        {**listed, "allOf": [{"properties": {"b": {"type": "integer"}}}]},
+        {**listed, "$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"b": {"type": "integer"}}}}},
+    ):
+        assert two in taken(free, [two]), free
+
+
+async def test_a_schema_too_wide_behind_its_first_bracket_is_refused_before_a_worker_has_it() -> None:
+    processes = GrammarProcesses()
+    wide = json.dumps({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(700)}})
+    try:
+        with pytest.raises(InvalidRequest, match="cannot be answered"):
+            await processes.check(ResponseFormat(FormatKind.JSON_SCHEMA, wide))
+    finally:
+        await processes.close()

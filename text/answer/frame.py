@@ -3,7 +3,7 @@
     start: (channel's opener, reasoning, closer)? answer
     answer: calls                      where calls are required
           | content | calls            where the content has a format
-          | text | calls | text calls  where the arguments of a tool are strict
+          | text | calls | text calls  where the arguments of a tool are strict, or one call is the most
 
 Nothing but further calls may follow a call.
 """
@@ -29,7 +29,8 @@ class ToolUse:
     """The tools of a chat, and the calls that its answer may have.
 
     strict: functions whose arguments the grammar holds to their schemas. required: the answer is calls alone, and the
-    grammar holds all to their schemas. only: the one function that may be called; "" for all. parallel: several calls.
+    grammar holds all to their schemas. only: the one function that may be called; "" for all. parallel: several calls;
+    false wants a grammar, too.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -37,6 +38,11 @@ class ToolUse:
     required: bool = False
     only: str = ""
     parallel: bool = True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether calls want a grammar."""
+        return self.required or bool(self.strict) or (bool(self.tools) and not self.parallel)
 
     def field(self, name: str) -> str:
         """Names the field of a request that has the schema of a function's arguments."""
@@ -79,6 +85,17 @@ class AnswerFrame:
             return cls(calls, tool_use)
         return cls(calls, tool_use, channel, end.endswith(channel.opener), max_reasoning_tokens)
 
+    @classmethod
+    def within(
+        cls, message: str, formats: AnswerFormats, tool_use: ToolUse, max_reasoning_tokens: int | None = None
+    ) -> "AnswerFrame":
+        """Returns the frame of an answer that continues a message: in its channel if that is open, else behind it."""
+        channel = CHANNELS.get(formats.reasoning)
+        _, opener, thought = message.rpartition(channel.opener) if channel else ("", "", "")
+        if channel is None or not opener or channel.closer in thought:
+            return cls.behind("", AnswerFormats(formats.tool), tool_use)
+        return cls.behind(opener, formats, tool_use, max_reasoning_tokens)
+
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks that stay in the answer's text though they are special tokens, which are else skipped."""
@@ -101,9 +118,9 @@ class AnswerFrame:
         reasoning, so that it can be checked without the model's vocabulary.
         """
         use, has_budget = self.tool_use, self.max_reasoning_tokens is not None
-        if self.channel is None and (content is None or not self.calls) and not (use.required or use.strict):
+        if self.channel is None and (content is None or not self.calls) and not use.is_held:
             return content
-        if content is None and not (use.required or use.strict or has_budget):
+        if content is None and not (use.is_held or has_budget):
             return None
         rules = _Rules(self, {} if codec is None else self._tokens(codec))
         return ResponseFormat(FormatKind.LARK, "\n".join([*rules.start(), *rules.answer(content)]))

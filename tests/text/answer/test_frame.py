@@ -106,6 +106,27 @@ def test_content_in_a_format_stands_beside_calls_and_behind_reasoning(
     assert not takes(opened, right, content)
 
 
+@pytest.mark.parametrize("form", CALL_FORMATS)
+def test_one_call_at_most_is_held_to_without_a_strict_tool(form: str) -> None:
+    frame = frame_of(form, ToolUse(TOOLS, parallel=False))
+    assert all(takes(frame, text) for text in ("", "hello", written(form, F), written(form, BAD)))
+    assert not takes(frame, written(form, F, G))
+    assert not takes(frame, f"{written(form, F)} more")
+    assert frame_of(form, ToolUse(parallel=False)).grammar(None) is None
+
+
+def test_an_answer_that_goes_on_with_a_message_is_in_its_channel_or_behind() -> None:
+    formats = AnswerFormats("qwen", "think")
+    for message in ("So", "<think>a</think>So", "<think>a</think><think>b</think>", ""):
+        frame = AnswerFrame.within(message, formats, ToolUse(), 5)
+        assert (frame.channel, frame.opening, frame.grammar(NUMBER)) == (None, "", NUMBER)
+    thinking = AnswerFrame.within("<think>a", formats, ToolUse())
+    assert thinking.opening == "<think>"
+    assert takes(thinking, "b</think>\n12", NUMBER)
+    assert not takes(thinking, "12", NUMBER)
+    assert AnswerFrame.within("a", AnswerFormats("qwen"), ToolUse(TOOLS)).grammar(None) is None
+
+
 def test_what_needs_no_grammar_has_none() -> None:
     assert NO_FRAME.grammar(None) is None
     assert NO_FRAME.grammar(NUMBER) == NUMBER
