@@ -7,9 +7,8 @@ from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.tiers.tier_list import TierList
 from wire.ids import AttemptId, PageId
-from wire.miss import Cause, Miss
 from wire.names import BlockName
-from wire.tier import Tier
+from wire.tier import Cause, Miss, Tier
 
 
 class PageStore:

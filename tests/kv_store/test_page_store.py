@@ -15,8 +15,7 @@ from kv_store.tiers.tier_list import TierList
 from tests.kv_store.names import LAYOUT, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.ids import AttemptId, PageId
-from wire.miss import Cause
-from wire.tier import Tier
+from wire.tier import Cause, Tier
 
 NAMES = names_of(4 * 6 + 1)
 
