@@ -247,7 +247,8 @@ rows, three to five minutes each on a busy machine, keeps each at once, and make
 - *latest*, *at random* and the window are controls, as above. Weights in int8 and int4 are made of these dequantized
   ones, which had 4 to 5 bits before. `snapkv` and `h2o` are the product's variants, of whole pages;
 - *by its paper*: the rule as SnapKV's and H2O's authors have it, for each KV head by itself, on dense attention of
-  torch in float32 (benchmarks/paper_rules.py): SnapKV by 32 rows, H2O by all rows, a token at each step.
+  torch (benchmarks/paper_rules.py): SnapKV by 32 rows, H2O by all rows, a token at each step. It is in float32, where a
+  kept token takes twice the bytes.
 
 A model of 135M finds few facts in long text even with all of its KV: the first row is what others can reach. No
 speeds, as the machine had other work: {machine}, load average {loads} on two cores."""
