@@ -104,7 +104,7 @@ class FarTiers:
         costs: Costs,
     ) -> None:
         self._cold = list(cold)
-        self._costs = costs
+        self.costs = costs
         self._make_peer = peer
         self._peers: OrderedDict[str, BlockSource] = OrderedDict()
         self._clock = clock
@@ -132,7 +132,7 @@ class FarTiers:
                 if self._clock() > deadline:
                     break
                 keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
-                found |= dict.fromkeys(compress(keys, self._costs.exists(source, keys) if keys else []), source)
+                found |= dict.fromkeys(compress(keys, self.costs.exists(source, keys) if keys else []), source)
             yield from (found.get(name.key) for name in asked)
 
     def status(self) -> list[FarStatus]:

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
@@ -25,19 +24,17 @@ from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, EpochChanged, Hold, Lease
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
+from kv_store.unread import Unread
 from wire.errors import ConfigError, StoreError
-from wire.ids import AttemptId, BlockKey, PageId, SlotId
+from wire.ids import AttemptId, PageId, SlotId
 from wire.layout import KVLayout
 from wire.names import BlockName
-from wire.tier import Cause, Miss, Tier
+from wire.tier import Miss, Tier
 
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
 _MAX_SUM_THREADS = 4
-_MAX_ASKED = 512
-_LEASE_LOST = Miss(Cause.LOAD_FAILED, "its lease in the arena ran out while it was read")
-_UNREACHED = Miss(Cause.LOAD_FAILED, "the arena's directory was out of reach")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -67,8 +64,7 @@ class NodeStore:
         self._arena = arena
         self._is_arena_old = False
         self._directory = directory
-        self.costs = Costs(layout.block_size, clock)
-        self._far = FarTiers(cold, peer, clock, self.costs)
+        self._far = FarTiers(cold, peer, clock, Costs(layout.block_size, clock))
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -76,35 +72,29 @@ class NodeStore:
         self._checksums = (
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
-        self._unread: dict[BlockKey, Miss] = {}
-        self._unasked: Miss | None = None
-        self._hole: BlockKey | None = None
+        self._unread = Unread(clock)
         self._is_passed_over = False
         self._num_corrupt = self._num_failed = 0
+
+    @property
+    def costs(self) -> Costs:
+        """The durations that fetches learn from, and choose by."""
+        return self._far.costs
 
     def fence(self) -> None:
         self._pool.fence()
 
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
-        self._unread = {name.key: _UNREACHED for name in names}
+        self._unread.begin(names)
         return self._or_else([], lambda: self._fetch(names, pages, peers))
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        asked = [name for name in names if name.key not in self._unread and not name.is_tail][:_MAX_ASKED]
-        told = iter(self._or_else([_UNREACHED] * len(asked), lambda: self._why(asked)) if asked else [])
-        causes = (
-            self._unread.get(one.key) or (Miss(Cause.PARTIAL) if one.is_tail else next(told, Miss(Cause.BEHIND)))
-            for one in names
-        )
-        return [
-            self._copied(one, miss) if miss.cause is Cause.ELSEWHERE else miss
-            for one, miss in zip(names, causes, strict=True)
-        ]
+        return self._unread.causes(names, lambda asked: self._or_else(None, lambda: self._why(asked)))
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         return self._or_else(slice(0, 0), lambda: self._longest(names, starts, peers))
 
-    def _why(self, names: Sequence[BlockName]) -> list[Miss]:
+    def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
         parents = [b"" if name.parent == name.root_digest else name.parent for name in names]
         runs = self._directory.why([name.key for name in names], parents)
         return [run.miss for run in runs for _ in range(run.num_blocks)]
@@ -145,7 +135,7 @@ class NodeStore:
         finally:
             held = self._directory.release(lease.lease_id)
         if not held:
-            self._unread |= dict.fromkeys([name.key for name in names[: len(tiers)]], _LEASE_LOST)
+            self._unread.note_lost_lease(names[: len(tiers)])
         return tiers if held else []
 
     def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
@@ -154,7 +144,7 @@ class NodeStore:
         missing = [place for place, here in enumerate(is_here) if not here]
         sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
         deadline = self._clock() + self.costs.budget_s(len(missing))
-        self._note_hole([names[place] for place in missing], self._far.sources(peers), sources, deadline)
+        self._unread.note_hole([names[place] for place in missing], self._far.sources(peers), sources, deadline)
         far = self._far.locate([names[place] for place in reversed(missing)], sources, deadline)
         end = len(names)
         for place, source in zip(reversed(missing), far, strict=True):
@@ -220,7 +210,7 @@ class NodeStore:
         worth_asking = self.costs.worth_asking(sources, len(holes))
         located = [*iter(partial(next, self._far.locate(missing, worth_asking, deadline), None), None)]
         end = holes[len(located)] if len(located) < len(holes) else len(names)
-        self._note_hole(names[end:], sources, worth_asking, deadline)
+        self._unread.note_hole(names[end:], sources, worth_asking, deadline)
         found, places = names[:end], dict(zip(holes, located, strict=False))
         end = self.costs.num_worth_reading([places.get(place) for place in range(end)])
         located = located[: bisect_left(holes, end)]
@@ -237,39 +227,8 @@ class NodeStore:
                 tiers.append(tier)
         self._pool.wait()  # a promoted block that can be found may be evicted
         promotion.commit()
-        self._unread = {name.key: Miss(Cause.CHEAPER) for name in found[end:]}
-        for place in range(len(tiers), end):
-            is_first = place == len(tiers)
-            failed = Miss(Cause.LOAD_FAILED, self._failure(places.get(place), deadline))
-            self._unread[names[place].key] = failed if is_first else Miss(Cause.BEHIND)
+        self._unread.note_reads(found, len(tiers), end, places.get(len(tiers)), deadline)
         return tiers
-
-    def _failure(self, source: BlockSource | None, deadline: float) -> str:
-        if source is None:
-            return "its checksum in the arena was wrong"
-        is_late = self._clock() > deadline
-        return "reading took longer than computing" if is_late else f"{source.tier} gave no right bytes"
-
-    def _note_hole(
-        self, behind: Sequence[BlockName], sources: Sequence[BlockSource], asked: Sequence[BlockSource], deadline: float
-    ) -> None:
-        """Notes the first block that no tier was found to have, and why not every cold tier was asked for it."""
-        self._hole, self._unasked = (behind[0].key if behind else None), None
-        cold = [source for source in sources if source.tier is not Tier.PEERS] if behind else []
-        if any(source not in asked for source in cold):
-            self._unasked = Miss(Cause.ELSEWHERE, "to ask a cold tier for it was not expected to pay")
-        elif cold and self._clock() > deadline:
-            self._unasked = Miss(Cause.ELSEWHERE, "the lookup took longer than computing")
-        elif broken := [source.tier for source in cold if source.status().state == "broken"]:
-            self._unasked = Miss(Cause.LOAD_FAILED, f"{broken[0]} does not answer")
-
-    def _copied(self, name: BlockName, miss: Miss) -> Miss:
-        """Finds the cause of a block that the arena has lost, and of which a cold tier was given a copy."""
-        if self._unasked is not None:
-            return replace(self._unasked, age_s=miss.age_s)
-        if name.key == self._hole:
-            return Miss(Cause.EVICTED, f"{miss.how}; its copy in a cold tier is gone", miss.age_s)
-        return Miss(Cause.BEHIND)
 
     def _read_arena(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None]
