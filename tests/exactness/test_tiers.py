@@ -68,11 +68,11 @@ def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Contin
     assert decode.stats().computed_prompt_tokens == 0
 
     again = prefill(first, [one.prompt_ids for one in expected], GREEDY)
-    assert all(run.fetched[0] == hits("device", run) for run in again)
+    assert all(counted(run) == hits("device", run) for run in again)
     assert_exact(resume(make_core(model, node), again), expected)
 
     in_host = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
-    assert all(run.fetched[0] == hits("host", run) for run in in_host)
+    assert all(counted(run) == hits("host", run) for run in in_host)
     assert_exact(resume(make_core(model, node), in_host), expected)
 
     release(node, [*handed, *again, *in_host])
@@ -80,7 +80,7 @@ def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Contin
     node.write_all_cold()
     restarted = Node(model.layout, cold=cold)
     in_redis = prefill(make_core(model, restarted), [one.prompt_ids for one in expected], GREEDY)
-    assert all(run.fetched[0] == hits("redis", run) for run in in_redis)
+    assert all(counted(run) == hits("redis", run) for run in in_redis)
     assert_exact(resume(make_core(model, restarted), in_redis), expected)
 
 
@@ -93,11 +93,16 @@ def test_found_in_files_by_a_cluster_that_starts_anew(
         node = Node(model.layout, cold=cold)
         handed = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
         if is_again:
-            assert all(run.fetched[0] == hits("files", run) for run in handed)
+            assert all(counted(run) == hits("files", run) for run in handed)
         assert_exact(resume(make_core(model, node), handed), expected)
         release(node, handed)
         node.write_all_cold()
         cold.close()
+
+
+def counted(run: Run) -> PromptTokens:
+    """The tokens of a run's prompt by tier; causes of uncached blocks have tests of their own."""
+    return replace(run.fetched[0], misses=())
 
 
 def hits(tier: str, run: Run) -> PromptTokens:
@@ -133,7 +138,7 @@ def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuati
     node.write_all_cold()
     restarted = Node(model.layout, cold=cold)
     handed = prefill(make_core(model, restarted), [prompt], SAMPLED)
-    assert handed[0].fetched[0] == hits("redis", handed[0])
+    assert counted(handed[0]) == hits("redis", handed[0])
     assert resume(make_core(model, restarted), handed)[0].outputs == alone
     crowded = make_core(model, num_blocks=30)
     others = [request(one.prompt_ids, GREEDY) for one in expected if len(one.prompt_ids) < 700]
