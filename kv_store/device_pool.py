@@ -91,6 +91,11 @@ class DevicePool:
         else:
             _copy_bytes(self._memory[page], np.frombuffer(data, np.uint8))
 
+    def new_payload(self) -> memoryview:
+        """Makes host memory for the payload of a block, pinned beside a device."""
+        is_pinned = self._memory is None
+        return torch.zeros(self.layout.payload_bytes, dtype=torch.uint8, pin_memory=is_pinned).numpy().data
+
     def read_page(self, page: PageId, into: memoryview) -> None:
         """Begins to copy a page into `layout.payload_bytes` of writable host memory, whole after `wait`."""
         if self._memory is None:

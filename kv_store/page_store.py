@@ -20,7 +20,7 @@ class PageStore:
     def __init__(self, tiers: TierList, pool: DevicePool) -> None:
         self._tiers = tiers
         self._pool = pool
-        self._payload = memoryview(bytearray(pool.layout.payload_bytes))
+        self._payload = pool.new_payload()
 
     def fence(self) -> None:
         self._pool.fence()

@@ -23,7 +23,9 @@ from kv_store.node import arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold
 from kv_store.node_store import NodeStore
+from kv_store.page_store import PageStore
 from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.tiers.tier_list import TierList
 from kv_store.transfers import Fetch, InlineTransfers, ThreadTransfers, Transfer, WriteThrough
 from tests.docs.sizes import product_packages
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
@@ -114,6 +116,17 @@ def hand_over_blocks(carry: Carry) -> None:
         carry(stores[0], WriteThrough(names_of(NUM_BLOCKS * LAYOUT.block_size, first=9)[:NUM_BLOCKS], PAGES))
 
 
+def keep_in_tiers(_: Path) -> None:
+    """Writes pages to a tier of an engine's own store, changes them, and reads them again."""
+    pool = DevicePool(LAYOUT, NUM_BLOCKS, SIM)
+    transfers = InlineTransfers(PageStore(TierList([MemoryTier(LAYOUT)]), pool))
+    names = names_of(NUM_BLOCKS * LAYOUT.block_size)[:NUM_BLOCKS]
+    for transfer in (WriteThrough(names, PAGES), Fetch(names, PAGES)):
+        for page in PAGES:
+            pool.page_bytes(page).fill_(7)
+        transfers.begin(transfer)
+
+
 def failing_after(num_calls: int, function: Callable[..., object]) -> Callable[..., None]:
     """Makes a function that fails once it has done its work, from that call on."""
     calls: list[object] = []
@@ -161,6 +174,7 @@ PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/runner.py": [fail_steps],
     "kv_store/device_pool.py": OF_BLOCKS,
     "kv_store/node_store.py": OF_BLOCKS,
+    "kv_store/page_store.py": [keep_in_tiers],
     "kv_store/transfers.py": OF_BLOCKS,
 }
 """What runs the statements of each file that order accesses of a device."""
