@@ -38,6 +38,7 @@ class Nodes(LocalCluster):
     def __init__(self, model: HashModel, over_tcp: bool, sizes: Sizes | None = None) -> None:
         super().__init__(model, sizes or SIZES)
         self.nodes = {"a": Node(), "b": Node()}
+        self.readers: list[BlockReader] = []
         self.addresses = {name: self._serve(node) if over_tcp else name for name, node in self.nodes.items()}
 
     def _parts(self, name: str) -> Parts:
@@ -52,11 +53,14 @@ class Nodes(LocalCluster):
     def _source(self, address: str) -> BlockSource:
         [node] = [node for name, node in self.nodes.items() if self.addresses[name] == address]
         if node.server is not None:
-            return BlockReader(address, LAYOUT.payload_bytes, TOKEN.encode(), PEER_TIMEOUT_S)
+            self.readers.append(BlockReader(address, LAYOUT.payload_bytes, TOKEN.encode(), PEER_TIMEOUT_S))
+            return self.readers[-1]
         return LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)
 
     async def stop(self) -> None:
         await super().stop()
+        for reader in self.readers:
+            reader.close()
         for node in self.nodes.values():
             if node.server is not None:
                 node.server.stop()
