@@ -18,6 +18,7 @@ MAX_TOKEN_S = 0.02
 class Matcher:
     """A grammar that has taken output tokens of a choice. Its state is a function of these two.
 
+    Only the fault of slow tokens is not: it depends on the machine, and ends a request instead of changing its tokens.
     One thread at a time may use it.
     """
 

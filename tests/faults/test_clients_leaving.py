@@ -72,6 +72,7 @@ async def test_while_queued_at_the_prefill_worker() -> None:
         await until(lambda: len(cluster.workers["p0"].service.attempts) == 2)
         await leave(cluster)
         await waiting
+        await until(lambda: len(cluster.workers["p0"].service.attempts) == 1)
         cluster.models["p0"].go_on()
         [choice] = await other.read_all()
         assert choice.token_ids == MODEL.oracle((1, *PROMPT), 8)
@@ -88,6 +89,9 @@ async def test_during_prefill(num_steps: int) -> None:
         await step
         await leave(cluster)
         await waiting
+        await until(
+            lambda: not len(cluster.workers["p0"].service.attempts)
+        )  # its engine has the abort before it goes on
         cluster.models["p0"].go_on()
         await at_rest(cluster)
         assert cluster.models["p0"].num_steps <= num_steps + 1
