@@ -89,10 +89,7 @@ async def test_during_prefill(num_steps: int) -> None:
         await step
         await leave(cluster)
         await waiting
-        await until(
-            lambda: not len(cluster.workers["p0"].service.attempts)
-        )  # its engine has the abort before it goes on
-        cluster.models["p0"].go_on()
+        await go_on_without_it(cluster, "p0")
         await at_rest(cluster)
         assert cluster.models["p0"].num_steps <= num_steps + 1
         assert cluster.models["d0"].num_steps == 0
@@ -160,7 +157,7 @@ async def test_during_decode(num_steps: int) -> None:
         await step
         await leave(cluster)
         await waiting
-        cluster.models["d0"].go_on()
+        await go_on_without_it(cluster, "d0")
         await until(lambda: not cluster.workers["d0"].engine.pool.ledger.counts().published)
         assert cluster.models["d0"].num_steps <= num_steps + 1
         await at_rest(cluster)
@@ -171,7 +168,7 @@ async def test_the_deadline_ends_the_work_on_both_sides(where: str) -> None:
     async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models[where].pause()
         await ends_with(cluster, DeadlineExceeded, time_left_s=0.2)
-        cluster.models[where].go_on()
+        await go_on_without_it(cluster, where)
         await at_rest(cluster)
         assert cluster.models[where].num_steps <= 2
 
@@ -189,6 +186,12 @@ async def test_a_request_that_left_disturbs_no_other() -> None:
             [choice] = await other
             assert choice.token_ids == MODEL.oracle((number, *PROMPT), 60)
         await at_rest(cluster)
+
+
+async def go_on_without_it(cluster: FaultyCluster, name: str) -> None:
+    """Lets the worker's model go on once its engine has been told that the request is over."""
+    await until(lambda: not len(cluster.workers[name].service.attempts))
+    cluster.models[name].go_on()
 
 
 def at_step(cluster: FaultyCluster, name: str, number: int) -> asyncio.Future[None]:
