@@ -255,7 +255,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _close(self) -> None:
-        self._transport.close()
+        if not self._transport.is_closing():  # asyncio's TLS transport that is closed twice can no longer be aborted
+            self._transport.close()
         self._end_after(MAX_STALL_S, self._transport.abort)
 
     def _end_after(self, seconds: float, end: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from baton import AsyncClient
 from deploy.plan.authority import Authority
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
+from httpd.connection import MAX_STALL_S
 from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.harness.fake_cluster import CONFIG, FakeCluster
@@ -118,6 +120,24 @@ async def test_files_that_cannot_be_used_leave_the_certificates_before(tmp_path:
         (tmp_path / "key").unlink()
         for ask in (doors.ask_grpc, doors.ask_http):
             assert await ask(OLD) == 2
+
+
+async def test_a_client_that_never_answers_the_end_of_tls_does_not_hold_the_gateway_up(tmp_path: Path) -> None:
+    async with serving(tmp_path, client_ca=False) as doors:
+        client = await asyncio.to_thread(_read_one_answer, doors.http)
+        began = asyncio.get_running_loop().time()
+    with client:
+        assert asyncio.get_running_loop().time() - began < MAX_STALL_S
+
+
+def _read_one_answer(address: str) -> ssl.SSLSocket:
+    """Asks for an answer that is the connection's last, reads it, and leaves the connection open."""
+    host, port = address.split(":")
+    context = ssl.create_default_context(cadata=OLD.certificate_pem)
+    client = context.wrap_socket(socket.create_connection((host, int(port)), 5.0), server_hostname=host)
+    client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+    return client
 
 
 async def test_clients_show_a_certificate_of_the_authority_of_today(tmp_path: Path) -> None:
