@@ -13,19 +13,53 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import urlsplit
 
 NAME = "owner/model"
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()
-FIND = """
+FINDER = """
+import json
+import os
 import sys
-from engine.checkpoint.hub import find_folder
-from wire.errors import ModelError
-try:
-    print(find_folder(sys.argv[1]))
-except ModelError as error:
-    print("refused:", error.message)
+import engine.checkpoint.gguf.folder, engine.checkpoint.pulled  # slow to import; the hub's client comes later
+
+for line in sys.stdin:
+    name, variables = json.loads(line)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    os.environ.update(variables)
+    from engine.checkpoint.hub import find_folder
+    from wire.errors import ModelError
+    try:
+        print(find_folder(name), flush=True)
+    except ModelError as error:
+        print("refused:", error.message, flush=True)
+    os._exit(0)
 """
+
+
+class Finder:
+    """A process that finds models, each in a child of its own: the hub's client reads its variables once."""
+
+    def __init__(self) -> None:
+        unset = {"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGING_FACE_HUB_TOKEN"}
+        inherited = {key: value for key, value in os.environ.items() if key not in unset}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen([sys.executable, "-c", FINDER], env=inherited, text=True, **pipes)
+
+    def find(self, name: str, variables: dict[str, str]) -> str:
+        """Returns the folder of a model, or "refused: " and the reason."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, variables]) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
 
 
 class HubServer(ThreadingHTTPServer):
@@ -35,25 +69,19 @@ class HubServer(ThreadingHTTPServer):
     ends, whatever its length was said to be.
     """
 
-    def __init__(self, folder: Path, home: Path) -> None:
+    def __init__(self, folder: Path, home: Path, finder: Finder) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.paths: list[str] = []
         self.tokens: set[str] = set()
         self.refusals: dict[str, tuple[int, str]] = {}
         self.max_bytes = sys.maxsize
-        self._home = home
+        self._home, self._finder = home, finder
 
     def find(self, name: str = NAME, **environment: str) -> str:
         """Finds a model in a process whose hub this is; returns its folder, or "refused: " and the reason."""
         own = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HOME": str(self._home)}
-        unset = {"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGING_FACE_HUB_TOKEN"}
-        inherited = {key: value for key, value in os.environ.items() if key not in unset}
-        command = [sys.executable, "-c", FIND, name]
-        done = subprocess.run(
-            command, env=inherited | own | environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        return done.stdout.strip()
+        return self._finder.find(name, own | environment)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -105,9 +133,9 @@ def _entry(file: Path) -> dict[str, str | int]:
 
 
 @contextmanager
-def serving(folder: Path, home: Path) -> Iterator[HubServer]:
+def serving(folder: Path, home: Path, finder: Finder) -> Iterator[HubServer]:
     """A hub of a folder's model. home: the client's folder, with its cache."""
-    with HubServer(folder, home) as server:
+    with HubServer(folder, home, finder) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:

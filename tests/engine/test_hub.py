@@ -1,12 +1,13 @@
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
-from tests.engine.hub_server import HubServer, serving
+from tests.engine.hub_server import Finder, HubServer, serving
 from tests.harness.checkpoints import shard
 from text.template_processes import Template
 from wire.errors import ModelError
@@ -41,8 +42,14 @@ MODEL_FILES = {
 OTHER_FILES = ("modeling_own.py", "pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf", "x.pt")
 
 
+@pytest.fixture(scope="module")
+def finder() -> Iterator[Finder]:
+    with closing(Finder()) as finder:
+        yield finder
+
+
 @pytest.fixture
-def hub(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[HubServer]:
+def hub(checkpoint: Callable[[str], Path], tmp_path: Path, finder: Finder) -> Iterator[HubServer]:
     """A hub whose model has weights in several files, a chat template of its own, and files that nothing reads."""
     folder = shard(checkpoint("llama-gqa"), tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
@@ -50,7 +57,7 @@ def hub(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[HubServer
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     for name in OTHER_FILES:
         (folder / name).write_text("never read")
-    with serving(folder, tmp_path / "home") as hub:
+    with serving(folder, tmp_path / "home", finder) as hub:
         yield hub
 
 
