@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 from urllib.parse import urlsplit
 
 NAME = "owner/model"
@@ -47,8 +46,10 @@ class Finder:
     def __init__(self) -> None:
         unset = {"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGING_FACE_HUB_TOKEN"}
         inherited = {key: value for key, value in os.environ.items() if key not in unset}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen([sys.executable, "-c", FINDER], env=inherited, text=True, **pipes)
+        command = [sys.executable, "-c", FINDER]
+        self._process = subprocess.Popen(
+            command, env=inherited, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def find(self, name: str, variables: dict[str, str]) -> str:
         """Returns the folder of a model, or "refused: " and the reason."""
