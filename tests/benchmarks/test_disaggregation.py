@@ -14,7 +14,10 @@ from cli.bench.latency import LatencyLimits, Record
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=1.0)
 THREADED = """
 import threading
+import time
 threading.Thread(target=threading.Event().wait, daemon=True).start()
+while time.process_time() < 0.1:
+    pass
 print("ready", flush=True)
 input()
 """
