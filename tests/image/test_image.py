@@ -77,7 +77,10 @@ def test_it_serves_and_ends_on_sigterm(image: Image, volume: Path, figures: dict
         assert set(container.first.uids()) == {image.user} != {0}
         refused = container.execute("touch", "/opt/baton/new", "/baton/new", "/etc/new").stderr
         assert refused.count("Read-only file system") == 3
-        assert container.execute(*image.config["Healthcheck"]["Test"][1:]).returncode == 0
+        check = image.config["Healthcheck"]["Test"][
+            1:
+        ]  # the port answers before `baton up` has seen all of its cluster
+        wait_until(lambda: container.execute(*check).returncode == 0, "the container is healthy")
         wait_until(lambda: container.runs("logs"), "logs are shown")
         began_s = time.monotonic()
         status, output = container.stop()
