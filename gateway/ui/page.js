@@ -200,7 +200,7 @@ function drawWay(cluster, nodes) {
   const boxes = [
     ["Waiting for a first token", number(cluster.num_queued), "requests", ""],
     ["Prefill workers ready", ready("prefill"), "", "moves"],
-    ["Prompts held for decode", number(holds), `on ${nodes.length} nodes`, "moves"],
+    ["Prompts held for decode", number(holds), nodes.length === 1 ? "on 1 node" : `on ${nodes.length} nodes`, "moves"],
     ["Decode workers ready", ready("decode"), "", "moves"],
     ["Streaming", number(cluster.num_running), "requests", "moves"],
     ["Prompt tokens found cached", share(hit, cache.queries), tiers, ""],

@@ -6,9 +6,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from queue import Empty, Full, Queue
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -21,7 +20,7 @@ MAX_WAITING = 2048
 MAX_BATCH = 128
 """Traces of one call."""
 GATHER_S = 1.0
-"""How long a trace waits for others to go with it."""
+"""How long a trace waits for others to go with it: the thread wakes once for all of them."""
 TIMEOUT_S = 5.0
 LAST_SEND_S = 1.0
 MAX_ANSWER_BYTES = 64 << 10
@@ -42,9 +41,9 @@ class TraceExporter:
         self._resource = otlp.Resource(
             attributes=[otlp.KeyValue(key="service.name", value=otlp.AnyValue(string_value=SERVICE))]
         )
-        self._traces: Queue[MakeSpans | None] = Queue(MAX_WAITING)
+        self._traces: deque[MakeSpans] = deque()
+        self._are_waiting, self._is_stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self._is_open = True
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._num_lost = 0
         self._next_warning_s = 0.0
@@ -54,47 +53,41 @@ class TraceExporter:
 
     def stop(self) -> None:
         """Sends the traces that wait; blocks for LAST_SEND_S at most."""
-        with suppress(Full):
-            self._traces.put_nowait(None)
-            self._thread.join(LAST_SEND_S)
+        self._is_stopping.set()
+        self._are_waiting.set()
+        self._thread.join(LAST_SEND_S)
 
     def put(self, make_spans: MakeSpans) -> None:
         """Takes a trace; never waits."""
-        try:
-            self._traces.put_nowait(make_spans)
-        except Full:
+        if len(self._traces) >= MAX_WAITING:
             self._lose(1, f"{MAX_WAITING} others wait for the collector")
+            return
+        self._traces.append(make_spans)
+        if not self._are_waiting.is_set():
+            self._are_waiting.set()
 
     def _run(self) -> None:
-        while self._is_open:
-            traces = list(self._gather())
-            try:
-                self._send([span for make_spans in traces for span in make_spans()])
-            except (OSError, ValueError, http.client.HTTPException, DecodeError) as error:
-                self._lose(len(traces), str(error) or type(error).__name__)
+        while not self._is_stopping.is_set():
+            self._are_waiting.wait()
+            self._is_stopping.wait(GATHER_S)
+            self._are_waiting.clear()
+            while self._traces:
+                self._send_batch([self._traces.popleft() for _ in range(min(MAX_BATCH, len(self._traces)))])
 
-    def _gather(self) -> Iterator[MakeSpans]:
-        """Waits for a trace, then for others to go with it."""
-        until_s: float | None = None
-        for _ in range(MAX_BATCH):
-            try:
-                trace = self._traces.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
-            except Empty:
-                return
-            if trace is None:
-                self._is_open = False
-                return
-            until_s = until_s or time.monotonic() + GATHER_S
-            yield trace
+    def _send_batch(self, traces: Sequence[MakeSpans]) -> None:
+        try:
+            self._send([span for make_spans in traces for span in make_spans()])
+        except (OSError, ValueError, http.client.HTTPException, DecodeError) as error:
+            self._lose(len(traces), str(error) or type(error).__name__)
 
     def _send(self, spans: Sequence[otlp.TraceSpan]) -> None:
         """Raises OSError, ValueError, HTTPException or DecodeError where the collector takes not all of them."""
         if not spans:
             return
-        scope = otlp.ScopeSpans(scope=otlp.Scope(name="baton"), spans=spans)
-        message = otlp.ExportTraceServiceRequest(
-            resource_spans=[otlp.ResourceSpans(resource=self._resource, scope_spans=[scope])]
-        )
+        message = otlp.ExportTraceServiceRequest()  # filled in place: a message within another is a copy
+        scope = message.resource_spans.add(resource=self._resource).scope_spans.add()
+        scope.scope.name = "baton"
+        scope.spans.extend(spans)
         headers = {"content-type": "application/x-protobuf"}
         try:
             with self._opener.open(

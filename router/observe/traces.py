@@ -10,13 +10,12 @@
 Spans of workers are in the timeline, so workers know nothing of traces. No span has text of prompt or answer.
 """
 
-import secrets
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from random import random
+from random import randbytes, random
 
 from router.observe.metrics import CANCELLED, OK
 from router.observe.record import RequestRecord
@@ -73,7 +72,7 @@ class RequestTrace:
         """Makes the spans of a request that was over at `ended_ns`, since 1970: request, attempts, timeline."""
         timeline, parent = record.timeline, self.parent
         draft = SpanDrafts(
-            secrets.token_bytes(TRACE_ID_BYTES) if parent is None else parent.trace_id,
+            randbytes(TRACE_ID_BYTES) if parent is None else parent.trace_id,
             ended_ns - int(timeline.total_ms * NS_PER_MS),
         )
         root = draft.span(f"{self.operation} {self.model}", 0.0, timeline.total_ms, self._attributes(record))
@@ -89,11 +88,10 @@ class RequestTrace:
         for one in (spans[0], spans[-1]) if record.outcome not in (OK, CANCELLED) else ():
             one.status.CopyFrom(otlp.Status(code=otlp.STATUS_CODE_ERROR, message=record.message))
         for span in timeline.spans:
-            counts = {f"baton.{name}": number for name, number in span.counts.items()}
+            attributes: dict[str, Value] = {"baton.process": span.worker, "error.type": span.error or None}
+            attributes |= {f"baton.{name}": number for name, number in span.counts.items()}
             above = spans[bisect_right(attempts_ms, span.start_ms)]
-            end_ms = span.start_ms + span.duration_ms
-            attributes = {"baton.process": span.worker, "error.type": span.error or None, **counts}
-            spans.append(draft.span(span.name, span.start_ms, end_ms, attributes, above))
+            spans.append(draft.span(span.name, span.start_ms, span.start_ms + span.duration_ms, attributes, above))
         return spans
 
     def _attributes(self, record: RequestRecord) -> Mapping[str, Value]:
@@ -134,7 +132,7 @@ class SpanDrafts:
     ) -> otlp.TraceSpan:
         return otlp.TraceSpan(
             trace_id=self.trace_id,
-            span_id=secrets.token_bytes(SPAN_ID_BYTES),
+            span_id=randbytes(SPAN_ID_BYTES),
             parent_span_id=b"" if parent is None else parent.span_id,
             name=name,
             kind=otlp.SPAN_KIND_INTERNAL,

@@ -302,7 +302,6 @@ def test_a_full_queue_loses_traces_at_once_with_a_warning(monkeypatch: pytest.Mo
     exporter = TraceExporter("http://127.0.0.1:9")  # not started: nothing is taken out
     for _ in range(5):
         exporter.put(list)
-    exporter.stop()
     assert told.lines == ["1 traces did not reach http://127.0.0.1:9/v1/traces: '2 others wait for the collector'"]
 
 
