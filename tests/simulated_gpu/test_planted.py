@@ -171,6 +171,7 @@ def fail_steps(folder: Path) -> None:
 OF_BLOCKS = [lambda _: hand_over_blocks(carry_inline), lambda _: hand_over_blocks(carry_in_a_thread)]
 PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/model/programs.py": [decode],
+    "engine/model/sampler.py": [decode],
     "engine/runner.py": [fail_steps],
     "kv_store/device_pool.py": OF_BLOCKS,
     "kv_store/node_store.py": OF_BLOCKS,
