@@ -53,6 +53,27 @@ class Launched:
     reading: Reading
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A forward pass of decoding rows that was launched before the last step was read.
+
+    sequences: of the rows of logits.
+    """
+
+    sequences: Seq[Sequence]
+    logits: torch.Tensor
+
+    def has(self, sequences: Seq[Sequence]) -> bool:
+        return {*sequences} <= {*self.sequences}
+
+    def of(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Picks the logits of the sequences that still decode, in the order of their rows now."""
+        if sequences == self.sequences[: len(sequences)]:
+            return self.logits[: len(sequences)]
+        places = {one: place for place, one in enumerate(self.sequences)}
+        return select(self.logits, [places[one] for one in sequences])
+
+
 class Runner:
     """A model, the KV that it reads and writes, its decoding rows, and the sampler behind it."""
 
@@ -67,6 +88,17 @@ class Runner:
         self._masker = Masker(model.vocab_size)
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
+        self._ahead: Ahead | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the forward pass of the decoding rows' next tokens is launched already."""
+        return self._ahead is not None
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether `launch_ahead` gains time: a CPU has none to spare while a step is read."""
+        return self._model.device.type != "cpu"
 
     def launch(self, work: Work) -> Launched | Exception:
         """Begins the forward pass of a step and the choice of its tokens; a GPU may be at them yet.
@@ -90,18 +122,32 @@ class Runner:
             return self._gains(work, launched)
         except Exception as failure:  # as above
             self._wait()
+            self._ahead = None  # its tokens are the failed step's
             alone = [self._run_alone(one) for one in _split(work)]
             if all(gains.failed for gains in alone) and not self._is_sound():
                 raise
             log.warning("a step failed, and was done for each sequence alone: %r", failure)
             return reduce(Gains.followed_by, alone)
 
+    def launch_ahead(self, launched: Launched, full: Seq[int], pages: Seq[PageId]) -> None:
+        """Begins the forward pass after a launched step of all rows, one token each, without reading its tokens.
+
+        The next step takes it, without rows that have left by then, unless this one fails. full: the rows whose token
+        after the next is the first of a further page. pages: these pages.
+        """
+        token_ids = launched.chosen.token_ids.clamp(min=0)  # the row of a fault runs in vain
+        batch = self._rows.after(len(token_ids), token_ids, full, pages)
+        try:
+            self._ahead = Ahead([*self._rows.sequences], self._model.forward(batch, self._kv))
+        except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
+            log.warning("a step was not launched ahead: %r", failure)
+
     def _launch(self, work: Work) -> Launched:
         """Computes masks by grammars while the model runs; no other thread may use their matchers meanwhile."""
         draws = self._careful_draws(work)
         masks = self._masker.begin(draws) if any(draw.matcher for draw in draws.values()) else None
         try:
-            logits = self._model.forward(self._batch(work), self._kv)
+            logits = self._forward(work)
         finally:
             found = masks() if masks else NO_MASKS
         scores: dict[Sequence, torch.Tensor] = {}
@@ -112,6 +158,13 @@ class Runner:
         chosen = _choose(logits, draws, found)
         parts = [chosen.token_ids, *(one.numbers for one in chosen.scores), *scores.values()]
         return Launched(chosen, [*scores], Reading(parts))
+
+    def _forward(self, work: Work) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        sequences = self._rows.sequences[work.rows]
+        if ahead is not None and not (work.chunks or work.drafts) and ahead.has(sequences):
+            return ahead.of(sequences)
+        return self._model.forward(self._batch(work), self._kv)
 
     def _gains(self, work: Work, launched: Launched) -> Gains:
         chosen, (token_ids, *parts) = launched.chosen, launched.reading.wait()
@@ -312,7 +365,7 @@ class Runner:
 
 
 def _choose(logits: torch.Tensor, careful: dict[int, Draw], masks: Masks) -> Chosen:
-    """Chooses the tokens of rows of logits; careful: the draws of those that are not plain, by row."""
+    """Chooses the tokens of rows of logits; careful: the draws of rows that are not plain, by row."""
     if not careful:
         return Chosen(likeliest(logits))
     places, draws = [*careful], [*careful.values()]

@@ -78,7 +78,9 @@ def test_tokens_in_float32_are_a_cpus(served: Served, folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("served", ONES, ids="-".join)
-def test_bits_in_bfloat16_are_those_of_operators_one_by_one(served: Served, folders: dict[str, Path]) -> None:
+def test_bits_in_bfloat16_are_the_same_when_each_operator_is_waited_for(
+    served: Served, folders: dict[str, Path]
+) -> None:
     with Synchronous():  # type: ignore[no-untyped-call]
         expected = answers(("sim:0", "sim:1"), "bfloat16", served, folders)
     commands().set_lazy(True)
