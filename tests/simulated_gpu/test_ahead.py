@@ -19,11 +19,12 @@ from engine.runner import Runner
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import MAX_ROWS
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
-from tests.harness.engines import drive, gained, make_core, request
+from tests.harness.engines import ROOT, drive, gained, make_core, request
 from tests.pairs import RUNS_ALL
 from tests.simulated_gpu.device import SIM, commands
 from text.byte_tokenizer import NUM_BYTES, ByteTokenizer
 from wire.ids import AttemptId
+from wire.names import NameChain
 from wire.sampling import FormatKind, ResponseFormat, SamplingParams
 
 LENGTHS = (1, 14, 17, 40)
@@ -202,11 +203,15 @@ def test_a_row_that_is_no_number_fails_alone(folder: Path, model: Decoder, ahead
         core.add(one)
     while len(traffic.outputs[asked[1].attempt_id]) < 4:
         traffic.step()
-    core.pool.kv.data[core._rows.sequences[0].kv.table[:1][0]] = torch.nan
+    spoilt, whole = asked
+    chain = NameChain(ROOT, 16)
+    chain.extend(spoilt.prompt_ids[:16])
+    page = core.pool.ledger.find(chain.full(16)[0].key)
+    assert page is not None
+    core.pool.page_bytes(page).fill_(255)  # no number, in float32
     while core.has_requests:
         traffic.step()
-    spoilt = [one for one in asked if one.attempt_id in traffic.failed]
-    (whole,) = (one for one in asked if one not in spoilt)
+    assert traffic.failed == [spoilt.attempt_id]
     assert traffic.outputs[whole.attempt_id] == expected(folder, whole)
     assert aheads.taken > 3
 
