@@ -35,7 +35,7 @@ from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
 from engine.model.batch import CausalModel
 from engine.request import EngineRequest, HandOff
-from engine.runner import Runner
+from engine.runner import Launched, Runner
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
 from engine.sequence import Sequence, SequenceTable
 from engine.speculation.speculator import Speculator
@@ -145,7 +145,7 @@ class EngineCore:
         return True
 
     def step(self) -> StepOutput:
-        """Runs one iteration: finish transfers, plan, launch, read, apply. Cheap without work.
+        """Runs one iteration: finish transfers, plan, launch, go ahead, read, apply. Cheap without work.
 
         The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
         A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
@@ -158,11 +158,11 @@ class EngineCore:
             return output
         work = self._decode_all() or self._carry_out(self._plan())
         if work is not None:
-            drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
-            work = Work(work.rows, work.chunks, drafts) if drafts else work
+            work = work if self._runner.is_ahead else self._with_drafts(work)
             began_s = self._meter.clock()
             with torch.inference_mode():
                 launched = self._runner.launch(work)
+                self._go_ahead(work, launched)
                 gains = self._runner.read(work, launched)
             self._meter.note(work, began_s, has_waited=bool(gains.sequences))
             self._events = output.after
@@ -223,7 +223,7 @@ class EngineCore:
     def _decode_all(self) -> Work | None:
         """Gives each sequence its next token, as batchers would; None if one does not decode, or pages are too few."""
         rows = self._rows
-        if len(rows) != self._table.num_active or not rows:
+        if not rows or not (self._runner.is_ahead or len(rows) == self._table.num_active):
             return None
         if full := rows.full(len(rows)):
             pages = self._cache.extend([rows.sequences[row] for row in full])
@@ -231,6 +231,27 @@ class EngineCore:
                 return None
             rows.grow(full, pages)
         return Work(slice(0, len(rows)))
+
+    def _with_drafts(self, work: Work) -> Work:
+        drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
+        return Work(work.rows, work.chunks, drafts) if drafts else work
+
+    def _go_ahead(self, work: Work, launched: Launched | Exception) -> None:
+        """Begins the next step before this one is read, where all sequences decode, by one token each, in both.
+
+        A row whose next token ends its sequence runs in vain, and a further page goes back with the sequence's others.
+        """
+        rows, num_rows = self._rows, work.num_rows
+        decodes_all = num_rows == len(rows) == self._table.num_active and not (work.chunks or work.drafts)
+        if not self._runner.goes_ahead or not decodes_all or isinstance(launched, Exception):
+            return
+        ends_all = all(len(one.output_ids) + 1 >= one.ending.max_output for one in rows.sequences)
+        if ends_all or rows.is_watched[:num_rows].any() or self._speculator.may_draft(rows, num_rows, num_rows):
+            return
+        full = rows.full(num_rows, 1)
+        pages = self._cache.extend([rows.sequences[row] for row in full], 1)
+        if pages is not None:
+            self._runner.launch_ahead(launched, full, pages)
 
     def _plan(self) -> Plan:
         waiting = self._table.admissible

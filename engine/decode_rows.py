@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.batch import CausalModel
+from engine.model.batch import Batch, CausalModel
 from engine.sequence import Sequence
 from wire.ids import PageId
 from wire.layout import Window
@@ -87,9 +87,9 @@ class DecodeRows:
         for place, sequence in enumerate(sequences):
             self._swap(self._handle_to_row[sequence.handle], place)
 
-    def full(self, num_rows: int) -> list[int]:
-        """Lists which of the first rows have no slot for their next token."""
-        full: list[int] = (self.room[:num_rows] == 0).nonzero()[0].tolist()
+    def full(self, num_rows: int, num_ahead: int = 0) -> list[int]:
+        """Lists which of the first rows have no slot for the token `num_ahead` tokens after their next one."""
+        full: list[int] = (self.room[:num_rows] == num_ahead).nonzero()[0].tolist()
         return full
 
     def grow(self, rows: Seq[int], pages: Seq[PageId]) -> None:
@@ -107,19 +107,44 @@ class DecodeRows:
         self.context_lens[:num_rows] += num_gained
         self.room[:num_rows] -= num_gained
 
+    def after(self, num_rows: int, token_ids: torch.Tensor, full: Seq[int], pages: Seq[PageId]) -> Batch:
+        """Makes the batch of the step after the next one of the first rows, with columns of its own.
+
+        token_ids: int64 [num_rows], on the model's device. full: the rows whose token is the first of a further page.
+        pages: these pages.
+        """
+        lens = self.context_lens[:num_rows] + np.int32(1)
+        slots, width = self.slots[:num_rows] + 1, -(-int(lens.max()) // self._block_size)
+        tables = self.tables[:num_rows, :width].copy()
+        slots[full] = np.multiply(pages, self._block_size)
+        tables[full, (lens[full] - 1) // self._block_size] = pages
+        positions, starts = self.positions[:num_rows] + 1, np.arange(num_rows + 1, dtype=np.int32)
+        return Batch(
+            token_ids,
+            torch.from_numpy(positions),
+            torch.from_numpy(slots),
+            torch.from_numpy(tables),
+            torch.from_numpy(lens),
+            torch.from_numpy(starts),
+            num_rows,
+            torch.arange(num_rows),
+        )
+
     def check(self) -> list[str]:
-        """Lists the rows that differ from their sequences."""
+        """Lists the rows that differ from their sequences; one may lack the latest page, which a step ahead has."""
         return [
-            f"row {row} is not its sequence's" for row, one in enumerate(self.sequences) if not self._fits(row, one)
+            f"row {row} is not its sequence's"
+            for row, one in enumerate(self.sequences)
+            if not any(self._fits(row, one, len(one.kv.table) - num_more) for num_more in (0, 1))
         ]
 
-    def _fits(self, row: int, sequence: Sequence) -> bool:
+    def _fits(self, row: int, sequence: Sequence, num_pages: int) -> bool:
         num_computed, num_stored = sequence.num_computed, sequence.num_stored
-        num_pages, size = len(sequence.kv.table), self._block_size
+        size = self._block_size
         slots = sequence.kv.table.slots(num_computed, num_computed + 1, size) if self.room[row] else self.slots[row]
         expected = [sequence.output_ids[-1], num_computed, num_stored + 1, num_pages * size - num_stored, row]
         found = [self.token_ids[row], self.positions[row], self.context_lens[row], self.room[row]]
-        pages = np.pad(sequence.kv.table.row, (0, self._max_blocks - num_pages))
+        pages = np.pad(sequence.kv.table.row[:num_pages], (0, self._max_blocks - num_pages))
         is_placed = [*found, self._handle_to_row[sequence.handle]] == expected and self.slots[row] == slots
         return bool(is_placed and (self.tables[row] == pages).all())
 

@@ -1,12 +1,12 @@
 """A step's plan, run: the model on the tensors of a batch, then the sampler. A sequence's fault fails that one only."""
 
 import logging
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +18,60 @@ from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import Weighed
 from engine.model.batch import Batch, CausalModel, Watched
-from engine.model.sampler import NO_MASKS, PLAIN, Draw, Masks, likeliest, sample, score, select
+from engine.model.sampler import (
+    NO_MASKS,
+    PLAIN,
+    Chosen,
+    Draw,
+    Masks,
+    Reading,
+    choose,
+    likeliest,
+    logprobs_of,
+    score,
+    select,
+)
 from engine.sequence import Sequence
 from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NonFiniteLogits
 from wire.ids import PageId
-from wire.sampling import Logprobs
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A forward pass under way: its logits, or its failure, and the masks of the samples by grammars."""
+    """A step under way: its tokens, on the device, and what comes to the host of them.
 
-    logits: torch.Tensor | Exception
-    draws: dict[int, Draw]
-    masks: Callable[[], Masks] | None
+    scored: the sequences whose prompts are scored, in the order of their parts of the reading, which come last.
+    """
+
+    chosen: Chosen
+    scored: Seq[Sequence]
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A forward pass of decoding rows that was launched before the last step was read.
+
+    sequences: of the rows of logits.
+    """
+
+    sequences: Seq[Sequence]
+    logits: torch.Tensor
+
+    def has(self, sequences: Seq[Sequence]) -> bool:
+        return {*sequences} <= {*self.sequences}
+
+    def of(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Picks the logits of the sequences that still decode, in the order of their rows now."""
+        if sequences == self.sequences[: len(sequences)]:
+            return self.logits[: len(sequences)]
+        places = {one: place for place, one in enumerate(self.sequences)}
+        return select(self.logits, [places[one] for one in sequences])
 
 
 class Runner:
@@ -53,63 +88,102 @@ class Runner:
         self._masker = Masker(model.vocab_size)
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
+        self._ahead: Ahead | None = None
 
-    def launch(self, work: Work) -> Launched:
-        """Begins the forward pass of a step, and its masks; a GPU may be at it yet. Returns what `read` takes.
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the forward pass of the decoding rows' next tokens is launched already."""
+        return self._ahead is not None
 
-        Call both in torch's inference mode.
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether `launch_ahead` gains time: a CPU has none to spare while a step is read."""
+        return self._model.device.type != "cpu"
+
+    def launch(self, work: Work) -> Launched | Exception:
+        """Begins the forward pass of a step and the choice of its tokens; a GPU may be at them yet.
+
+        Returns what `read` takes, a failure too. Call both in torch's inference mode.
         """
-        draws = self._careful_draws(work)
-        masks = self._masker.begin(draws) if any(draw.matcher for draw in draws.values()) else None
         try:
-            return Launched(self._model.forward(self._batch(work), self._kv), draws, masks)
+            return self._launch(work)
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
-            return Launched(failure, draws, masks)
+            return failure
 
-    def read(self, work: Work, launched: Launched) -> Gains:
-        """Samples from a launched pass, and waits for it.
+    def read(self, work: Work, launched: Launched | Exception) -> Gains:
+        """Waits for the tokens of a launched step.
 
-        A run that fails is repeated sequence by sequence, so that it fails for the faulty ones only: to compute KV once
-        more does no harm. Raises if all of them fail, and a probe of one token too: then the fault is the model's.
+        A step that fails is repeated sequence by sequence, so that it fails for the faulty ones only: to compute KV
+        once more does no harm. Raises if all of them fail, and a probe of one token too: then the fault is the model's.
         """
         try:
-            return self._sampled_from(work, launched)
+            if isinstance(launched, Exception):
+                raise launched
+            return self._gains(work, launched)
         except Exception as failure:  # as above
             self._wait()
+            self._ahead = None  # its tokens are the failed step's
             alone = [self._run_alone(one) for one in _split(work)]
             if all(gains.failed for gains in alone) and not self._is_sound():
                 raise
             log.warning("a step failed, and was done for each sequence alone: %r", failure)
             return reduce(Gains.followed_by, alone)
 
-    def _sampled_from(self, work: Work, launched: Launched) -> Gains:
-        """Raises a failure of the launch."""
-        masks, logits = launched.masks() if launched.masks else NO_MASKS, launched.logits
-        if isinstance(logits, Exception):
-            raise logits
-        scores: dict[Sequence, tuple[Logprobs, ...] | None] = {}
+    def launch_ahead(self, launched: Launched, full: Seq[int], pages: Seq[PageId]) -> None:
+        """Begins the forward pass after a launched step of all rows, one token each, without reading its tokens.
+
+        The next step takes it, without rows that have left by then, unless this one fails. full: the rows whose token
+        after the next is the first of a further page. pages: these pages.
+        """
+        token_ids = launched.chosen.token_ids.clamp(min=0)  # the row of a fault runs in vain
+        batch = self._rows.after(len(token_ids), token_ids, full, pages)
+        try:
+            self._ahead = Ahead([*self._rows.sequences], self._model.forward(batch, self._kv))
+        except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
+            log.warning("a step was not launched ahead: %r", failure)
+
+    def _launch(self, work: Work) -> Launched:
+        """Computes masks by grammars while the model runs; no other thread may use their matchers meanwhile."""
+        draws = self._careful_draws(work)
+        masks = self._masker.begin(draws) if any(draw.matcher for draw in draws.values()) else None
+        try:
+            logits = self._forward(work)
+        finally:
+            found = masks() if masks else NO_MASKS
+        scores: dict[Sequence, torch.Tensor] = {}
         if any(chunk.scored for chunk in work.chunks):
             logits, scores = self._score(work, logits)
         if any(chunk.siblings for chunk in work.chunks):
             logits = select(logits, self._shared(work))
-        sampled = self._sampled(work)
-        gains = Gains(sampled, *self._sample(logits, launched.draws, masks))
-        places = [*launched.draws]
-        faults = {sampled[places[row]]: fault for row, fault in masks.faults.items()}
+        chosen = _choose(logits, draws, found)
+        parts = [chosen.token_ids, *(one.numbers for one in chosen.scores), *scores.values()]
+        return Launched(chosen, [*scores], Reading(parts))
+
+    def _forward(self, work: Work) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        sequences = self._rows.sequences[work.rows]
+        if ahead is not None and not (work.chunks or work.drafts) and ahead.has(sequences):
+            return ahead.of(sequences)
+        return self._model.forward(self._batch(work), self._kv)
+
+    def _gains(self, work: Work, launched: Launched) -> Gains:
+        chosen, (token_ids, *parts) = launched.chosen, launched.reading.wait()
+        gained = token_ids.long().numpy()
+        gained[[*chosen.faults]] = -1
+        found = [zip(one.rows, logprobs_of(part), strict=True) for one, part in zip(chosen.scores, parts, strict=False)]
+        gains = Gains(self._sampled(work), gained, dict(chain.from_iterable(found)))
+        faults = {gains.sequences[row]: fault for row, fault in chosen.faults.items()}
         if work.drafts:
             gains = self._accept(work.drafts, gains)
-        if scores:
-            gains = replace(gains, scores={one: found for one, found in scores.items() if found is not None})
-        faulty = [sequence for sequence, found in scores.items() if found is None]
-        if not faulty and gains.token_ids.min(initial=0) >= 0:
-            return gains
-        faulty += [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
-        return replace(gains, failed={sequence: faults.get(sequence, _non_finite()) for sequence in faulty})
+        faulty = [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
+        if launched.scored:
+            scores = dict(zip(launched.scored, parts[len(found) :], strict=True))
+            faulty += [one for one, part in scores.items() if not torch.isfinite(part[:, 0]).all()]
+            gains = replace(gains, scores={one: tuple(logprobs_of(part)) for one, part in scores.items()})
+        return replace(gains, failed={one: faults.get(one, _non_finite()) for one in faulty}) if faulty else gains
 
-    def _score(
-        self, work: Work, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[Sequence, tuple[Logprobs, ...] | None]]:
-        """Scores the prompts of chunks; returns the logits to sample from, and the scores, None where one is no number.
+    def _score(self, work: Work, logits: torch.Tensor) -> tuple[torch.Tensor, dict[Sequence, torch.Tensor]]:
+        """Scores the prompts of chunks; returns the logits to sample from, and the scores, as `Scores.numbers`.
 
         ```
         rows of logits   ... decoding ... | chunk: scored, then sampled | chunk | ...
@@ -138,7 +212,7 @@ class Runner:
     def _run_alone(self, work: Work) -> Gains:
         """Runs the work of one sequence."""
         try:
-            return self._sampled_from(work, self.launch(work))
+            return self._gains(work, self._launch(work))
         except Exception as failure:  # as above
             self._wait()
             sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
@@ -179,21 +253,6 @@ class Runner:
         for place, (row, offset) in enumerate(zip(drafts.rows, drafts.offsets, strict=True)):
             if row in careful:
                 yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - offset : place + 1].tolist())
-
-    def _sample(self, logits: torch.Tensor, careful: dict[int, Draw], masks: Masks) -> tuple[Ints, dict[int, Logprobs]]:
-        if not careful:
-            return likeliest(logits).numpy(), {}
-        places, draws = [*careful], [*careful.values()]
-        if not logits.is_cpu and len(places) < len(logits):  # all rows are read at once
-            masks, places = masks.at(places), [*range(len(logits))]
-            draws = [careful.get(place, PLAIN) for place in places]
-        if len(places) == len(logits):
-            token_ids, drawn = np.empty(len(places), dtype=np.int64), sample(logits, draws, masks)
-        else:
-            token_ids, drawn = likeliest(logits).numpy(), sample(select(logits, places), draws, masks)
-        token_ids[places] = [-1 if one.token_id is None else one.token_id for one in drawn]
-        logprobs = {place: one.logprobs for place, one in zip(places, drawn, strict=True) if one.logprobs is not None}
-        return token_ids, logprobs
 
     @torch.inference_mode()
     def drop(self, sequence: Sequence) -> None:
@@ -303,6 +362,18 @@ class Runner:
 
     def _int32(self, values: object) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=self._model.device)
+
+
+def _choose(logits: torch.Tensor, careful: dict[int, Draw], masks: Masks) -> Chosen:
+    """Chooses the tokens of rows of logits; careful: the draws of rows that are not plain, by row."""
+    if not careful:
+        return Chosen(likeliest(logits))
+    places, draws = [*careful], [*careful.values()]
+    if len(places) == len(logits):
+        return choose(logits, draws, masks)
+    if logits.is_cpu:
+        return choose(select(logits, places), draws, masks).among(likeliest(logits), places)
+    return choose(logits, [careful.get(row, PLAIN) for row in range(len(logits))], masks.at(places))
 
 
 def _split(work: Work) -> list[Work]:

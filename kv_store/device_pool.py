@@ -59,7 +59,10 @@ class DevicePool:
         if self.kv.int4 is not None and pages:
             places = [self._free_open.pop() for _ in pages]
             self._page_to_open.update(zip(pages, places, strict=True))
-            self.kv.int4.page_to_open[list(pages)] = torch.tensor(places, dtype=torch.int32, device=self._pages.device)
+            pairs, device = torch.tensor([pages, places]), self._pages.device
+            if device.type != "cpu":
+                pairs = pairs.pin_memory().to(device, non_blocking=True)
+            self.kv.int4.page_to_open.index_put_((pairs[0],), pairs[1].int())
 
     def close(self, pages: Sequence[PageId]) -> None:
         """Closes pages that are full or free: takes back the open blocks that they have."""

@@ -121,15 +121,20 @@ class KVCache:
             return 0
         return num_tokens
 
-    def extend(self, sequences: Seq[Sequence]) -> list[PageId] | None:
-        """Gives a further page to each of these sequences and returns them; None, and nothing changed, without room."""
+    def extend(self, sequences: Seq[Sequence], num_ahead: int = 0) -> list[PageId] | None:
+        """Makes room for the token `num_ahead` tokens after the next one of each sequence, the first of its page.
+
+        Returns these pages, of which a sequence may have its own already; None, and nothing changed, without room.
+        """
+        places = [(one.num_stored + num_ahead) // self._layout.block_size for one in sequences]
+        lacking = [one for one, place in zip(sequences, places, strict=True) if place == len(one.kv.table)]
         try:
-            pages = self._allocate(len(sequences))
+            pages = self._allocate(len(lacking))
         except OutOfBlocks:
             return None
-        for sequence, page in zip(sequences, pages, strict=True):
+        for sequence, page in zip(lacking, pages, strict=True):
             sequence.kv.table.extend((page,))
-        return pages
+        return [one.kv.table[-1:][0] for one in sequences]
 
     def _allocate(self, num_pages: int) -> list[PageId]:
         """Allocates pages to be written. Raises OutOfBlocks without room, or if too many are open."""

@@ -169,8 +169,8 @@ class Decoder:
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         on_cpu = self.device.type == "cpu"
-        if not on_cpu and (self._far_angles or not batch.is_one_each or not batch.token_ids.is_cpu):
-            return None  # sinks, guesses and what is on the device already are not captured
+        if not on_cpu and (self._far_angles or not batch.is_one_each or not batch.positions.is_cpu):
+            return None  # sinks, guesses and columns that are on the device already are not captured
         num_blocks = 0 if on_cpu else padded(batch.block_tables.shape[1], MIN_BLOCKS, 4)
         key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
         if key not in self._programs:

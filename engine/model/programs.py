@@ -5,6 +5,7 @@ of a fixed number of rows, which the rows of a step are copied to.
 """
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Protocol
 
 import numpy as np
@@ -89,26 +90,47 @@ class RecordedProgram:
         self._tables[: len(tables), : tables.shape[1]] = tables
 
 
+class PinnedColumns:
+    """Host memory for the columns of a step, whose copy to the device may be under way."""
+
+    def __init__(self, num_words: int, num_rows: int, device: torch.device) -> None:
+        self._words = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
+        self._columns = [column.numpy() for column in _views(self._words, num_rows)]
+        self._copied = torch.Event(device)
+
+    def copy_to(self, on_device: torch.Tensor, batch: Batch) -> None:
+        """Begins to copy a batch, once the last copy has ended; token ids on the device stay there."""
+        num_rows, width = batch.block_tables.shape
+        token_ids, positions, slots, lens, tables = self._columns
+        self._copied.synchronize()
+        if batch.token_ids.is_cpu:
+            token_ids[:num_rows] = batch.token_ids.numpy()
+        positions[:num_rows] = batch.positions.numpy()
+        slots[:num_rows], slots[num_rows:] = batch.slot_mapping.numpy(), -1
+        lens[:num_rows], lens[num_rows:] = batch.context_lens.numpy(), 0
+        tables[:num_rows, :width] = batch.block_tables.numpy()
+        on_device.copy_(self._words, non_blocking=True)
+        self._copied.record(torch.accelerator.current_stream(on_device.device))
+
+
 class CapturedProgram:
     """A forward pass that a graph of the accelerator has captured; each row is a sequence.
 
-    A step's columns go to the device in one copy from pinned memory. Rows that a batch does not fill have no context
-    and no slot: they write nothing.
+    A step's columns go to the device in one copy from pinned memory, but for token ids that are there already; the next
+    step's may be written meanwhile. Rows that a batch does not fill have no context and no slot: they write nothing.
     """
 
     def __init__(
         self, forward: Forward, all_angles: Angles, num_rows: int, num_blocks: int, device: torch.device
     ) -> None:
         num_words = 3 * num_rows + -(-num_rows * (num_blocks + 1) // 2)
-        self._host = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
+        self._inputs = cycle([PinnedColumns(num_words, num_rows, device) for _ in range(2)])
         self._on_device = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._columns = [column.numpy() for column in _views(self._host, num_rows)]
         ids, positions, slots, lens, tables = _views(self._on_device, num_rows)
         slots.fill_(-1)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         batch = Batch(ids, positions, slots, tables, lens, starts, num_rows, ids)
-        self._copied = torch.Event(device)
-        self._kept = forward, all_angles
+        self._ids, self._kept = ids, (forward, all_angles)
         side = torch.Stream(device)
         side.wait_stream(torch.accelerator.current_stream(device))
         with side:  # compiles kernels, and makes the workspaces of products
@@ -120,15 +142,10 @@ class CapturedProgram:
         (self._logits,) = logits
 
     def run(self, batch: Batch) -> torch.Tensor:
-        num_rows, width = batch.block_tables.shape
-        token_ids, positions, slots, lens, tables = self._columns
-        self._copied.synchronize()
-        token_ids[:num_rows], positions[:num_rows] = batch.token_ids.numpy(), batch.positions.numpy()
-        slots[:num_rows], slots[num_rows:] = batch.slot_mapping.numpy(), -1
-        lens[:num_rows], lens[num_rows:] = batch.context_lens.numpy(), 0
-        tables[:num_rows, :width] = batch.block_tables.numpy()
-        self._on_device.copy_(self._host, non_blocking=True)
-        self._copied.record()
+        num_rows = len(batch.context_lens)
+        next(self._inputs).copy_to(self._on_device, batch)
+        if not batch.token_ids.is_cpu:
+            self._ids[:num_rows].copy_(batch.token_ids)
         self._graph.replay()
         return self._logits[:num_rows]
 

@@ -83,34 +83,71 @@ NO_MASKS = Masks((), torch.empty(0, 0, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A token, or None where the row had a value that is no number, or its grammar allows no token."""
+class Scores:
+    """Log-probabilities of rows, on a device.
 
-    token_id: int | None
-    logprobs: Logprobs | None = None
+    numbers: float64 [L, 1 + 2 * K]: of the row's token, NaN where a value of the row is no number; of the K likeliest
+    tokens; their ids.
+    """
+
+    rows: Sequence[int]
+    numbers: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens of R rows, on the device of their logits.
+
+    token_ids: int64 [R], -1 where a value of the row is no number. scores: of rows that want them. faults: of rows
+    whose grammar allows no token, by row.
+    """
+
+    token_ids: torch.Tensor
+    scores: Sequence[Scores] = ()
+    faults: Mapping[int, BatonError] = field(default_factory=dict)
+
+    def among(self, token_ids: torch.Tensor, places: Sequence[int]) -> "Chosen":
+        """Puts the rows at these places of `token_ids`, which it modifies."""
+        token_ids[places] = self.token_ids
+        scores = [Scores([places[row] for row in one.rows], one.numbers) for one in self.scores]
+        return Chosen(token_ids, scores, {places[row]: fault for row, fault in self.faults.items()})
+
+
+class Reading:
+    """Tensors of a device on their way to the host, in one copy. Several travel as float64, which holds ids and float32
+    as they are."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        """Begins the copy, behind the work queued so far on the current stream. Does not block."""
+        self._shapes = [one.shape for one in parts]
+        self._copied: torch.Event | None = None
+        self._values = parts[0] if len(parts) == 1 else torch.cat([one.double().flatten() for one in parts])
+        if (device := self._values.device).type != "cpu" and self._values.numel():
+            host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
+            self._values = host.copy_(self._values, non_blocking=True)
+            self._copied = torch.Event(device)
+            self._copied.record(torch.accelerator.current_stream(device))
+
+    def wait(self) -> list[torch.Tensor]:
+        """Waits for the copy alone, and returns the tensors."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        pieces = self._values.cpu().split([one.numel() for one in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Sequence[Draw], masks: Masks = NO_MASKS) -> list[Drawn]:
-    """Draws a token for each row of `logits` [R, V] float32, which it may modify. Rows do not influence one another.
+def choose(logits: torch.Tensor, draws: Sequence[Draw], masks: Masks = NO_MASKS) -> Chosen:
+    """Draws a token for each row of `logits` [R, V] float32, which it may modify, without waiting for a device.
 
-    Waits for a device once, to read the tokens and their log-probabilities.
+    Rows do not influence one another.
     """
     is_finite = torch.isfinite(logits).all(dim=-1)
     rankings = _rankings(logits, draws)
     _penalize(logits, draws)
     masks.apply(logits)
     tokens = _choose(logits, draws)
-    token_ids, logprobs = _read(torch.where(is_finite, tokens, -1), [one.scores(tokens) for one in rankings])
-    row_to_logprobs = {
-        row: _logprobs_of(found)
-        for ranking, scores in zip(rankings, logprobs, strict=True)
-        for row, found in zip(ranking.rows, scores, strict=True)
-    }
-    return [
-        Drawn(int(token), row_to_logprobs.get(row)) if token >= 0 and row not in masks.faults else Drawn(None)
-        for row, token in enumerate(token_ids)
-    ]
+    return Chosen(torch.where(is_finite, tokens, -1), [one.scores(tokens) for one in rankings], masks.faults)
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -124,14 +161,14 @@ def select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Finds the likeliest token of each row [R, V] float32; returns int64 [R], on the host.
+    """Finds the likeliest token of each row [R, V] float32; returns int64 [R], on the same device.
 
     The first of equals; -1 for a row with a value that is no number, or infinite.
     """
     # argmax takes NaN for the greatest, as amin takes it for the least.
     best = argmax(logits)
     span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
-    return torch.where(span < torch.inf, best, -1).cpu()
+    return torch.where(span < torch.inf, best, -1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -140,22 +177,24 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Logprobs, ...] | None:
-    """Scores the token that follows each row of `logits` [R, V] float32; None where a value is no number.
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> torch.Tensor:
+    """Scores the token that follows each row of `logits` [R, V] float32, as `Scores.numbers`, without waiting.
 
     Takes the rows by 64, so that their log-probabilities need little memory.
     """
-    if not bool(torch.isfinite(logits).all()):
-        return None
-    scored: list[Logprobs] = []
-    for start in range(0, len(token_ids), SCORED_AT_ONCE):
-        rows = torch.log_softmax(logits[start : start + SCORED_AT_ONCE], dim=-1)
-        tokens = torch.tensor(token_ids[start : start + SCORED_AT_ONCE], device=rows.device)
-        chosen = rows.gather(1, tokens[:, None]).squeeze(1).tolist()
-        values, ids = rows.topk(min(num_top, rows.shape[1]))
-        tops = (tuple(zip(*one, strict=True)) for one in zip(ids.tolist(), values.tolist(), strict=True))
-        scored += map(Logprobs, chosen, tops)
-    return tuple(scored)
+    tokens, scored = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device), []
+    for rows, after in zip(logits.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True):
+        logprobs = torch.log_softmax(rows, dim=-1)
+        chosen = torch.where(torch.isfinite(rows).all(-1, keepdim=True), logprobs.gather(1, after[:, None]), torch.nan)
+        values, ids = logprobs.topk(min(num_top, rows.shape[1]))
+        scored.append(torch.cat([one.double() for one in (chosen, values, ids)], dim=1))
+    return torch.cat(scored)
+
+
+def logprobs_of(numbers: torch.Tensor) -> list[Logprobs]:
+    """Makes the log-probabilities of rows of `Scores.numbers`, on the host."""
+    num = numbers.shape[1] // 2
+    return [Logprobs(own, tuple(zip(map(int, rest[num:]), rest[:num], strict=True))) for own, *rest in numbers.tolist()]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -279,10 +318,10 @@ class _Ranking:
     values: torch.Tensor
     ids: torch.Tensor
 
-    def scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Joins the log-probability of each chosen token, of the likeliest, and their ids, float64 [L, 1 + 2 * K]."""
+    def scores(self, tokens: torch.Tensor) -> Scores:
+        """Joins the log-probabilities of each chosen token and of the likeliest, and their ids."""
         chosen = self.logprobs.gather(1, tokens[self.index, None])
-        return torch.cat([one.double() for one in (chosen, self.values, self.ids)], dim=1)
+        return Scores(self.rows, torch.cat([one.double() for one in (chosen, self.values, self.ids)], dim=1))
 
 
 def _rankings(logits: torch.Tensor, draws: Sequence[Draw]) -> list[_Ranking]:
@@ -296,17 +335,3 @@ def _rankings(logits: torch.Tensor, draws: Sequence[Draw]) -> list[_Ranking]:
         logprobs = torch.log_softmax(logits if len(rows) == len(draws) else logits[index], dim=-1)
         rankings.append(_Ranking(rows, index, logprobs, *logprobs.topk(num)))
     return rankings
-
-
-def _read(tokens: torch.Tensor, scores: list[torch.Tensor]) -> tuple[list[float], list[list[list[float]]]]:
-    """Reads tokens and scores to the host in one copy; float64 holds ids and float32 as they are."""
-    if not scores:
-        return tokens.tolist(), []
-    joined = torch.cat([tokens.double(), *(one.flatten() for one in scores)]).cpu()
-    first, *rest = joined.split([len(tokens), *(one.numel() for one in scores)])
-    return first.tolist(), [one.view(like.shape).tolist() for one, like in zip(rest, scores, strict=True)]
-
-
-def _logprobs_of(scores: list[float]) -> Logprobs:
-    num = len(scores) // 2
-    return Logprobs(scores[0], tuple(zip(map(int, scores[1 + num :]), scores[1 : 1 + num], strict=True)))

@@ -208,10 +208,15 @@ class Speculator:
         self._forced: Mapping[Sequence, Seq[int]] = {}
         self._num_wanted = 0
 
+    def may_draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> bool:
+        """Tells whether a step that runs `num_tokens` tokens anyway may have drafts: not where it is loaded."""
+        has_source = self._proposer is not None or any(one.matcher for one in rows.sequences[:num_rows])
+        return num_tokens < MAX_ROWS and has_source
+
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
-        """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway; none where it is loaded."""
+        """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway."""
         budget, self._num_wanted = MAX_ROWS - num_tokens, 0
-        if budget <= 0 or not (self._proposer or any(one.matcher for one in rows.sequences[:num_rows])):
+        if not self.may_draft(rows, num_rows, num_tokens):
             return NO_DRAFTS
         if self._clock is not None and num_rows == num_tokens:
             self._began = num_rows, self._clock()

@@ -2,6 +2,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +101,41 @@ def test_a_row_is_plain_if_the_likeliest_token_is_all(sampling: SamplingParams, 
     sequence.begin_run(2)
     rows.put(sequence)
     assert bool(rows.is_plain[0]) is is_plain
+
+
+def test_the_batch_after_a_step_has_the_columns_that_the_rows_will_have() -> None:
+    """Also where a row gets a further page for it, which its sequence has already and the row has not."""
+    rows = DecodeRows(MODEL, num_pages=64)
+    for num_known in (2, 15, 16, 17, 31, 32, 40):
+        rows.put(decoding(num_known))
+    for _ in range(3 * BLOCK):
+        full = rows.full(len(rows), num_ahead=1)
+        for row in full:
+            sequence = rows.sequences[row]
+            sequence.kv.table.extend([PageId(100 * sequence.handle + len(sequence.kv.table))])
+        assert rows.check() == []
+        tokens = torch.arange(500, 500 + len(rows))
+        after = rows.after(len(rows), tokens, full, [rows.sequences[row].kv.table[-1:][0] for row in full])
+        rows.advance(tokens.numpy())
+        for sequence, token in zip(rows.sequences, tokens.tolist(), strict=True):
+            sequence.output_ids.append(token)
+        assert rows.check() == []
+        rows.grow(full, [rows.sequences[row].kv.table[-1:][0] for row in full])
+        assert rows.check() == []
+        assert after.token_ids.tolist() == rows.token_ids[: len(rows)].tolist()
+        assert after.positions.tolist() == rows.positions[: len(rows)].tolist()
+        assert after.slot_mapping.tolist() == rows.slots[: len(rows)].tolist()
+        assert after.context_lens.tolist() == rows.context_lens[: len(rows)].tolist()
+        width = after.block_tables.shape[1]
+        assert (after.block_tables.numpy() == rows.tables[: len(rows), :width]).all()
+        assert width == -(-max(after.context_lens.tolist()) // BLOCK)
+
+
+def test_a_row_that_lacks_two_pages_shows() -> None:
+    rows = DecodeRows(MODEL, num_pages=64)
+    rows.put(one := decoding(BLOCK + 1))
+    one.kv.table.extend([PageId(901), PageId(902)])
+    assert rows.check() == ["row 0 is not its sequence's"]
 
 
 def test_a_wrong_row_shows() -> None:

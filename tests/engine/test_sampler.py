@@ -1,10 +1,12 @@
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from engine.model.sampler import Draw, likeliest, sample, uniform
-from wire.sampling import SamplingParams
+from engine.model.sampler import Draw, choose, likeliest, logprobs_of, score, uniform
+from wire.sampling import Logprobs, SamplingParams
 
 VOCAB = 50
 
@@ -17,28 +19,34 @@ def draw(position: int = 0, choice: int = 0, output: tuple[int, ...] = (), **set
     return Draw(SamplingParams(**{"seed": 7, **settings}), choice, (1,) * position, output)
 
 
+def chosen(rows: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    tokens: list[int] = choose(rows, draws).token_ids.tolist()
+    return tokens
+
+
 def drawn_tokens(row: torch.Tensor, num: int, **settings: Any) -> list[int]:
     draws = [draw(position, **settings) for position in range(num)]
-    return [one.token_id for one in sample(row.expand(num, VOCAB).clone(), draws) if one.token_id is not None]
+    return chosen(row.expand(num, VOCAB).clone(), draws)
 
 
 def test_greedy_takes_the_likeliest() -> None:
     rows = logits(3)
-    assert [one.token_id for one in sample(rows.clone(), [draw(temperature=0.0)] * 3)] == rows.argmax(-1).tolist()
+    assert chosen(rows.clone(), [draw(temperature=0.0)] * 3) == rows.argmax(-1).tolist()
 
 
 def test_a_bias_is_added_to_its_token_alone_and_leaves_logprobs_as_they_are() -> None:
     rows = logits(2)
     first, last = (int(row.argmin()) for row in rows)
     draws = [draw(temperature=0.0, logit_bias=((first, 100.0),), logprobs=1), draw(temperature=0.0)]
-    drawn = sample(rows.clone(), draws)
-    assert [one.token_id for one in drawn] == [first, int(rows[1].argmax())]
-    assert drawn[0].logprobs is not None
-    assert drawn[0].logprobs.chosen == pytest.approx(float(rows[0].log_softmax(-1)[first]))
+    drawn = choose(rows.clone(), draws)
+    assert drawn.token_ids.tolist() == [first, int(rows[1].argmax())]
+    [scores] = drawn.scores
+    assert scores.rows == [0]
+    assert logprobs_of(scores.numbers)[0].chosen == pytest.approx(float(rows[0].log_softmax(-1)[first]))
     assert not draws[0].is_plain
     assert draws[1].is_plain
     banned = draw(temperature=0.0, logit_bias=((last, -100.0),), output=())
-    assert sample(rows[1:].clone(), [banned])[0].token_id != last
+    assert chosen(rows[1:].clone(), [banned]) != [last]
 
 
 def test_uniform_depends_on_seed_choice_and_position_and_on_nothing_else() -> None:
@@ -52,8 +60,8 @@ def test_uniform_depends_on_seed_choice_and_position_and_on_nothing_else() -> No
 def test_a_draw_is_the_same_alone_and_in_a_batch() -> None:
     rows = logits(8)
     draws = [draw(position, temperature=0.9, top_p=0.95) for position in range(8)]
-    together = [one.token_id for one in sample(rows.clone(), draws)]
-    alone = [sample(rows[i : i + 1].clone(), draws[i : i + 1])[0].token_id for i in range(8)]
+    together = chosen(rows.clone(), draws)
+    alone = [chosen(rows[i : i + 1].clone(), draws[i : i + 1])[0] for i in range(8)]
     assert together == alone
 
 
@@ -99,7 +107,7 @@ def test_penalties_by_the_formulas() -> None:
     for token in (3, 4):
         expected[0, token] = expected[0, token] / 2 if expected[0, token] > 0 else expected[0, token] * 2
     expected[0, 4] -= 0.5 + 2 * 0.25
-    sample(given := row.clone(), [one])
+    choose(given := row.clone(), [one])
     torch.testing.assert_close(given, expected)
 
 
@@ -107,24 +115,23 @@ def test_banned_tokens_do_not_come() -> None:
     row = logits()
     best = int(row.argmax())
     one = Draw(SamplingParams(temperature=0), 0, (1,), (), banned=(best,))
-    assert sample(row, [one])[0].token_id != best
+    assert chosen(row, [one]) != [best]
 
 
 def test_logprobs_are_of_the_distribution_before_any_setting() -> None:
     row = logits()
     expected = torch.log_softmax(row, -1)[0]
-    (one,) = sample(row.clone(), [draw(temperature=0.3, top_k=3, logprobs=5, presence_penalty=1.0, output=(2,))])
-    assert one.logprobs is not None
-    assert one.logprobs.chosen == pytest.approx(float(expected[one.token_id]))
-    assert [token for token, _ in one.logprobs.top] == expected.topk(5).indices.tolist()
+    one = choose(row.clone(), [draw(temperature=0.3, top_k=3, logprobs=5, presence_penalty=1.0, output=(2,))])
+    [logprobs] = logprobs_of(one.scores[0].numbers)
+    assert logprobs.chosen == pytest.approx(float(expected[one.token_ids[0]]))
+    assert [token for token, _ in logprobs.top] == expected.topk(5).indices.tolist()
 
 
 def test_a_row_that_is_no_number_spoils_only_itself() -> None:
     rows = logits(3)
     rows[1, 4] = torch.nan
     expected = rows.argmax(-1).tolist()
-    drawn = sample(rows, [draw(temperature=0.0)] * 3)
-    assert [one.token_id for one in drawn] == [expected[0], None, expected[2]]
+    assert chosen(rows, [draw(temperature=0.0)] * 3) == [expected[0], -1, expected[2]]
 
 
 def test_likeliest_is_the_first_of_equals_and_none_of_a_row_with_no_number() -> None:
@@ -135,3 +142,18 @@ def test_likeliest_is_the_first_of_equals_and_none_of_a_row_with_no_number() -> 
     expected = rows.argmax(-1).tolist()
     assert expected[0] == 11
     assert likeliest(rows).tolist() == [11, -1, -1, -1, *expected[4:]]
+
+
+def test_scores_of_many_rows_are_of_the_softmax_and_none_of_a_row_with_no_number() -> None:
+    rows = logits(70)
+    rows[3, 4], rows[65, 5] = torch.nan, -torch.inf
+    token_ids = [row % VOCAB for row in range(70)]
+    found = logprobs_of(score(rows, token_ids, 2))
+    expected = torch.log_softmax(rows, -1)
+    for row, (one, token_id) in enumerate(zip(found, token_ids, strict=True)):
+        if row in (3, 65):
+            assert math.isnan(one.chosen)
+        else:
+            values, ids = expected[row].topk(2)
+            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            assert one == Logprobs(float(expected[row, token_id]), top)

@@ -1,6 +1,9 @@
 """A cluster in this process, each worker on a simulated GPU of its own: threads of transfers, and devices that fail."""
 
 import asyncio
+import random
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from engine.model.decoder import Decoder
 from kv_store.node import arena
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
+from tests.pairs import RUNS_ALL
 from tests.simulated_gpu.device import commands, leave_room
 from wire.errors import ConfigError
 from wire.pb import inference_pb2 as pb
@@ -51,6 +55,18 @@ class DeviceCluster(LocalCluster):
     def _broke(self, name: str) -> None:
         self.broken.append(name)
         self._loop.call_soon_threadsafe(self.transports[name].kill)
+
+
+def no_fault(_: DeviceCluster) -> None:
+    """Does nothing."""
+
+
+FAULTS: list[Callable[[DeviceCluster], None]] = [
+    lambda cluster: cluster.transports["p0"].kill(),
+    lambda cluster: cluster.transports["d0"].kill(),
+    lambda _: leave_room(WORKER_TO_DEVICE["d0"], ROOM_BYTES),
+]
+"""The prefill worker or a decode worker is killed between two steps; a device has no memory left amid one."""
 
 
 def ask(folder: Path, length: int) -> pb.GenerateRequest:
@@ -111,6 +127,30 @@ async def test_requests_of_a_device_without_memory_go_on_elsewhere(
         await cluster.stop()
     assert [output.token_ids[0] for output in outputs] == expected(folder)
     assert "out of memory on sim:1" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(20 if RUNS_ALL else 2))
+async def test_drawn_faults_change_no_token(folder: Path, seed: int) -> None:
+    """Two faults strike once drawn numbers of tokens have come; a second wave of requests meets what they have left."""
+    draw = random.Random(seed)
+    strikes = {draw.randrange(1, len(LENGTHS) * NUM_TOKENS): fault for fault in draw.sample(FAULTS, 2)}
+    cluster, num_tokens = DeviceCluster(folder), count(1)
+
+    async def answer(length: int) -> list[int]:
+        tokens: list[int] = []
+        async for response in cluster.router.dispatcher.open(ask(folder, length), TIME_LEFT_S).outbox:
+            tokens += response.chunk.token_ids
+            for _ in response.chunk.token_ids:
+                strikes.pop(next(num_tokens), no_fault)(cluster)
+        return tokens
+
+    await cluster.start(1, 2)
+    try:
+        for _ in range(2):
+            assert await asyncio.gather(*map(answer, LENGTHS)) == expected(folder)
+    finally:
+        await cluster.stop()
+    assert not strikes
 
 
 async def test_pages_that_do_not_fit_are_refused_at_start(folder: Path) -> None:

@@ -1,11 +1,17 @@
 """Waits, launches and copies of steps and of hand-offs, counted."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.core import EngineCore
+from engine.grammar.grammars import Grammars
 from engine.model.decoder import Decoder
+from engine.request import EngineRequest
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
@@ -14,10 +20,11 @@ from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import make_core, request, serve
 from tests.harness.node import Node
 from tests.kv_store.names import LAYOUT, names_of
-from tests.simulated_gpu.device import SIM, Counts, counts
+from tests.simulated_gpu.device import SIM, Counts, commands, counts
 from tests.simulated_gpu.triton_kernels import triton_kernels
+from text.byte_tokenizer import NUM_BYTES, ByteTokenizer
 from wire.ids import PageId
-from wire.sampling import SamplingParams
+from wire.sampling import FormatKind, ResponseFormat, SamplingParams
 from wire.tier import Tier
 
 NUM_BLOCKS = 256
@@ -34,30 +41,50 @@ DRAWN = [
         {"temperature": 0, "logprobs": 5, "logit_bias": ((5, 2.0), (7, -100.0)), "min_tokens": 2},
     )
 ]
+VOCAB_SIZE = 300
 LAUNCHES_OF_SAMPLING = 7
+LAUNCHES_OF_INPUT = 1
+"""Of the tokens that a step ahead takes."""
 LAUNCHES_BESIDE_LAYERS = 11
 """Of embedding, angles, last norm, head and sampling."""
 
 
+def costs_of_steps(core: EngineCore, asked: Sequence[EngineRequest]) -> Iterator[Counts]:
+    """Runs requests to their end; yields what each step has asked of the device, steps without a launch left out."""
+    for one in asked:
+        core.add(one)
+    while core.has_requests:
+        before = counts()
+        core.step()
+        if (asked_for := counts() - before).launches:
+            yield asked_for
+
+
 def test_steps_wait_once(tmp_path: Path) -> None:
-    """A chunk, which is a whole prompt here, reads its first token, a decoding step its next one."""
+    """A chunk, which is a whole prompt here, reads its first token, a decoding step its next one.
+
+    The next decoding step is launched before that: but for the last, each returns while the device is at the next one.
+    """
     folder = make_checkpoint("llama-gqa", tmp_path / "llama")
     with triton_kernels():
         core = make_core(Decoder.load(folder, "float32", SIM, 16, TritonBackend()))
-        sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         serve(core, choose_prompt(folder, 1).prompt_ids, sampling)  # makes angles, captures a graph
-        core.add(request(choose_prompt(folder, 17).prompt_ids, sampling))
-        asked: list[Counts] = []
-        while core.has_requests:
-            before = counts()
-            core.step()
-            asked.append(counts() - before)
-    chunk, *decodes = [one for one in asked if one.launches]
+        commands().set_lazy(True)
+        asked, is_done = [], []
+        for one in costs_of_steps(core, [request(choose_prompt(folder, 17).prompt_ids, sampling)]):
+            asked.append(one)
+            is_done.append(torch.accelerator.current_stream(SIM).query())
+    chunk, first, *ahead, last = asked
+    assert is_done == [True, *[False] * (len(ahead) + 1), True]
     assert (chunk.synchronizations, chunk.to_host) == (1, 1)
     assert chunk.launches == 10 * NUM_LAYERS + LAUNCHES_BESIDE_LAYERS
-    for one in decodes:
-        assert (one.synchronizations, one.to_device, one.to_host) == (1, 1, 1)
-        assert one.launches == 1 + LAUNCHES_OF_SAMPLING
+    assert len(ahead) == 2
+    for one in ahead:
+        assert (one.synchronizations, one.to_device, one.within, one.to_host) == (1, 1, 1, 1)
+        assert one.launches == 1 + LAUNCHES_OF_SAMPLING + LAUNCHES_OF_INPUT
+    assert first.launches - last.launches == 1 + ahead[0].launches - LAUNCHES_OF_SAMPLING
+    assert (last.synchronizations, last.to_device, last.launches) == (1, 0, LAUNCHES_OF_SAMPLING)
 
 
 def test_steps_that_draw_wait_once(tmp_path: Path) -> None:
@@ -67,16 +94,40 @@ def test_steps_that_draw_wait_once(tmp_path: Path) -> None:
         core = make_core(Decoder.load(folder, "float32", SIM, 16, TritonBackend()))
         prompts = [choose_prompt(folder, length).prompt_ids for length in range(2, 2 + len(DRAWN))]
         serve(core, prompts[0], DRAWN[0])  # makes angles, captures a graph
-        for prompt, settings in zip(prompts, DRAWN, strict=True):
-            core.add(request(prompt, settings))
-        asked: list[Counts] = []
-        while core.has_requests:
-            before = counts()
-            core.step()
-            asked.append(counts() - before)
-    ran = [one for one in asked if one.launches]
+        requests = [request(one, settings) for one, settings in zip(prompts, DRAWN, strict=True)]
+        ran = [*costs_of_steps(core, requests)]
     assert len(ran) >= NUM_DRAWN
     assert {(one.synchronizations, one.to_host, one.synchronous) for one in ran} == {(1, 1, 0)}
+
+
+def test_steps_with_grammars_wait_once(tmp_path: Path) -> None:
+    """Masks go up from pinned memory, and are applied on the device: to all rows, and to some of them."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama", vocab_size=VOCAB_SIZE)
+    form = ResponseFormat(FormatKind.REGEX, "[a-d]+")
+    greedy = SamplingParams(temperature=0, max_tokens=3, response_format=form)
+    seeded = SamplingParams(temperature=1, seed=3, max_tokens=3, response_format=form, logprobs=2)
+    grammars = Grammars(lambda: ByteTokenizer().definition, VOCAB_SIZE, (NUM_BYTES,))
+    with triton_kernels():
+        core = make_core(Decoder.load(folder, "float32", SIM, 16, TritonBackend()))
+        serve(core, [5, 6], DRAWN[0])  # makes angles, captures a graph
+        for settings in ([greedy, seeded], [greedy, DRAWN[0]]):
+            asked = [*costs_of_steps(core, [grammars.prepare(request([1, 2], one)) for one in settings])]
+            assert len(asked) >= 3
+            assert {(one.synchronizations, one.to_host, one.synchronous) for one in asked} == {(1, 1, 0)}
+
+
+def test_chunks_with_scores_wait_once(tmp_path: Path) -> None:
+    """The scores of prompts come with the token ids, in one read; a chunk's, too, that chooses none."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    scored = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=3, logprobs=1)
+    with triton_kernels():
+        model = Decoder.load(folder, "float32", SIM, 16, TritonBackend())
+        core = make_core(model, batcher=ContinuousBatcher(max_step_tokens=16, max_running=4))
+        serve(core, choose_prompt(folder, 2).prompt_ids, DRAWN[0])  # makes angles, captures a graph
+        one = replace(request(choose_prompt(folder, 20).prompt_ids, scored), num_scored=1)
+        asked = [*costs_of_steps(core, [one])]
+    assert len(asked) >= 3
+    assert {(one.synchronizations, one.to_host, one.synchronous) for one in asked} == {(1, 1, 0)}
 
 
 def test_a_hand_off_of_many_blocks_waits_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,18 +140,21 @@ def failing_after(num_calls: int, function: Callable[..., object]) -> Callable[.
 
 
 def decode(folder: Path) -> None:
-    """Decodes with captured programs, then runs one twice without a read between."""
+    """Decodes with captured programs, then runs one three times without a read between."""
     model = Decoder.load(folder, "float32", SIM, 16, TritonBackend())
     core = make_core(model)
     drive(core, [request(choose_prompt(folder, length).prompt_ids, GREEDY) for length in (1, 2)])
     row, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
     lens, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-    for _ in range(2):
+    for _ in range(3):
         model.forward(Batch(row, row, row, table, lens, starts, 1, row), core.pool.kv)
 
 
 def fail_steps(folder: Path) -> None:
-    """Aborts one of two requests whose step, without a graph, fails once its columns are on the way."""
+    """Aborts one of two requests whose step, without a graph, fails once its columns are on the way.
+
+    The step ahead fails first, which fails no request.
+    """
     model = Decoder.load(folder, "float32", SIM, 16, TritonBackend())
     core = make_core(model)
     requests = [request(choose_prompt(folder, length).prompt_ids, GREEDY) for length in (1, 2)]
@@ -163,6 +166,7 @@ def fail_steps(folder: Path) -> None:
             core.step()
         patch.setattr(model, "forward", failing_after(1, model.forward))
         patch.setattr(Runner, "_is_sound", lambda _: False)  # as where no page is left for a probe
+        core.step()
         with suppress(torch.OutOfMemoryError):
             core.step()
     core.abort(requests[0].attempt_id)
@@ -171,6 +175,7 @@ def fail_steps(folder: Path) -> None:
 OF_BLOCKS = [lambda _: hand_over_blocks(carry_inline), lambda _: hand_over_blocks(carry_in_a_thread)]
 PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/model/programs.py": [decode],
+    "engine/model/sampler.py": [decode],
     "engine/runner.py": [fail_steps],
     "kv_store/device_pool.py": OF_BLOCKS,
     "kv_store/node_store.py": OF_BLOCKS,
