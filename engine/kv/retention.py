@@ -150,6 +150,11 @@ class Retention:
         chain = self._chain(tokens, num_tokens, num_dropped)
         return [] if chain is None else chain.cover(num_tokens - num_dropped)
 
+    @property
+    def full_names(self) -> list[BlockName]:
+        """Lists the names of all full blocks so far: of the prompt and the answer, and of kept tokens."""
+        return [name for chain in self._chains.values() for name in chain.full(chain.num_tokens)]
+
     def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV, then its sinks.
 
