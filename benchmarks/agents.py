@@ -1,24 +1,24 @@
-"""Prompt tokens that agents' requests compute in an arena, over those that a clairvoyant order computes.
+"""Prompt tokens that agents' requests compute in an arena, beside a clairvoyant order.
 
     python benchmarks/agents.py
-    python benchmarks/agents.py --sessions 100 --seed 2 --json
+    python benchmarks/agents.py --seed 2 --keep-share 0.5 --hints guess bound years
 
 Draws agents: 20 sessions at once, of 40 requests each, with tools of 1 to 60 s between them; one request in ten goes on
 from an earlier point. A request's answer becomes part of the next prompt. Simulated time, so the machine does not
 matter; the arena is the product's directory without bytes. Its size is a part of the blocks that the 20 sessions have
 on average. Clairvoyant: Belady's order, the block that is wanted latest goes first.
 
-Hints: `session` alone; `keep` with the tool's time as its caller guesses it, 0.5 to 2 times the true one; `60 s` for
-each tool; `years` for each tool in a quarter of the sessions, `keep` in the others.
+Hints: `session` alone; `guess`: the tool's time as its caller guesses it, 0.5 to 2 times the true one; `bound`: 1 to 2
+times; `60 s` for each tool; all of these with 0 after the last request, and `no end` like `bound` without that; `years`
+for each tool in a quarter of the sessions, and `bound` in the others.
 """
 
 import argparse
 import hashlib
 import heapq
-import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.eviction import clairvoyant_hits
@@ -44,14 +44,15 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LeastRecentlyUsed
 class Event:
     """The begin of a request, with its prompt, or its end, with the answer's blocks behind: a path from the root.
 
-    guess_s: the caller's guess of the time until the session's next request; 0 after the last one.
+    tool_s: the time until the session's next request; 0 after the last one. error: of a caller's guess of it, 0 to 1.
     """
 
     at_s: float
     session: int
     blocks: Sequence[int]
     is_end: bool
-    guess_s: float = 0.0
+    tool_s: float = 0.0
+    error: float = 0.0
 
 
 Hints = Callable[[Event], KeepHint | None]
@@ -64,10 +65,11 @@ def _hint(event: Event, keep_s: float | None) -> KeepHint:
 HINTS: dict[str, Hints] = {
     "none": lambda _: None,
     "session": lambda event: _hint(event, None),
-    "keep": lambda event: _hint(event, event.guess_s),
-    "60 s": lambda event: _hint(event, 60.0 if event.guess_s else 0.0),
-    "years": lambda event: _hint(event, event.guess_s if event.session % 4 else YEARS_S),
-    "no end": lambda event: _hint(event, event.guess_s or None),
+    "guess": lambda event: _hint(event, event.tool_s * (0.5 + 1.5 * event.error)),
+    "bound": lambda event: _hint(event, event.tool_s * (1 + event.error)),
+    "60 s": lambda event: _hint(event, 60.0 if event.tool_s else 0.0),
+    "no end": lambda event: _hint(event, event.tool_s * (1 + event.error) or None),
+    "years": lambda event: _hint(event, event.tool_s * (1 + event.error) if event.session % 4 else YEARS_S),
 }
 
 
@@ -90,8 +92,8 @@ def draw(seed: int, num_sessions: int) -> list[Event]:
             events.append(Event(now_s, session, blocks, is_end=False))
             answered = blocks + more(rng.choice([1, 1, 2]))
             tool_s = rng.uniform(1, 60)
-            guess_s = tool_s * rng.uniform(0.5, 2) if nth < REQUESTS - 1 else 0.0
-            events.append(Event(now_s + SERVICE_S, session, answered, is_end=True, guess_s=guess_s))
+            end = Event(now_s + SERVICE_S, session, answered, True, tool_s, rng.random())
+            events.append(end if nth < REQUESTS - 1 else replace(end, tool_s=0.0))
             is_fork = rng.random() < 0.1
             kept = answered[: rng.randint(SYSTEM_BLOCKS, len(answered))] if is_fork else answered
             blocks = kept + more(rng.choice([1, 1, 2, 5]))
@@ -141,40 +143,44 @@ def _key(block: int) -> BlockKey:
     return BlockKey(hashlib.sha256(b"block %d" % block).digest())
 
 
-def table(events: Sequence[Event], share: float, limits: KeepLimits) -> dict[str, float]:
-    """Returns the tokens computed in an arena of a share of the live blocks, over a clairvoyant order's, by name."""
-    num_slots = int(average_live(events) * share)
-    least = computed(events, clairvoyant_hits([event.blocks for event in events], num_slots))
-    ratios = {"endless": computed(events, clairvoyant_hits([event.blocks for event in events], 1 << 40)) / least}
-    for policy in POLICIES:
-        for hint in HINTS:
-            clock = [0.0]
-            directory = Directory(num_slots, lambda clock=clock: clock[0], policy=POLICIES[policy], keeps=limits)  # type: ignore[misc]
-            ratios[f"{policy}, {hint}"] = computed(events, replay(events, directory, clock, HINTS[hint])) / least
-            assert directory.check() == []
+def row(events: Sequence[Event], policy: str, hint: str, sizes: Mapping[int, int], limits: KeepLimits) -> list[float]:
+    """Returns the tokens computed in arenas of these slots, over the ones that a clairvoyant order computes in each."""
+    ratios = []
+    for num_slots, least in sizes.items():
+        clock = [0.0]
+        directory = Directory(num_slots, lambda clock=clock: clock[0], policy=POLICIES[policy], keeps=limits)  # type: ignore[misc]
+        ratios.append(computed(events, replay(events, directory, clock, HINTS[hint])) / least)
+        assert directory.check() == []
     return ratios
+
+
+def clairvoyant(events: Sequence[Event], num_slots: int) -> int:
+    return computed(events, clairvoyant_hits([event.blocks for event in events], num_slots))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=60)
+    parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--keep-share", type=float, default=0.75)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--hints", nargs="+", choices=HINTS, default=[*HINTS])
     arguments = parser.parse_args()
     events = draw(arguments.seed, arguments.sessions)
-    limits = KeepLimits(share=arguments.keep_share)
-    tables = {share: table(events, share, limits) for share in arguments.shares}
-    if arguments.json:
-        print(json.dumps(tables))
-        return
-    num_live = average_live(events)
+    num_live, limits = average_live(events), KeepLimits(share=arguments.keep_share)
+    sizes = {num: clairvoyant(events, num) for num in (int(num_live * share) for share in arguments.shares)}
     print(f"{len(events) // 2} requests of {arguments.sessions} sessions; {num_live} blocks are live on average")
-    print("| order, hints | " + " | ".join(f"{share:.0%}" for share in tables) + " |")
-    print("|---" * (1 + len(tables)) + "|")
-    for name in next(iter(tables.values())):
-        print(f"| {name} | " + " | ".join(f"{ratios[name]:.2f}" for ratios in tables.values()) + " |")
+    print("| order | hints | " + " | ".join(f"{share:.0%}" for share in arguments.shares) + " |")
+    print("|---" * (2 + len(sizes)) + "|")
+    endless = clairvoyant(events, 1 << 40)
+    _show("endless", "", [endless / least for least in sizes.values()])
+    _show("lru", "none", row(events, "lru", "none", sizes, limits))
+    for hint in arguments.hints:
+        _show("hit density", hint, row(events, "hit density", hint, sizes, limits))
+
+
+def _show(order: str, hint: str, ratios: Sequence[float]) -> None:
+    print(f"| {order} | {hint} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
 
 
 if __name__ == "__main__":

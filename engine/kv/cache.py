@@ -219,7 +219,7 @@ class KVCache:
 
     def retain(self, sequences: Seq[Sequence]) -> None:
         """Passes on the hint of a request that is over, with the blocks of the choices that began."""
-        names = [name for one in sequences if one.output_ids for name in one.kv.full_names]
+        names = [name for one in sequences if one.output_ids for name in one.kv.lasting_names]
         if names and (hint := sequences[0].request.hint) is not None:
             self._begin(Retain(names, hint=hint))
 

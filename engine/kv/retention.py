@@ -151,9 +151,11 @@ class Retention:
         return [] if chain is None else chain.cover(num_tokens - num_dropped)
 
     @property
-    def full_names(self) -> list[BlockName]:
-        """Lists the names of all full blocks so far: of the prompt and the answer, and of kept tokens."""
-        return [name for chain in self._chains.values() for name in chain.full(chain.num_tokens)]
+    def lasting_names(self) -> list[BlockName]:
+        """Lists the names of the full blocks that a prompt reads which goes on from here: kept tokens' ones, too."""
+        chains = [chain.full(chain.num_tokens) for chain in self._chains.values()]
+        block_size = self.window.layout.block_size
+        return [names[place] for names in chains for place in self.window.needed(len(names), len(names) * block_size)]
 
     def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV, then its sinks.

@@ -121,7 +121,7 @@ class EvictionOrder(Generic[Page]):
     def keep(self, page: Page, end_s: float) -> None:
         """Has an indexed page evicted after the pages of its priority that are not kept, until `end_keep`.
 
-        end_s: of all kept pages, those with the latest end are evicted first.
+        end_s: of kept pages, the one with the latest end is evicted first.
         """
         self._set_kept(page, _MAX_KEPT - min(int(end_s * 1000), _MAX_KEPT - 1))
 

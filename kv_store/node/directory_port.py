@@ -299,7 +299,7 @@ class DirectoryPort:
 
     @_carried
     def retain(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
-        """Notes the blocks that a session's request has used, in their order; counts those that are kept from now on.
+        """Notes the blocks that a session's request has used, in their order; counts the kept ones.
 
         Blocks that the session's request before it used, and this one does not, are evicted before others. Blocks of
         another namespace than the hint's stay as they are.

@@ -8,6 +8,7 @@ Every list here is of indexed slots, each in one list at most, so that requests 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from kv_store.ledger import Ledger
 from kv_store.node.claims import Expiring
@@ -15,12 +16,14 @@ from kv_store.node.copies import Copies
 from kv_store.node.directory_port import KeepHint
 from wire.ids import SlotId
 
+_MAX_STALE = 1024
+
 
 @dataclass(frozen=True)
 class KeepLimits:
     """Bounds on the hints of requests.
 
-    max_keep_s: a longer hint counts as this. share: of the slots that a tenant may have, those that may be kept for it.
+    max_keep_s: a longer hint counts as this. share: of the slots that a tenant may have, the part that may be kept.
     """
 
     max_keep_s: float = 600.0
@@ -32,10 +35,11 @@ DEFAULT_LIMITS = KeepLimits()
 
 @dataclass(eq=False)
 class _Use:
-    """The slots of a session's latest request, in the order of its blocks, and whether each is kept."""
+    """The slots of a session's latest request, in the order of its blocks, and whether each is kept until `end_s`."""
 
     namespace: bytes
     slots: dict[SlotId, bool] = field(default_factory=dict)
+    end_s: float = 0.0
 
 
 class Sessions:
@@ -54,6 +58,7 @@ class Sessions:
         self._clock = clock
         self._ends: Expiring[bytes, bytes] = Expiring(clock)
         self._num_kept = Counter[bytes]()
+        self._latest: dict[bytes, list[tuple[float, bytes]]] = {}
         self._num_unnamed = 0
 
     @property
@@ -62,8 +67,9 @@ class Sessions:
         return self._num_kept.total()
 
     def note(self, hint: KeepHint, slots: Sequence[SlotId], max_slots: int) -> int:
-        """Notes the use of a session's latest request, and keeps its first blocks as far as the limits go.
+        """Notes the use of a session's latest request, and keeps its blocks, within the limits.
 
+        Beyond the tenant's share, its blocks of the latest end are kept no more, the last of a request first.
         slots: in the order of the blocks. max_slots: that the tenant may have. Returns the number of kept blocks.
         """
         if not (hint.session or hint.keep_s):
@@ -78,12 +84,14 @@ class Sessions:
                 self._remove(slot)
                 self._used_by[slot] = name
             use.slots[slot] = False
-        room = max(0, int(max_slots * self._limits.share) - self._num_kept[hint.namespace])
-        kept = slots[:room] if hint.keep_s else ()
-        self._keep(name, kept, min(hint.keep_s or 0.0, self._limits.max_keep_s))
-        if hint.keep_s == 0.0:
+        if not slots:
+            self._uses.pop(name)
+        elif hint.keep_s:
+            self._keep(name, min(hint.keep_s, self._limits.max_keep_s))
+            self._shorten(hint.namespace, int(max_slots * self._limits.share))
+        elif hint.keep_s == 0.0:
             self._supersede(name, ())
-        return len(kept)
+        return sum(use.slots.values())
 
     def unindex(self, slot: SlotId) -> None:
         """Forgets a block that is not indexed any more."""
@@ -125,16 +133,38 @@ class Sessions:
             if not self._is_shared[slot]:
                 self._copies.supersede(slot)
 
-    def _keep(self, name: bytes, slots: Sequence[SlotId], keep_s: float) -> None:
-        use, end_s = self._uses[name], self._clock() + keep_s
-        for slot in slots:
+    def _keep(self, name: bytes, keep_s: float) -> None:
+        use = self._uses[name]
+        use.end_s = self._clock() + keep_s
+        for slot in use.slots:
             use.slots[slot] = True
-            self._order.keep(slot, end_s)
-        if slots:
-            self._num_kept[use.namespace] += len(slots)
-            self._ends.put(name, name, keep_s)
-        if not use.slots:
-            del self._uses[name]
+            self._order.keep(slot, use.end_s)
+        self._num_kept[use.namespace] += len(use.slots)
+        self._ends.put(name, name, keep_s)
+        latest = self._latest.setdefault(use.namespace, [])
+        heappush(latest, (-use.end_s, name))
+        if len(latest) > 2 * len(self._uses) + _MAX_STALE:
+            latest[:] = {entry for entry in latest if self._is_kept(entry)}
+            heapify(latest)
+
+    def _shorten(self, namespace: bytes, most: int) -> None:
+        """Ends the keeping of a namespace's blocks beyond `most`, of the latest end first."""
+        while (num_more := self._num_kept[namespace] - most) > 0:
+            entry = self._latest[namespace][0]
+            kept = []
+            if self._is_kept(entry):
+                use = self._uses[entry[1]]
+                kept = [slot for slot, is_kept in reversed(use.slots.items()) if is_kept]
+                for slot in kept[:num_more]:
+                    use.slots[slot] = False
+                    self._count_ended(use, slot)
+            if len(kept) <= num_more and namespace in self._latest:
+                heappop(self._latest[namespace])
+
+    def _is_kept(self, entry: tuple[float, bytes]) -> bool:
+        """Returns whether an entry of `_latest` is still of the present use of its session."""
+        minus_end_s, name = entry
+        return name in self._uses and self._uses[name].end_s == -minus_end_s
 
     def _end_keep(self, name: bytes) -> None:
         self._ends.pop(name)
@@ -160,4 +190,4 @@ class Sessions:
         self._order.end_keep(slot)
         self._num_kept[use.namespace] -= 1
         if not self._num_kept[use.namespace]:
-            del self._num_kept[use.namespace]
+            del self._num_kept[use.namespace], self._latest[use.namespace]

@@ -180,11 +180,22 @@ def test_years_count_as_the_longest_time() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_tenant_keeps_its_share_however_many_sessions_it_has(share: float) -> None:
     arena = Arena(limits=KeepLimits(share=share))
-    kept = [arena.end(prompt(1000 * nth, 3), hint(f"session {nth}", 100.0)) for nth in range(5)]
-    assert sum(kept[:2]) == min(6, 8 * share)
-    assert arena.directory.status().num_kept <= 8 * share
+    for nth in range(5):
+        arena.end(prompt(1000 * nth, 3), hint(f"session {nth}", 100.0))
+        assert arena.directory.status().num_kept == min(3 * nth + 3, 8 * share, 8)
     theirs = names_of(range(8), OTHER_ROOT)
     assert arena.end(theirs, hint(keep_s=5.0, root=OTHER_ROOT)) == (2 if share else 0), "each has its own share"
+
+
+def test_beyond_the_share_the_longest_hints_count_for_nothing() -> None:
+    arena = Arena(limits=KeepLimits(share=0.5))
+    honest, liar = prompt(0, 3), prompt(1000, 3)
+    assert arena.end(liar, hint("liar", 1e9)) == 3
+    assert arena.end(honest, hint("honest", 20.0)) == 3
+    assert arena.directory.status().num_kept == 4
+    assert arena.end(liar, hint("liar", 1e9)) == 1
+    arena.publish(prompt(2000, 4))
+    assert (arena.num_of(honest), arena.num_of(liar), arena.num_of(liar[:1])) == (3, 1, 1)
 
 
 def test_of_a_tenant_with_a_share_of_the_arena_it_is_a_share_of_that() -> None:
@@ -193,7 +204,7 @@ def test_of_a_tenant_with_a_share_of_the_arena_it_is_a_share_of_that() -> None:
     assert arena.end(prompt(0, 4), hint(keep_s=5.0)) == 2
 
 
-def test_kept_blocks_beyond_a_share_go_before_those_of_others() -> None:
+def test_kept_blocks_beyond_a_share_go_before_blocks_of_others() -> None:
     arena = Arena()
     arena.directory.set_shares({digest_of(ROOT): 0.25})
     kept, theirs = prompt(0, 4), names_of(range(16), OTHER_ROOT)

@@ -1,10 +1,13 @@
 """Sessions through a whole cluster: hints from a request to the arena, while others press on it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine.model.hash_model import HashModel
+from kv_store.eviction.order import StartFirst
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import KeepHint
@@ -31,19 +34,19 @@ def found(output: Output) -> Mapping[str, int]:
     return {tier: num for tier, num in tiers_from_pb(output.complete.usage.cached_tokens).items() if num}
 
 
-async def serve(cluster: LocalCluster, request: pb.GenerateRequest) -> Output:
+async def serve(cluster: LocalCluster, request: pb.GenerateRequest, model: HashModel = MODEL) -> Output:
     """Serves a request, whose tokens must be right, until its blocks are written and its hint has arrived."""
     output = await cluster.generate(request)
-    assert output.token_ids[0] == MODEL.oracle(tuple(request.token_ids.ids), request.sampling_params.max_tokens)
+    assert output.token_ids[0] == model.oracle(tuple(request.token_ids.ids), request.sampling_params.max_tokens)
     await at_rest(cluster)
     await until(lambda: all(not worker.transfers.pending for worker in cluster.workers.values()))
     return output
 
 
-async def press(cluster: LocalCluster, num: int) -> None:
+async def press(cluster: LocalCluster, num: int, model: HashModel = MODEL) -> None:
     """Serves prompts that never come back."""
     for nth in range(num):
-        await serve(cluster, agent(tuple((nth * 7 + place) % 299 for place in range(160)), 4))
+        await serve(cluster, agent(tuple((nth * 7 + place) % 299 for place in range(160)), 4), model)
 
 
 def kept_cluster(share: float = 0.5) -> tuple[LocalCluster, FakeClock]:
@@ -108,6 +111,19 @@ async def test_all_choices_of_a_request_are_kept() -> None:
     await at_rest(cluster)
     assert len({tuple(ids) for ids in output.token_ids.values()}) == 3
     await until(lambda: cluster.directory.status().num_kept == 6 + 3 * 2)
+    await cluster.stop()
+
+
+async def test_of_a_model_with_windows_the_last_one_is_kept() -> None:
+    model = HashModel(replace(LAYOUT, window=40), vocab_size=300)
+    cluster = LocalCluster(model, SIZES)
+    cluster.directory = Directory(SIZES.num_slots, block_bytes=LAYOUT.block_bytes, order=StartFirst)
+    await cluster.start(1, 1)
+    first = await serve(cluster, agent(PROMPT, session="agent", keep_s=60.0), model)
+    assert cluster.directory.status().num_kept == 3, "token 128 sees tokens 89 to 128"
+    await press(cluster, 12, model)
+    second = await serve(cluster, agent((*PROMPT, *first.token_ids[0], 5, 6), session="agent"), model)
+    assert sum(found(second).values()) == 128
     await cluster.stop()
 
 
