@@ -117,6 +117,9 @@ class Sessions:
             "the counts of kept slots differ from the slots": +self._num_kept
             == Counter(use.namespace for _, use in kept),
             "a session without blocks is remembered": all(use.slots for use in self._uses.values()),
+            "ended times are remembered": all(
+                len(one) <= 2 * len(self._slots) + _MAX_STALE for one in self._latest.values()
+            ),
         }
         return [problem for problem, holds in rules.items() if not holds]
 
