@@ -59,7 +59,8 @@ class ChatOptions(TypedDict, total=False):
 
 
 OF_CHATS = tuple(ChatOptions.__annotations__)
-OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", *OF_CHATS)
+OF_MESSAGES = ("request_id", "model", "kv_policy", "session", "keep_s")
+OF_REQUESTS = (*OF_MESSAGES, "timeout_s", *OF_CHATS)
 """Options that are no settings of sampling."""
 
 
@@ -72,6 +73,8 @@ class Options(ChatOptions, total=False):
     request_id: str
     model: str
     kv_policy: str
+    session: str
+    keep_s: float
     timeout_s: float
     temperature: float
     top_p: float
@@ -119,7 +122,7 @@ def for_schema(options: Options, schema: type[Typed] | None) -> Options:
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
     request = pb.GenerateRequest()
-    for name in ("request_id", "model", "kv_policy"):
+    for name in OF_MESSAGES:
         with _refusing(name):
             request.MergeFrom(pb.GenerateRequest(**{name: options.get(name)}))  # type: ignore[arg-type]
     with _refusing("prompt"):

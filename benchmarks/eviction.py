@@ -181,21 +181,21 @@ def endless_hits(requests: Sequence[Request]) -> list[int]:
 
 
 def clairvoyant_hits(requests: Sequence[Request], num_blocks: int) -> list[int]:
-    """Returns the hits of Belady's order: the block that is wanted latest goes first."""
+    """Returns the hits of Belady's order: the block that is wanted latest goes first, and the last one of a request."""
     wanted_next, after = [], dict[int, int]()
     for index in reversed(range(len(requests))):
         wanted_next.append([after.get(block, _NEVER) for block in requests[index]])
         after.update(dict.fromkeys(requests[index], index))
     cached: dict[int, int] = {}
-    latest: list[tuple[int, int]] = []
+    latest: list[tuple[int, int, int]] = []
     found = []
     for request, next_uses in zip(requests, reversed(wanted_next), strict=True):
         found.append(_prefix(request, cached))
-        for block, next_use in zip(request, next_uses, strict=True):
+        for place, (block, next_use) in enumerate(zip(request, next_uses, strict=True)):
             cached[block] = next_use
-            heapq.heappush(latest, (-next_use, block))
+            heapq.heappush(latest, (-next_use, -place, block))
         while len(cached) > num_blocks:
-            next_use, block = heapq.heappop(latest)
+            next_use, _, block = heapq.heappop(latest)
             if cached.get(block) == -next_use:
                 del cached[block]
     return found

@@ -136,7 +136,7 @@ def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:
     if tier.tier != Tier.HOST:
         return {"state": tier.state, **{name: tier.counts[name] for name in FAR_COUNTS}}
     pages = {"blocks": _blocks(tier.blocks), "block_bytes": tier.block_bytes, "epoch": tier.epoch}
-    return pages | {"num_leases": tier.counts["leases"], "num_holds": tier.counts["holds"]}
+    return pages | {f"num_{name}": tier.counts[name] for name in ("leases", "holds", "kept")}
 
 
 def _blocks(blocks: worker_pb2.BlockCounts) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class EngineCore:
 
     def abort(self, attempt_id: AttemptId) -> None:
         """Ends a request without a further event, except Abandoned. Does nothing if there is none."""
-        self._close(attempt_id)
+        self._cache.retain(self._close(attempt_id))
         self._is_stalled = False
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
@@ -430,7 +430,7 @@ class EngineCore:
             return
         if attempt_id in self._num_held:
             self._events.append(HandedOff(attempt_id, self._num_held[attempt_id]))
-        self._close(attempt_id)
+        self._cache.retain(self._close(attempt_id))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
@@ -440,10 +440,13 @@ class EngineCore:
             self._close(sequence.choice.attempt_id)
             self._events.append(Failed(sequence.choice.attempt_id, error))
 
-    def _close(self, attempt_id: AttemptId) -> None:
+    def _close(self, attempt_id: AttemptId) -> list[Sequence]:
+        """Ends what is left of a request; returns all its sequences."""
         self._num_held.pop(attempt_id, None)
-        for sequence in self._table.remove(attempt_id):
+        sequences = self._table.remove(attempt_id)
+        for sequence in sequences:
             self._end(sequence)
+        return sequences
 
     def _leave_rows(self, sequence: Sequence) -> None:
         self._rows.remove(sequence)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.grammar.matcher import Matcher
+from kv_store.node.directory_port import KeepHint
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping
@@ -29,7 +30,7 @@ class EngineRequest:
     computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next one to score, at least 1, as
     the first has no score; 0 to score none. A score is a token's log-probabilities, as sampling.prompt_logprobs
     asks for them. public: the part of the prompt whose names all tenants share. dropping: the policy
-    by which it drops KV, if any.
+    by which it drops KV, if any. hint: about its KV once it is over.
 
     `HandOff`, a subclass, asks for one more token per choice only: the engine then writes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.
@@ -45,6 +46,7 @@ class EngineRequest:
     num_scored: int = 0
     public: PublicPart | None = None
     dropping: Dropping | None = None
+    hint: KeepHint | None = None
 
     @property
     def num_prompt(self) -> int:

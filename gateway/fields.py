@@ -321,9 +321,11 @@ SAMPLING: dict[str, Read] = {
 """Fields that go to the router under their names, which checks their ranges."""
 COMMON: dict[str, Read] = {
     **SAMPLING,
+    "keep_s": number,
     "kv_policy": text,
     "model": text,
     "return_token_ids": flag,
+    "session": text,
     "stream": flag,
     "stream_options": stream_options,
     "timeline": flag,

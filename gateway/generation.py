@@ -92,7 +92,9 @@ class Generation:
         return self.num_choices * num_entries
 
     def require_bounded(self) -> None:
-        """Raises InvalidRequest if the answer may have more than MAX_ENTRIES."""
+        """Raises InvalidRequest if the answer may have more than MAX_ENTRIES, or a session has several prompts."""
+        if len(self.prompts) > 1 and "session" in self.options:
+            raise InvalidRequest("session", "wants a single prompt: each of a session goes on from the one before")
         if self.num_entries > MAX_ENTRIES:
             param = "logprobs" if "logprobs" in self.options else "echo"
             raise InvalidRequest(param, f"the answer may have {self.num_entries} entries; at most {MAX_ENTRIES}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.node.directory_port import DirectoryStatus
+from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import FarStatus, Miss, Tier
@@ -50,6 +50,9 @@ class BlockStore(Protocol):
 
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         """Deletes blocks from every tier, and from the arenas behind these block ports."""
+
+    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+        """Notes a hint about blocks that a request has used; may do nothing."""
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         """Prolongs the holds of requests; returns the requests that have none, or none any more."""

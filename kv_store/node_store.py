@@ -22,7 +22,16 @@ from kv_store.device_pool import DevicePool
 from kv_store.far_tiers import FarTiers, Promotion
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, EpochChanged, Hold, Lease
+from kv_store.node.directory_port import (
+    Block,
+    DirectoryPort,
+    DirectoryStatus,
+    Entry,
+    EpochChanged,
+    Hold,
+    KeepHint,
+    Lease,
+)
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.unread import Unread
 from wire.errors import ConfigError, StoreError
@@ -107,6 +116,10 @@ class NodeStore:
         self._or_else(0, lambda: self._directory.delete(keys))
         for source in self._far.sources(peers):
             source.delete(keys)
+
+    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+        keys = [*dict.fromkeys(name.key for name in names)]
+        self._or_else(0, lambda: self._directory.retain(keys, hint))
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return self._or_else([], lambda: self._directory.renew(attempt_ids, HOLD_TTL_S))

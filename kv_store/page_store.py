@@ -5,6 +5,7 @@ from contextlib import closing
 
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
+from kv_store.node.directory_port import KeepHint
 from kv_store.tiers.tier_list import TierList
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
@@ -55,6 +56,9 @@ class PageStore:
 
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         self._tiers.delete([name.key for name in names])
+
+    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+        """Does nothing: these tiers evict by last use."""
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return [*attempt_ids]

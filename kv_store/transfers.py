@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from kv_store.block_store import BlockStore
+from kv_store.node.directory_port import KeepHint
 from wire.ids import AttemptId, BlockKey, PageId
 from wire.names import BlockName
 from wire.tier import Miss, Tier
@@ -79,6 +80,17 @@ class Purge(Transfer):
 
     def run(self, store: BlockStore) -> "Done":
         store.purge(self.names, self.peers)
+        return Done(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Retain(Transfer):
+    """A hint about blocks that a request has used. It moves nothing, and follows the writes that came before it."""
+
+    hint: KeepHint = field(kw_only=True)
+
+    def run(self, store: BlockStore) -> "Done":
+        store.retain(self.names, self.hint)
         return Done(self)
 
 

@@ -4,6 +4,7 @@ import re
 from typing import NewType
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_SESSION_LEN = 128
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{{0,9}}")
 DEFAULT_TENANT = "default"

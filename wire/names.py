@@ -57,6 +57,11 @@ def digest_of(root: NamespaceRoot) -> bytes:
     return hashlib.sha256(root).digest()
 
 
+def session_of(root: NamespaceRoot, session: str) -> bytes:
+    """Names a session as stores know it: no other namespace has a session of that name."""
+    return hmac.digest(root, b"session" + session.encode(), "sha256")
+
+
 @dataclass(frozen=True)
 class PublicPart:
     """The blocks at a prompt's start that all tenants share, and the root of their names."""

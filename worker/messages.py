@@ -9,14 +9,15 @@ from pathlib import Path
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
+from kv_store.node.directory_port import KeepHint
 from wire.convert import (
     error_to_pb,
     sampling_from_pb,
 )
 from wire.errors import BatonError, ConfigError, InvalidRequest
-from wire.ids import AttemptId, NamespaceRoot, is_attempt_id
+from wire.ids import MAX_SESSION_LEN, AttemptId, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_kv_policy
-from wire.names import PublicPart
+from wire.names import PublicPart, digest_of, session_of
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, LedgerCounts, Tier
 
@@ -46,6 +47,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         message.num_scored,
         _public_part(message),
         _dropping(message.kv_policy),
+        _hint(message),
     )
     _require_in_range(request, vocab_size)
     return request
@@ -56,6 +58,16 @@ def _public_part(message: worker_pb2.Begin) -> PublicPart | None:
     _require(num_blocks <= len(message.prompt.ids), "num_public_blocks", "must be no more than the prompt has")
     _require(len(root) == (ROOT_BYTES if num_blocks else 0), "public_root", f"must be {ROOT_BYTES} bytes, if any")
     return PublicPart(NamespaceRoot(root), num_blocks) if num_blocks else None
+
+
+def _hint(message: worker_pb2.Begin) -> KeepHint | None:
+    session, keep_s = message.session, message.keep_s if message.HasField("keep_s") else None
+    _require(len(session) <= MAX_SESSION_LEN, "session", f"must be at most {MAX_SESSION_LEN} characters")
+    _require(0 <= (keep_s or 0) < math.inf, "keep_s", "must be 0 or more, and finite")
+    if not session and keep_s is None:
+        return None
+    root = NamespaceRoot(message.namespace_root)
+    return KeepHint(digest_of(root), session_of(root, session) if session else b"", keep_s)
 
 
 def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:
@@ -142,7 +154,8 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
     if directory is not None:
         message.epoch = directory.epoch
         message.blocks.CopyFrom(_counts_to_pb(directory.counts))
-        message.counts.update(leases=directory.num_leases, holds=directory.num_holds)
+        counts = {"leases": directory.num_leases, "holds": directory.num_holds, "kept": directory.num_kept}
+        message.counts.update(counts)
     return message
 
 

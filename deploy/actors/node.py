@@ -132,6 +132,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
             order=EvictionOrder if layout.window is None else StartFirst,
             policy=HitDensity if layout.window is None else LeastRecentlyUsed,
             writes=writes,
+            keeps=config.keeps,
         )
         directory.set_shares(_by_digest(config.shares))
         server = DirectoryServer(directory, store.directory_path)

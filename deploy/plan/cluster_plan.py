@@ -11,6 +11,7 @@ from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
+from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
 from wire.layout import KVLayout
@@ -32,7 +33,7 @@ class NodeConfig:
 
     model_folder: must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
     one; empty where there are none. token: the cluster's, which readers know. identity: the service's, for TLS.
-    shares: of tenants in the arena, by the digests of their namespace roots, in hex.
+    shares: of tenants in the arena, by the digests of their namespace roots, in hex. keeps: bounds on hints.
     """
 
     store: StoreSettings
@@ -44,6 +45,7 @@ class NodeConfig:
     token: str = ""
     identity: Identity | None = None
     shares: dict[str, float] = field(default_factory=dict)
+    keeps: KeepLimits = DEFAULT_LIMITS
 
     @property
     def layout(self) -> KVLayout:
@@ -157,6 +159,7 @@ class ClusterPlan:
             token=self.token,
             identity=self._identity(baseline.node.service, baseline.node.host),
             shares=self.shares,
+            keeps=KeepLimits(self.config.arena.max_keep_s, self.config.arena.keep_share),
         )
 
     def worker_config(self, worker: Worker, baseline: NodeBaseline) -> WorkerConfig:

@@ -135,9 +135,11 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class ArenaSettings:
-    """The host tier: blocks in shared memory, one arena a node."""
+    """The host tier: blocks in shared memory, one arena a node. max_keep_s, keep_share: of KeepLimits."""
 
     size_bytes: int | None = None
+    max_keep_s: float = 600.0
+    keep_share: float = 0.75
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"batch.{each.name}": (1, 1 << 20) for each in fields(BatchSettings)},
     "speculation.max_draft_len": (1, MAX_DRAFT_LEN),
     "arena.size_bytes": (MIB, 1 << 50),
+    "arena.max_keep_s": (0, 86400),
+    "arena.keep_share": (0, 1),
     "redis.max_bytes": (16 * MIB, 1 << 50),
     "files.max_bytes": (16 * MIB, 1 << 60),
     **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},

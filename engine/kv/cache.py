@@ -20,7 +20,7 @@ from engine.schedule.batcher import Pages, Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Purge, Transfer, Transfers, WriteThrough
+from kv_store.transfers import Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
 from wire.ids import PageId
 from wire.layout import Window
 from wire.names import BlockName
@@ -221,6 +221,12 @@ class KVCache:
         kv.delayed = []
         if names:
             self._begin(Purge(names, peers=sequence.request.peers))
+
+    def retain(self, sequences: Seq[Sequence]) -> None:
+        """Passes on the hint of a request that is over, with the blocks of the choices that began."""
+        names = [name for one in sequences if one.output_ids for name in one.kv.lasting_names]
+        if names and (hint := sequences[0].request.hint) is not None:
+            self._begin(Retain(names, hint=hint))
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:

@@ -150,6 +150,13 @@ class Retention:
         chain = self._chain(tokens, num_tokens, num_dropped)
         return [] if chain is None else chain.cover(num_tokens - num_dropped)
 
+    @property
+    def lasting_names(self) -> list[BlockName]:
+        """Lists the names of the full blocks that a prompt reads which goes on from here: kept tokens' ones, too."""
+        chains = [chain.full(chain.num_tokens) for chain in self._chains.values()]
+        block_size = self.window.layout.block_size
+        return [names[place] for names in chains for place in self.window.needed(len(names), len(names) * block_size)]
+
     def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV, then its sinks.
 

@@ -1,6 +1,7 @@
 """The order in which cached pages are evicted: children before parents, and else as an `EvictionPolicy` says.
 
 An owner is a number, 0 for none; a page beyond its owner's bound is evicted before others. Owners share no chain.
+Of the pages of a priority, kept ones are evicted after all others, the one that is kept longest first.
 
 A page is counted at its parent as long as both may be evicted, so no call follows a chain of parents: a page whose last
 child is evicted takes over that child's position, and stands in the order from then on.
@@ -21,10 +22,16 @@ Page = TypeVar("Page", bound=int)
 """The id of a page: `PageId` on a device, `SlotId` in an arena."""
 
 
-class Priority(IntEnum):
-    """The eviction priority of a cached page: pages of the lowest are evicted first."""
+_MAX_KEPT = 1 << 44
 
-    TAIL = 0
+
+class Priority(IntEnum):
+    """The eviction priority of a cached page: pages of the lowest are evicted first.
+
+    LEAST: tails, and blocks that the latest request of their session has left.
+    """
+
+    LEAST = 0
     COPIED = 1
     ONLY_COPY = 2
 
@@ -46,10 +53,11 @@ class EvictionOrder(Generic[Page]):
         self._keys = keys
         self._policy = policy
         self._owners = array("I", bytes(4 * len(keys)))
+        self._kept = array("Q", bytes(8 * len(keys)))
         self._num_owned = Counter[int]()
         self._parents: list[bytes | None] = [None] * len(keys)
         self._priorities = [Priority.ONLY_COPY] * len(keys)
-        self._ranks = [_Rank(pages, policy, self._owners) for _ in Priority]
+        self._ranks = [_Rank(pages, policy, self._owners, self._kept) for _ in Priority]
 
     def __len__(self) -> int:
         return sum([rank.num_pages for rank in self._ranks])
@@ -84,6 +92,7 @@ class EvictionOrder(Generic[Page]):
     def unindex(self, page: Page, key: BlockKey) -> None:
         """Notes that a page, no longer idle and cached, is not indexed any more."""
         self._num_owned[self._owners[page]] -= 1
+        self._kept[page] = 0
         self._parents[page] = None
         self._policy.unindex(page, key)
         for rank in self._ranks:
@@ -108,6 +117,24 @@ class EvictionOrder(Generic[Page]):
     def set_priority(self, page: Page, priority: Priority) -> None:
         with self._out_of_order(page):
             self._priorities[page] = priority
+
+    def keep(self, page: Page, end_s: float) -> None:
+        """Has an indexed page evicted after the pages of its priority that are not kept, until `end_keep`.
+
+        end_s: of kept pages, the one with the latest end is evicted first.
+        """
+        self._set_kept(page, _MAX_KEPT - min(int(end_s * 1000), _MAX_KEPT - 1))
+
+    def end_keep(self, page: Page) -> None:
+        self._set_kept(page, 0)
+
+    def _set_kept(self, page: Page, position: int) -> None:
+        self._kept[page] = position
+        for rank in self._ranks:
+            rank.requeue(page)
+
+    def is_kept(self, page: Page) -> bool:
+        return bool(self._kept[page])
 
     def set_owner(self, page: Page, owner: int) -> None:
         """Gives an indexed page to another owner."""
@@ -184,13 +211,14 @@ class _Rank(Generic[Page]):
     """The pages of one priority.
 
     num_children: for each page, its children in this rank. orphans: the same by key, for parents that are not indexed.
-    Each owner has the queues of the policy; a queue's number is the owner's times the number of queues, plus its own.
+    Each owner has the queues of the policy, and one of kept pages; a queue's number is the owner's times the number of
+    these, plus its own. kept: the position of each kept page in that queue; 0 of the others.
     A page's queue has every page without children, and may have others; an entry is a position times the number of
     all pages, plus the page. A stale entry is put right when it comes first. queued_in: for each page, the queue that
     has its entry, plus 1; 0 without one.
     """
 
-    def __init__(self, pages: Sequence[Page], policy: EvictionPolicy, owners: "array[int]") -> None:
+    def __init__(self, pages: Sequence[Page], policy: EvictionPolicy, owners: "array[int]", kept: "array[int]") -> None:
         self.pages = pages
         self.num_pages = 0
         self.has = bytearray(len(pages))
@@ -198,6 +226,8 @@ class _Rank(Generic[Page]):
         self.orphans = Counter[bytes]()
         self._policy = policy
         self._owners = owners
+        self._kept = kept
+        self._num_queues = policy.num_queues + 1
         self._queues: dict[int, list[int]] = {}
         self._queued_in = array("Q", bytes(8 * len(pages)))
 
@@ -222,12 +252,13 @@ class _Rank(Generic[Page]):
             self._enqueue(parent)
 
     def requeue(self, page: Page) -> None:
-        """Puts a page into the queue that its policy has moved it to."""
+        """Puts a page into the queue, and to the place, that it has been moved to."""
+        self._queued_in[page] = 0
         if self.has[page] and not self.num_children[page]:
             self._enqueue(page)
 
     def first_of(self, owner: int) -> Page | None:
-        return self._first(range(owner * self._policy.num_queues, (owner + 1) * self._policy.num_queues))
+        return self._first(range(owner * self._num_queues, (owner + 1) * self._num_queues))
 
     def first(self) -> Page | None:
         if (page := self._first(self._queues)) is not None:
@@ -236,7 +267,9 @@ class _Rank(Generic[Page]):
 
     def _first(self, queues: Collection[int]) -> Page | None:
         heads = [page for queue in queues if (page := self._head(queue)) is not None]
-        return self.pages[self._policy.choose(heads)] if heads else None
+        if others := [page for page in heads if not self._kept[page]]:
+            return self.pages[self._policy.choose(others)]
+        return min(heads, key=self._kept.__getitem__, default=None)
 
     def _head(self, number: int) -> Page | None:
         queue = self._queues.get(number, [])
@@ -251,7 +284,7 @@ class _Rank(Generic[Page]):
             elif self._queue_of(page) != number:
                 heappop(queue)
                 self._enqueue(page)
-            elif position != self._policy.positions[page]:
+            elif position != self._position_of(page):
                 heapreplace(queue, self._entry(page))
             else:
                 return page
@@ -283,7 +316,11 @@ class _Rank(Generic[Page]):
                 heapify(queue)
 
     def _queue_of(self, page: Page) -> int:
-        return self._owners[page] * self._policy.num_queues + self._policy.queues[page]
+        own = self._policy.num_queues if self._kept[page] else self._policy.queues[page]
+        return self._owners[page] * self._num_queues + own
+
+    def _position_of(self, page: Page) -> int:
+        return self._kept[page] or self._policy.positions[page]
 
     def _entry(self, page: Page) -> int:
-        return self._policy.positions[page] * len(self.has) + page
+        return self._position_of(page) * len(self.has) + page

@@ -15,6 +15,7 @@ from kv_store.node.directory_port import Hold
 from wire.ids import AttemptId, SlotId
 from wire.names import BlockName
 
+_MAX_STALE = 1024
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -44,6 +45,9 @@ class Expiring(Generic[K, V]):
             end = max(end, self._values[key][1])
         self._values[key] = (value, end)
         heapq.heappush(self._order, (end, next(self._counter), key))
+        if len(self._order) > 2 * len(self._values) + _MAX_STALE:
+            self._order = [(end, next(self._counter), key) for key, (_, end) in self._values.items()]
+            heapq.heapify(self._order)
 
     def pop(self, key: K) -> V | None:
         return self._values.pop(key, (None, 0.0))[0]

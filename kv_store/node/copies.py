@@ -1,4 +1,4 @@
-"""Copies of an arena's blocks in cold tiers: the tiers that have each block, and the queue of each tier's writer."""
+"""Worth of an arena's blocks: copies in cold tiers, the queue of each tier's writer, and blocks that are superseded."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +9,8 @@ from kv_store.ledger import Ledger
 from wire.ids import SlotId
 from wire.tier import COLD_TIERS, Tier, Write
 
-_FULL, _READ = 1, 2
-_IN = {tier: 4 << nth for nth, tier in enumerate(COLD_TIERS)}
+_FULL, _READ, _SUPERSEDED = 1, 2, 4
+_IN = {tier: 8 << nth for nth, tier in enumerate(COLD_TIERS)}
 
 
 class Copies:
@@ -46,8 +46,21 @@ class Copies:
             return False
         self._flags[slot] |= _IN[tier]
         self._to_write[tier].pop(slot, None)
-        self._ledger.set_priority(slot, Priority.COPIED)
+        self._settle(slot)
         return True
+
+    def supersede(self, slot: SlotId) -> None:
+        """Has a full block evicted before others, and demoted to no tier, until it is read again."""
+        if self._flags[slot]:
+            self._flags[slot] |= _SUPERSEDED
+            self._settle(slot)
+
+    def restore(self, slots: Iterable[SlotId]) -> None:
+        """Gives superseded blocks the priority of any other."""
+        for slot in slots:
+            if self._flags[slot] & _SUPERSEDED:
+                self._flags[slot] &= ~_SUPERSEDED
+                self._settle(slot)
 
     def want(self, slots: Iterable[SlotId], tier: Tier) -> None:
         """Queues blocks for a tier, whatever its rule, unless some tier has or awaits them."""
@@ -77,9 +90,13 @@ class Copies:
             for slot in slots:
                 self._to_write[tier].move_to_end(slot)
             return slots
-        num_cheap = self._ledger.num_cached(Priority.TAIL) + self._ledger.num_cached(Priority.COPIED)
+        num_cheap = self._ledger.num_cached(Priority.LEAST) + self._ledger.num_cached(Priority.COPIED)
         num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap
         return self._ledger.order.oldest(Priority.ONLY_COPY, min(max_blocks, max(0, num_short)))
+
+    def is_tail(self, slot: SlotId) -> bool:
+        """Returns whether an indexed block is a tail."""
+        return not self._flags[slot]
 
     def want_all(self) -> int:
         """Queues each block without a copy, from now on, for every tier; counts the cached ones."""
@@ -91,6 +108,14 @@ class Copies:
         slots = {slot for slot in self._ledger.pages if self._flags[slot]}.union(*self._to_write.values())
         are_indexed = all(self._ledger.key_of(slot) is not None for slot in slots)
         return [] if are_indexed else ["a block with copies is not indexed"]
+
+    def _settle(self, slot: SlotId) -> None:
+        """Sets the priority of a full block by its flags."""
+        if self._flags[slot] & _SUPERSEDED:
+            priority = Priority.LEAST
+        else:
+            priority = Priority.COPIED if self.is_safe(slot, COLD_TIERS) else Priority.ONLY_COPY
+        self._ledger.set_priority(slot, priority)
 
     def _rule_of(self, tier: Tier) -> Write:
         return self._writes.get(tier, Write.DEMOTED)

@@ -30,9 +30,11 @@ from kv_store.node.directory_port import (
     DirectoryStatus,
     Entry,
     Hold,
+    KeepHint,
     Lease,
     Reservation,
 )
+from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits, Sessions
 from kv_store.node.tombstones import Loss, Tombstones
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
@@ -60,6 +62,7 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
         with self._lock:
             self._leases.expire()
             self._holds.expire()
+            self._sessions.expire()
             return method(self, *args, **kwargs)
 
     return exclusive
@@ -68,7 +71,7 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
 class Directory(DirectoryPort):
     """The directory of `num_slots` slots, without their bytes; thread-safe. `clock` is monotonic, in seconds.
 
-    order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.Copies`.
+    order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.Copies`. keeps: bounds on hints.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Directory(DirectoryPort):
         policy: Callable[[int], EvictionPolicy] = LeastRecentlyUsed,
         high_water: float = 0.75,
         writes: Mapping[Tier, Write] | None = None,
+        keeps: KeepLimits = DEFAULT_LIMITS,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
         self._ledger = Ledger(num_slots, order, policy, self._bury_evicted)
@@ -89,9 +93,10 @@ class Directory(DirectoryPort):
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
-        self._blocks = _Blocks(self._ledger)
         self._num_read = Counter[bool]()
         self._copies = Copies(self._ledger, writes or {}, high_water)
+        self._blocks = _Blocks(self._ledger, self._copies)
+        self._sessions = Sessions(self._ledger, self._copies, clock, keeps)
         self._cold: dict[Tier, FarStatus] = {}
         self._owners: dict[bytes, int] = {}
         self._max_held = num_slots * _MAX_HELD_SHARE
@@ -117,7 +122,7 @@ class Directory(DirectoryPort):
         missing = [name for name in names if self._ledger.find(name.key) is None]
         taken = self._reservations.take(writer, missing)
         for slot in taken:
-            self._copies.unindex(slot)
+            self._forget(slot)
         slots = iter(taken)
         self._leases.end(lease_id)
         given = [next(slots, None) if self._ledger.find(name.key) is None else None for name in names]
@@ -165,6 +170,15 @@ class Directory(DirectoryPort):
     @_exclusive
     def delete(self, keys: Sequence[BlockKey]) -> int:
         return self._unindex(self._find(keys), Loss.PURGED)
+
+    @_exclusive
+    def retain(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
+        found = self._find(dict.fromkeys(keys))
+        own = [slot for slot in found if self._blocks.root_digest(slot) == hint.namespace]
+        self._touch(own)
+        full = [slot for slot in own if not self._copies.is_tail(slot)]
+        owner, num_slots = self._owners.get(hint.namespace, 0), self._info.num_slots
+        return self._sessions.note(hint, full, min(num_slots, self._ledger.order.max_owned.get(owner, num_slots)))
 
     @_exclusive
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
@@ -220,6 +234,7 @@ class Directory(DirectoryPort):
             counts=self._ledger.counts(),
             num_leases=len(self._leases),
             num_holds=len(self._holds),
+            num_kept=self._sessions.num_kept,
             epoch=self._info.epoch,
             hits=self._num_read[True],
             misses=self._num_read[False],
@@ -252,7 +267,8 @@ class Directory(DirectoryPort):
                 self._ledger.state(slot) is PageState.DRAINING for slot in writing
             ),
         }
-        return self._ledger.check() + self._copies.check() + [problem for problem, holds in rules.items() if not holds]
+        problems = [problem for problem, holds in rules.items() if not holds]
+        return self._ledger.check() + self._copies.check() + self._sessions.check() + problems
 
     def _find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
@@ -261,18 +277,22 @@ class Directory(DirectoryPort):
         for slot in slots:
             self._bury(slot, loss)
             self._ledger.unindex(slot)
-            self._copies.unindex(slot)
+            self._forget(slot)
         return len(slots)
+
+    def _forget(self, slot: SlotId) -> None:
+        """Drops what is known of a block that is not indexed any more."""
+        self._copies.unindex(slot)
+        self._sessions.unindex(slot)
 
     def _bury_evicted(self, slot: SlotId) -> None:
         self._bury(slot, Loss.SHARE if self._ledger.order.is_beyond_share(slot) else Loss.ROOM)
 
     def _bury(self, slot: SlotId, loss: Loss) -> None:
         """Remembers an indexed full block that is about to be lost."""
-        key, order = self._ledger.key_of(slot), self._ledger.order
-        priority, parent = order.priority_of(slot), order.parent_of(slot)
-        if key is not None and parent is not None and priority is not Priority.TAIL:
-            self._tombstones.bury(key, parent, loss, priority is Priority.COPIED)
+        key, parent = self._ledger.key_of(slot), self._ledger.order.parent_of(slot)
+        if key is not None and parent is not None and not self._copies.is_tail(slot):
+            self._tombstones.bury(key, parent, loss, self._copies.is_safe(slot, COLD_TIERS))
 
     def _indexed(self) -> list[Block]:
         return [self._blocks.get(slot) for slot in self._ledger.pages if self._ledger.key_of(slot) is not None]
@@ -292,7 +312,7 @@ class Directory(DirectoryPort):
         return [tier for tier in COLD_TIERS if tier in self._cold and self._cold[tier].state != "broken"]
 
     def _index(self, block: Block) -> None:
-        priority = Priority.TAIL if block.name.is_tail else Priority.ONLY_COPY
+        priority = Priority.LEAST if block.name.is_tail else Priority.ONLY_COPY
         owner = self._owners.get(block.name.root_digest, 0)
         is_new = self._ledger.find(block.name.key) is None
         if self._ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
@@ -303,6 +323,7 @@ class Directory(DirectoryPort):
                 self._tombstones.index(block.name)
 
     def _touch(self, slots: Sequence[SlotId]) -> None:
+        self._copies.restore(slots)
         for slot in reversed(slots):
             self._ledger.order.touch(slot)
 
@@ -315,8 +336,9 @@ class _Blocks:
 
     _PROOFS = struct.Struct("32s32s16s")
 
-    def __init__(self, ledger: Ledger[SlotId]) -> None:
+    def __init__(self, ledger: Ledger[SlotId], copies: Copies) -> None:
         self._ledger = ledger
+        self._copies = copies
         self._proofs = bytearray(ledger.num_pages * self._PROOFS.size)
 
     def put(self, block: Block) -> None:
@@ -329,8 +351,12 @@ class _Blocks:
         assert key is not None, "the slot is not indexed"
         assert parent is not None, "the slot is not indexed"
         tokens_digest, root_digest, checksum = self._PROOFS.unpack_from(self._proofs, slot * self._PROOFS.size)
-        is_tail = self._ledger.order.priority_of(slot) is Priority.TAIL
-        return Block(slot, BlockName(key, parent, tokens_digest, root_digest, is_tail), checksum)
+        name = BlockName(key, parent, tokens_digest, root_digest, self._copies.is_tail(slot))
+        return Block(slot, name, checksum)
+
+    def root_digest(self, slot: SlotId) -> bytes:
+        start = slot * self._PROOFS.size + 32
+        return bytes(self._proofs[start : start + 32])
 
     def checksum(self, slot: SlotId) -> bytes:
         end = (slot + 1) * self._PROOFS.size

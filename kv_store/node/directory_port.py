@@ -9,6 +9,7 @@ Times are durations in seconds, counted by the directory's monotonic clock from 
 """
 
 # mypy: disable-error-code="empty-body"
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,21 @@ def check_ttl(ttl_s: float) -> None:
         raise WireError(f"a time to live of {ttl_s} s")
 
 
+def check_keep(keep_s: float) -> None:
+    """Raises WireError for a time to keep that is below 0 or no number."""
+    if not 0 <= keep_s < math.inf:
+        raise WireError(f"a time to keep of {keep_s} s")
+
+
+def check_session(session: bytes) -> None:
+    """Raises WireError for what is neither empty nor a digest."""
+    if len(session) not in (0, 32):
+        raise WireError(f"a session of {len(session)} bytes")
+
+
 TtlS = Annotated[float, check_ttl]
+KeepS = Annotated[float, check_keep]
+SessionDigest = Annotated[bytes, check_session]
 ClientName = Annotated[str, "a name that a process gives to one of its writers or readers"]
 
 
@@ -42,6 +57,19 @@ class Hold:
 
     attempt_id: AttemptId
     ttl_s: TtlS
+
+
+@dataclass(frozen=True)
+class KeepHint:
+    """A request's hint about its KV: the session that it belongs to, and the time that it should outlive its use.
+
+    namespace: the digest of the request's root. session: as `wire.names.session_of` makes it; empty for none.
+    keep_s: 0 where the session needs nothing more of it; None where the request does not say.
+    """
+
+    namespace: bytes
+    session: SessionDigest
+    keep_s: KeepS | None
 
 
 @dataclass(frozen=True)
@@ -94,6 +122,7 @@ class DirectoryStatus:
     counts: LedgerCounts
     num_leases: int
     num_holds: int
+    num_kept: int
     epoch: str
     hits: int
     misses: int
@@ -267,6 +296,14 @@ class DirectoryPort:
     @_carried
     def delete(self, keys: Sequence[BlockKey], /) -> int:
         """Unindexes blocks, whatever their bytes, and counts them."""
+
+    @_carried
+    def retain(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
+        """Notes the blocks that a session's request has used, in their order; counts the kept ones.
+
+        Blocks that the session's request before it used, and this one does not, are evicted before others. Blocks of
+        another namespace than the hint's stay as they are.
+        """
 
     @_carried
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes], /) -> list[MissRun]:

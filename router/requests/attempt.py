@@ -223,6 +223,8 @@ class Attempt:
             public_root=public.root if public else b"",
             num_public_blocks=public.num_blocks if public else 0,
             kv_policy=str(admitted.valid.dropping or ""),
+            session=admitted.valid.session,
+            keep_s=admitted.valid.keep_s,
         )
 
     def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:

@@ -1,6 +1,7 @@
 """Checks of clients' requests, and their preparation for workers. A valid request is within every range."""
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from text.chat import ROLES, Chat, ChatTurn, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
+from wire.ids import MAX_SESSION_LEN, REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout, Window
 from wire.names import NameChain, PublicPart
@@ -70,7 +71,10 @@ ValidPrompt = Chat | Rendered | str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request whose every field is in range. The prompt is token ids, or not yet rendered or tokenized."""
+    """A request whose every field is in range. The prompt is token ids, or not yet rendered or tokenized.
+
+    session, keep_s: as in the message; empty, and None, where they are not set.
+    """
 
     request_id: RequestId | None
     prompt: ValidPrompt
@@ -78,6 +82,8 @@ class ValidRequest:
     max_tokens_given: bool
     seed_given: bool
     dropping: Dropping | None = None
+    session: str = ""
+    keep_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest
         max_tokens_given=given.HasField("max_tokens"),
         seed_given=given.HasField("seed"),
         dropping=_dropping(message, limits),
+        session=_session(message),
+        keep_s=_keep_s(message),
     )
 
 
@@ -238,6 +246,17 @@ def _dropping(message: pb.GenerateRequest, limits: ServingLimits) -> Dropping | 
     _require(text in limits.kv_policies, "kv_policy", f"must be one of {', '.join(limits.kv_policies)}")
     policy = parse_kv_policy(text)
     return policy if isinstance(policy, Dropping) else None
+
+
+def _session(message: pb.GenerateRequest) -> str:
+    is_fit = not message.HasField("session") or 1 <= len(message.session) <= MAX_SESSION_LEN
+    _require(is_fit, "session", f"must be 1 to {MAX_SESSION_LEN} characters")
+    return message.session
+
+
+def _keep_s(message: pb.GenerateRequest) -> float | None:
+    _require(0 <= message.keep_s < math.inf, "keep_s", "must be seconds, 0 or more")
+    return message.keep_s if message.HasField("keep_s") else None
 
 
 def _request_id(message: pb.GenerateRequest) -> RequestId | None:

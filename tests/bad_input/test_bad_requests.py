@@ -102,6 +102,8 @@ CASES = [
     Case(39, "token id 2^32 - 1", tokens((1 << 32) - 1), "token_ids"),
     Case(39, "token id -1", b"\x22\x0c\x0a\x0a" + b"\xff" * 9 + b"\x01", "token_ids"),
     *setting(44, "temperature", math.nan, math.inf, -math.inf, 1e39),
+    *(Case(69, f"keep_s {value}", message(text="hi", keep_s=value), "keep_s") for value in (math.nan, math.inf, -0.1)),
+    *(Case(69, f"session {_short(name)}", message(text="hi", session=name), "session") for name in ("", "s" * 129)),
     *setting(45, "temperature", -0.01, 2.01),
     *setting(46, "top_p", 0.0, -0.5, 1.01, math.nan, math.inf),
     *setting(46, "min_p", -0.1, 1.1, math.nan),
@@ -152,6 +154,8 @@ ODD = {
     "58 as many and as long stop strings as there may be": tokens(*PROMPT, max_tokens=4, stop=["é" * 256] * 4),
     "58 a stop string of NUL": tokens(*PROMPT, max_tokens=4, stop=["\0"], stop_token_ids=[299] * 16),
     "60 the largest seed": tokens(*PROMPT, max_tokens=4, temperature=1.0, seed=2**63 - 1),
+    "69 the longest session, kept for years": message(text="a", session="\u00e9" * 128, keep_s=1e300),
+    "69 a session that ends": message(text="a", session="\0", keep_s=0.0),
     "64 the longest request id": message(request_id="r" * 64, text="a"),
 }
 

@@ -66,10 +66,13 @@ def complete(*choices: pb.Choice) -> pb.GenerateResponse:
 
 def test_sends_settings_that_are_given_and_no_others(connect: Connect) -> None:
     service = ScriptedService([complete()])
-    connect(service).generate("hello", temperature=0, max_tokens=3, stop=["."], request_id="r1", model="small")
+    settings = {"temperature": 0, "max_tokens": 3, "stop": ["."]}
+    connect(service).generate("hello", **settings, request_id="r1", model="small", session="agent", keep_s=0)
     sampling = pb.SamplingParams(temperature=0, max_tokens=3, stop=["."])
     assert service.requests == [
-        pb.GenerateRequest(request_id="r1", model="small", text="hello", sampling_params=sampling)
+        pb.GenerateRequest(
+            request_id="r1", model="small", session="agent", keep_s=0.0, text="hello", sampling_params=sampling
+        )
     ]
 
 
@@ -271,6 +274,8 @@ def test_lists_models(connect: Connect) -> None:
         ("hello", {"top_k": 1 << 40}, "top_k"),
         ("hello", {"temperature": "warm"}, "temperature"),
         ("hello", {"heat": 1.0}, "heat"),
+        ("hello", {"keep_s": "long"}, "keep_s"),
+        ("hello", {"session": 7}, "session"),
         ("hello", {"stop": ["a", "\ud800"], "top_k": 3}, "stop"),
     ],
 )

@@ -271,6 +271,9 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
         ("stop", ["a"] * 5),
         ("stop_token_ids", [300]),
         ("seed", -1),
+        ("session", ""),
+        ("session", "s" * 129),
+        ("keep_s", -1),
     ],
 )
 async def test_values_that_the_router_refuses(gateway: LocalGateway, field: str, value: object) -> None:
@@ -379,3 +382,26 @@ async def test_a_bug_tells_nothing_of_itself(gateway: LocalGateway, monkeypatch:
     answer = await gateway.post(COMPLETIONS, {**BODY, "model": "fake"})
     assert answer.status == 500
     assert answer.error["message"].startswith("internal error, incident ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, BODY),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "model": "fake"}),
+    ],
+)
+async def test_sessions_reach_the_workers_from_every_dialect(gateway: LocalGateway, path: str, body: Any) -> None:
+    answer = await gateway.post(path, {**body, "session": "agent é", "keep_s": 2.5})
+    assert answer.status == 200
+    [begin] = gateway.cluster.workers["p0"].prefills
+    assert (begin.session, begin.keep_s) == ("agent é", 2.5)
+    assert (await gateway.post(path, {**body, "session": None})).status == 200
+    assert not gateway.cluster.workers["p0"].prefills[1].HasField("keep_s")
+
+
+async def test_a_session_has_one_prompt_at_a_time(gateway: LocalGateway) -> None:
+    answer = await gateway.post(COMPLETIONS, {**BODY, "prompt": ["a", "b"], "session": "agent"})
+    assert (answer.status, answer.error["param"]) == (400, "session")

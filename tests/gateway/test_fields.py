@@ -50,6 +50,11 @@ def test_a_mark_before_the_body_is_passed_over() -> None:
 
 WRONG: list[tuple[str, object]] = [
     ("kv_policy", 25),
+    ("session", 25),
+    ("session", "\ud800"),
+    ("keep_s", "60"),
+    ("keep_s", True),
+    ("keep_s", 1e10),
     ("prompt", 1),
     ("prompt", []),
     ("prompt", {"a": 1}),

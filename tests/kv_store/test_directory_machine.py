@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold
+from kv_store.node.directory_port import Block, Hold, KeepHint
 from tests.harness.fake_clock import FakeClock
-from tests.kv_store.names import names_of
+from tests.kv_store.names import ROOT, names_of
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.names import BlockName
+from wire.names import BlockName, digest_of
 from wire.tier import COLD_TIERS, Tier, Write
 
 NUM_SLOTS = 6
@@ -89,6 +89,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert not any(block.name.is_tail for block in batch.blocks)
         assert self.directory.release(batch.lease_id)
         assert self.directory.mark_cold(tier, [block.name.key for block in batch.blocks]) == len(batch.blocks)
+
+    @rule(
+        part=ranges, session=st.sampled_from([b"", b"1" * 32, b"2" * 32]), keep_s=st.sampled_from([None, 0.0, 2.0, 9e9])
+    )
+    def retain(self, part: tuple[int, int], session: bytes, keep_s: float | None) -> None:
+        keys = [name.key for name in NAMES[part[0] : part[0] + part[1]]]
+        assert self.directory.retain(keys, KeepHint(digest_of(ROOT), session, keep_s)) <= len(keys)
 
     @rule(holder=holders)
     def release_hold(self, holder: AttemptId) -> None:

@@ -1,3 +1,5 @@
+from weakref import WeakSet
+
 from kv_store.node.claims import Expiring
 from tests.harness.fake_clock import FakeClock
 
@@ -40,3 +42,21 @@ def test_a_value_put_after_a_pop_has_a_life_of_its_own() -> None:
     assert values.pop("a") is None
     clock.now += 10.0
     assert values.expire() == []
+
+
+class Key:
+    """A key that can be watched."""
+
+
+def test_keys_that_are_put_and_popped_are_forgotten_before_their_ends() -> None:
+    values: Expiring[Key, int] = Expiring(FakeClock())
+    alive: WeakSet[Key] = WeakSet()
+    kept = Key()
+    values.put(kept, 0, 3600.0)
+    for nth in range(5_000):
+        key = Key()
+        alive.add(key)
+        values.put(key, nth, 3600.0)
+        values.pop(key)
+    assert len(alive) < 2_000
+    assert values.items() == [(kept, 0)]

@@ -64,7 +64,7 @@ def test_queues_stay_as_long_as_the_pool_while_other_pages_are_evicted() -> None
     """Pages that change their class and leave unevicted, beside tails that are evicted before all of them."""
     ledger, rng = Ledger[PageId](64, policy=HitDensity), random.Random(3)
     for number, page in enumerate(ledger.allocate(64)):
-        ledger.index(page, key(number), Priority.COPIED if number < 32 else Priority.TAIL)
+        ledger.index(page, key(number), Priority.COPIED if number < 32 else Priority.LEAST)
         ledger.free(page)
     for number in range(64, 2_000):
         [page] = ledger.allocate(1)
@@ -74,6 +74,6 @@ def test_queues_stay_as_long_as_the_pool_while_other_pages_are_evicted() -> None
             ledger.order.touch(page)
         ledger.unindex(page)
         [tail] = ledger.allocate(1)
-        ledger.index(tail, key(number + 10_000), Priority.TAIL)
+        ledger.index(tail, key(number + 10_000), Priority.LEAST)
         ledger.free(tail)
     assert ledger.check() == []

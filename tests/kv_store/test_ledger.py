@@ -98,7 +98,7 @@ def test_what_costs_less_to_lose_goes_first() -> None:
     ledger = Ledger[PageId](5)
     only, copied, tail, later = (
         cached(ledger, number, priority)
-        for number, priority in enumerate((Priority.ONLY_COPY, Priority.COPIED, Priority.TAIL, Priority.ONLY_COPY))
+        for number, priority in enumerate((Priority.ONLY_COPY, Priority.COPIED, Priority.LEAST, Priority.ONLY_COPY))
     )
     ledger.allocate(1)
     ledger.set_priority(later, Priority.COPIED)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kv_store.block_store import StoreStatus
+from kv_store.node.directory_port import KeepHint
 from kv_store.transfers import (
     Done,
     Fetch,
@@ -62,6 +63,9 @@ class FakeStore:
         self.asked.append(asked)
         if self.error is not None:
             raise self.error
+
+    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+        self._work("retain", names, hint)
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []

@@ -7,10 +7,11 @@ import pytest
 from engine.events import EngineStats
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
-from kv_store.node.directory_port import DirectoryStatus
+from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId
+from wire.names import digest_of, session_of
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import FarStatus, LedgerCounts, Tier
 from worker.messages import ended_with, request_from_pb, status_to_pb
@@ -32,6 +33,7 @@ DIRECTORY = DirectoryStatus(
     COUNTS,
     num_leases=2,
     num_holds=3,
+    num_kept=4,
     epoch="e",
     hits=0,
     misses=0,
@@ -50,6 +52,17 @@ def test_an_engine_knows_each_attempt_by_its_own_name() -> None:
     request = request_from_pb(begin_of(request_id="r", attempt=3), HandOff, VOCAB_SIZE)
     assert isinstance(request, HandOff)
     assert request.attempt_id == "r/3"
+
+
+@pytest.mark.parametrize("keep_s", [None, 0.0, 2.5])
+@pytest.mark.parametrize("session", ["", "agent"])
+def test_a_session_is_named_under_the_root(session: str, keep_s: float | None) -> None:
+    request = request_from_pb(spoilt(begin_of(), session=session, keep_s=keep_s), HandOff, VOCAB_SIZE)
+    if not session and keep_s is None:
+        assert request.hint is None
+        return
+    name = session_of(request.root, session) if session else b""
+    assert request.hint == KeepHint(digest_of(request.root), name, keep_s)
 
 
 def spoilt(message: worker_pb2.Begin, **fields: Any) -> worker_pb2.Begin:
@@ -102,6 +115,8 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "public_root": (spoilt(begin_of(), num_public_blocks=1), spoilt(begin_of(), public_root=bytes(32))),
     "num_public_blocks": (spoilt(begin_of(), num_public_blocks=2**32 - 1, public_root=bytes(32)),),
     "num_scored": (spoilt(begin_of(), num_scored=1),),
+    "session": (spoilt(begin_of(), session="s" * 129),),
+    "keep_s": tuple(spoilt(begin_of(), keep_s=value) for value in (-1.0, *NO_NUMBERS)),
     "kv_policy": tuple(spoilt(begin_of(), kv_policy=text) for text in ("h2o", "full", "sinks=4+64", "snapkv=0%", "\0")),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
     "response_format": tuple(
@@ -144,7 +159,7 @@ def test_status_shows_every_tier() -> None:
     assert (status.num_drafts, status.num_guessed_tokens, status.num_accepted_tokens) == (2, 7, 5)
     host, peers, redis, files = status.tiers
     assert (peers.state, files.state) == ("off", "off")
-    assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)
+    assert (host.blocks.published, host.counts["holds"], host.counts["kept"], host.block_bytes) == (3, 3, 4, 4096)
     assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
     assert list(status.problems) == ["a"]
 

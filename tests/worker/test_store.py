@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kv_store.block_store import StoreStatus
+from kv_store.node.directory_port import KeepHint
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
@@ -37,6 +38,8 @@ class SlowStore:
         return 0
 
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None: ...
+
+    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None: ...
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []

@@ -65,7 +65,7 @@ class ToolChoice(_message.Message):
     def __init__(self, required: _Optional[bool] = ..., name: _Optional[str] = ..., parallel: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "messages", "sampling_params", "kv_policy")
+    __slots__ = ("request_id", "model", "text", "token_ids", "messages", "sampling_params", "kv_policy", "session", "keep_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,8 @@ class GenerateRequest(_message.Message):
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -80,7 +82,9 @@ class GenerateRequest(_message.Message):
     messages: Conversation
     sampling_params: SamplingParams
     kv_policy: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    session: str
+    keep_s: float
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv_policy: _Optional[str] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n", "stop", "stop_token_ids", "logit_bias", "prompt_logprobs", "echo", "skip_special_tokens", "include_stop_str_in_output", "response_format")
