@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from router.block_index import BlockIndex
 from router.placement import Placement, PrefixMap, Route
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
@@ -24,7 +25,8 @@ class Pools:
 
     def __init__(self) -> None:
         self.members = Members(FINGERPRINT, LAYOUT.encode())
-        self.placement = Placement(self.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1)
+        self.index = BlockIndex(LAYOUT)
+        self.placement = Placement(self.members, PrefixMap(100), self.index, LAYOUT.block_size, wait_s=0.1)
 
     async def join(self, *names: str) -> None:
         for name in names:
@@ -104,7 +106,9 @@ async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: 
 
 async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pools: Pools) -> None:
     await pools.join("p0", "d0")
-    conditional = Placement(pools.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0)
+    conditional = Placement(
+        pools.members, PrefixMap(100), pools.index, LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0
+    )
 
     def uses_prefill() -> bool:
         return conditional.route(KEYS, NUM_PROMPT, frozenset()).prefill_node is not None

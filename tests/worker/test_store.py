@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kv_store.block_store import StoreStatus
+from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
@@ -44,6 +45,9 @@ class SlowStore:
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         assert self.may_answer.wait(20.0)
         self.released += attempt_ids
+
+    def events(self, after: EventCursor) -> EventPage:
+        return EventPage(after, after, [])
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)
