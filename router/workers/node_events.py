@@ -51,10 +51,11 @@ class NodeEvents:
         cursor without an epoch. To be closed.
         """
         asking: dict[str, asyncio.Task[NodePage]] = {}
-        failed: set[str] = set()
+        nodes, failed = set[str](), set[str]()
         try:
             while True:
-                for node_id in {member.info.node_id for member in self._members} - asking.keys():
+                nodes |= {member.info.node_id for member in self._members}
+                for node_id in sorted(nodes - asking.keys()):
                     pause_s = PAUSE_S if node_id in failed else 0.0
                     asking[node_id] = asyncio.create_task(self._ask(node_id, cursor_of(node_id), pause_s))
                 if not asking:
@@ -64,6 +65,8 @@ class NodeEvents:
                 for node_id in sorted(node_id for node_id, task in asking.items() if task.done()):
                     one = asking.pop(node_id).result()
                     (failed.add if one.page is None else failed.discard)(node_id)
+                    if one.page is not None and not one.page.cursor.epoch:
+                        nodes.discard(node_id)
                     yield one
         finally:
             for task in asking.values():

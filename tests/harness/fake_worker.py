@@ -19,6 +19,7 @@ from worker.messages import cursor_from_pb, events_to_pb
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 FINGERPRINT = b"a model's fingerprint"
+EVENT_LOOKS = 100
 CHARACTERS = "abcdefgh €äß😀\n"
 
 
@@ -53,6 +54,7 @@ class FakeWorker:
     num_logprobs: int = 0
     says: str = ""
     epoch: str = ""
+    node_id: str = ""
     engine_silent_s: float = 0.0
     status_refusal: BatonError | None = None
     redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
@@ -82,6 +84,7 @@ class FakeWorker:
             num_blocks=self.num_blocks,
             num_arena_blocks=self.num_arena_blocks,
             pid=1,
+            node_id=self.node_id,
         )
 
     async def status(self, check: bool) -> worker_pb2.WorkerStatus:
@@ -96,11 +99,13 @@ class FakeWorker:
         return status
 
     async def events(self, after: EventCursor) -> worker_pb2.EventPage:
-        """Waits for events as `AsyncStore` does, but for ever. Raises Unsupported without a directory."""
+        """Waits for events as `AsyncStore` does. Raises Unsupported without a directory."""
         if self.directory is None:
             raise Unsupported("a worker of an earlier release")
         self.num_asked_events += 1
-        while (page := self.directory.events(after)).cursor == after:  # noqa: ASYNC110
+        for _ in range(EVENT_LOOKS):
+            if (page := self.directory.events(after)).cursor != after:
+                break
             await asyncio.sleep(0.001)
         return events_to_pb(page)
 
