@@ -26,7 +26,7 @@ from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
 from router.workers.members import Members
 from router.workers.membership import Membership
-from router.workers.node_events import IndexFeed, NodeEvents
+from router.workers.node_events import IndexFeed
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
 from wire.layout import Window
@@ -58,8 +58,8 @@ class Router:
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = HoldBudgets(self.members)
-        self.events, self.index = NodeEvents(self.members), BlockIndex(layout)
-        self._feed = IndexFeed(self.events, self.index)
+        self.index = BlockIndex(layout)
+        self._feed = IndexFeed(self.members, self.index)
         self._placement = Placement(
             self.members,
             PrefixMap(config.max_prefix_keys),

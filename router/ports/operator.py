@@ -1,12 +1,12 @@
 """The service `Cluster`, which the command line speaks to."""
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
 from router.router import Router
+from router.workers.node_events import EventReader
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import QualifiedId, WorkerId
 from wire.limit import Limit
@@ -19,6 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SUBSCRIBERS = 8
 """Of block events; each has its own reader, which looks at every node's directory up to 60 times a second."""
+NOWHERE = worker_pb2.EventCursor()
 MAX_CURSORS, MAX_EPOCH_CHARS = 1024, 64
 
 
@@ -93,13 +94,13 @@ class ClusterApi(ClusterServicer):
             raise InvalidRequest(
                 "after", f"has over {MAX_CURSORS} nodes, or an epoch over {MAX_EPOCH_CHARS} characters"
             )
-        with self._subscribers.taken():
-            pages = self._router.events.pages(lambda node_id: cursors.get(node_id, worker_pb2.EventCursor()))
-            async with aclosing(pages):
-                async for one in pages:
-                    if one.page is not None and one.page.cursor != one.page.after:
-                        cursors[one.node_id] = one.page.cursor
-                        yield one.page
+        members = self._router.members
+        with self._subscribers.taken(), EventReader(members, lambda one: cursors.get(one, NOWHERE)) as reader:
+            while True:
+                one = await reader.next()
+                if one.page is not None and one.page.cursor != one.page.after:
+                    cursors[one.node_id] = one.page.cursor
+                    yield one.page
 
     async def _add_report(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""
