@@ -51,8 +51,8 @@ class BlockIndex:
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
         """Counts the leading blocks of a prompt that each node has, or no later token reads; for known nodes."""
-        marks = [mark_of(key) for key in keys]
         known = {node_id: node for node_id, node in self._nodes.items() if node.is_known}
+        marks = [mark_of(key) for key in keys] if known else []
         return {node_id: self._num_usable(node.blocks, marks) for node_id, node in known.items()}
 
     def marks(self, node_id: str) -> set[int] | None:

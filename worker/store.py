@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 EVENTS_WAIT_S = 1.0
-MIN_PAUSE_S, MAX_PAUSE_S = 0.002, 0.016
-"""Between two looks for events, twice as long each time: the first event comes soon, and many come in one page."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.004, 0.016
+"""Before a look for events, twice as long each time: many events come in one page, and an idle node costs little."""
 T = TypeVar("T")
 
 
@@ -38,11 +38,13 @@ class AsyncStore:
     async def events(self, after: EventCursor) -> EventPage:
         """Waits until there are events of the host tier's blocks behind a place; after EVENTS_WAIT_S lists none."""
         pause_s, left_s = MIN_PAUSE_S, EVENTS_WAIT_S
-        while (page := await self._call(lambda: self._store.events(after))).cursor == after and left_s > 0:
+        while True:
             await asyncio.sleep(pause_s)
+            page = await self._call(lambda: self._store.events(after))
+            if page.cursor != after or left_s <= 0:
+                return page
             left_s -= pause_s
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-        return page
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and passes on the attempts that have none.

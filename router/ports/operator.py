@@ -30,7 +30,7 @@ class ClusterApi(ClusterServicer):
         self._router = router
         self._addresses = addresses
         self._port = router.port
-        self._subscribers = Limit(MAX_SUBSCRIBERS, "block events are being watched")
+        self._subscribers = Limit(MAX_SUBSCRIBERS, "watches of block events are open")
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:  # noqa: N802
         router = self._router
