@@ -51,7 +51,7 @@ class EventReader(AbstractContextManager["EventReader"]):
         self._has_failed = set[str]()
 
     async def next(self) -> NodePage:
-        """Waits for the next page of any node; those of one node come in order.
+        """Waits for the next page of any node; the pages of one node come in order.
 
         The last page of a node that is gone has a cursor without an epoch.
         """

@@ -217,11 +217,10 @@ class DirectorySocket(_Channel):
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
         caller = self._caller
         if method == "events":  # no step of a hand-off
-            self._require_there()
             return self._events(codec, arguments)
         caller.interleave()
         caller.step(method)
-        self._require_there()
+        peer = self._require_connected()
         if caller.num_lost_calls:
             caller.num_lost_calls -= 1
             raise TimeoutError("the call was lost")
@@ -231,7 +230,7 @@ class DirectorySocket(_Channel):
             for value, hint in zip(call.arguments, call.hints, strict=True)
         ]
         try:
-            answer = self._node.call(caller, self._peer, method, own)
+            answer = self._node.call(caller, peer, method, own)
         except StoreError as error:
             answer = RefusedCall(error.message)
         if method in _ENDED:
@@ -251,16 +250,20 @@ class DirectorySocket(_Channel):
 
     def _events(self, codec: ServiceCodec, arguments: tuple[Any, ...]) -> Any:
         call = codec.decode_call(codec.encode_call("events", arguments)[LENGTH.size :])
-        answer = self._node.directory.events(*call.arguments)
+        answer = self._require_connected().events(*call.arguments)
         return codec.decode_answer("events", codec.encode_answer(answer)[LENGTH.size :])
 
     def _require_there(self) -> None:
-        """Raises ConnectionError where the directory is away, or another one than was connected to."""
         self._caller.process.require_alive()
         if self._caller.clock() < self._node.away_until_s:
             raise ConnectionError("the directory does not answer")
-        if self._peer not in (None, self._node.directory):
+
+    def _require_connected(self) -> Directory:
+        """Returns the directory. Raises ConnectionError where it is away, or another one than was connected to."""
+        self._require_there()
+        if self._peer is not self._node.directory:
             raise ConnectionError("the directory has hung up")
+        return self._node.directory
 
 
 class SimDirectoryClient(DirectoryClient):
