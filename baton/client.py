@@ -3,13 +3,13 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
+from dataclasses import asdict
 from typing import Any, Self, Unpack, overload
 
 import grpc.aio
 from google.protobuf import message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.block_events import BlockCursor, BlockPage, make_watch_request, read_page
 from baton.request import (
     TIMEOUT_S,
     ChatOptions,
@@ -23,8 +23,22 @@ from baton.request import (
     make_tokenize_request,
     typed_errors,
 )
-from baton.results import Chunk, Completion, Draft, Model, PromptPart, T, Tokens, read_models, read_tokens
+from baton.results import (
+    BlockCursor,
+    BlockPage,
+    Chunk,
+    Completion,
+    Draft,
+    Model,
+    PromptPart,
+    T,
+    Tokens,
+    read_models,
+    read_page,
+    read_tokens,
+)
 from wire.errors import Unavailable
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
@@ -58,7 +72,8 @@ class _Connection:
         self._timeout_s = timeout_s
 
     def _watch(self, after: Mapping[str, BlockCursor] | None) -> Any:
-        request = make_watch_request(after)
+        cursors = {node_id: worker_pb2.EventCursor(**asdict(cursor)) for node_id, cursor in (after or {}).items()}
+        request = cluster_pb2.WatchBlocksRequest(after=cursors)
         return ClusterStub(self._channel).WatchBlocks(request, timeout=self._timeout_s, metadata=self._metadata)
 
     def _open(self, prompt: Prompt, options: Options) -> tuple[Any, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton import AsyncClient, Client
-from baton.block_events import BlockCursor, BlockPage
+from baton.results import BlockCursor, BlockPage
 from kv_store.node.directory import Directory
 from router.block_index import BlockIndex, mark_of
 from router.config import RouterConfig

@@ -26,7 +26,8 @@ class Pools:
     def __init__(self) -> None:
         self.members = Members(FINGERPRINT, LAYOUT.encode())
         self.index = BlockIndex(LAYOUT)
-        self.placement = Placement(self.members, PrefixMap(100), self.index, LAYOUT.block_size, wait_s=0.1)
+        self.prefixes = PrefixMap(100)
+        self.placement = Placement(self.members, self.prefixes, self.index, LAYOUT.block_size, wait_s=0.1)
 
     async def join(self, *names: str) -> None:
         for name in names:
@@ -177,8 +178,8 @@ async def test_a_known_node_counts_by_its_blocks_and_another_by_what_it_was_sent
     tell(pools, "other", 2)
     assert (pools.route().prefill_node, pools.route().cached) == ("other", {"p1": 8})
     assert pools.placement.block_addresses(pools.route(), pools.members[WorkerId("p0")]) == ["other:1"]
-    pools.placement._prefixes.record(KEYS, WorkerId("p0"))
-    pools.placement._prefixes.record(KEYS, WorkerId("p1"))
+    pools.prefixes.record(KEYS, WorkerId("p0"))
+    pools.prefixes.record(KEYS, WorkerId("p1"))
     assert pools.route().cached == {"p0": 12, "p1": 8}, "the first node is not known"
     tell(pools, "", 0)
     assert pools.route().cached == {"p1": 8}, "it lost what it was sent"
@@ -189,7 +190,7 @@ async def test_a_known_node_counts_by_its_blocks_and_another_by_what_it_was_sent
 async def test_of_workers_on_a_known_node_that_cost_alike_the_one_sent_the_prompt_is_chosen(pools: Pools) -> None:
     await pools.join("p0", "p1", "d0", "d1")
     tell(pools, "", 3)
-    pools.placement._prefixes.record(KEYS, WorkerId("p1"))
+    pools.prefixes.record(KEYS, WorkerId("p1"))
     assert pools.prefill() == "p1"
     with pools.members[WorkerId("p1")].assigned(1, 1):
         assert pools.prefill() == "p0", "the arena has it for both"
