@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class BlockIndex:
     """The blocks of nodes' arenas. It places requests only: a worker looks blocks up itself, whatever this says.
 
-    It takes 75 bytes a block: a dict of integers, which no collection of garbage looks into.
+    It takes 75 to 150 bytes a block: a dict of integers, which no collection of garbage looks into.
     """
 
     def __init__(self, layout: KVLayout) -> None:
