@@ -1,8 +1,9 @@
 """The clients of the public service: `Client` for threads, `AsyncClient` for asyncio."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
+from dataclasses import asdict
 from typing import Any, Self, Unpack, overload
 
 import grpc.aio
@@ -22,9 +23,24 @@ from baton.request import (
     make_tokenize_request,
     typed_errors,
 )
-from baton.results import Chunk, Completion, Draft, Model, PromptPart, T, Tokens, read_models, read_tokens
+from baton.results import (
+    BlockCursor,
+    BlockPage,
+    Chunk,
+    Completion,
+    Draft,
+    Model,
+    PromptPart,
+    T,
+    Tokens,
+    read_models,
+    read_page,
+    read_tokens,
+)
 from wire.errors import Unavailable
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
 from wire.trace_context import TRACEPARENT, TraceContext
@@ -54,6 +70,11 @@ class _Connection:
             self._channel = self._grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
         self._timeout_s = timeout_s
+
+    def _watch(self, after: Mapping[str, BlockCursor] | None) -> Any:
+        cursors = {node_id: worker_pb2.EventCursor(**asdict(cursor)) for node_id, cursor in (after or {}).items()}
+        request = cluster_pb2.WatchBlocksRequest(after=cursors)
+        return ClusterStub(self._channel).WatchBlocks(request, timeout=self._timeout_s, metadata=self._metadata)
 
     def _open(self, prompt: Prompt, options: Options) -> tuple[Any, float]:
         """Begins to send a prompt; returns the call, and its timeout."""
@@ -137,6 +158,19 @@ class Client(_Connection, AbstractContextManager["Client"]):
         """Lists the models that the cluster serves."""
         return read_models(self._call("ListModels", pb.ListModelsRequest()))
 
+    def watch_blocks(self, after: Mapping[str, BlockCursor] | None = None) -> Iterator[BlockPage]:
+        """Yields the events of all nodes' blocks as they come; blocks between them. For the operator's port alone.
+
+        after: the place behind which a node's events begin; of another node its blocks come first. A program that was
+        away too long gets "cleared" and all blocks again. Raises any BatonError, DeadlineExceeded at the timeout.
+        """
+        call = self._watch(after)
+        try:
+            with typed_errors(self._timeout_s):
+                yield from map(read_page, call)
+        finally:
+            call.cancel()
+
     def close(self) -> None:
         """Closes the connection, which ends the calls on it."""
         self._channel.close()
@@ -207,6 +241,16 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
     async def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
         return read_models(await self._call("ListModels", pb.ListModelsRequest()))
+
+    async def watch_blocks(self, after: Mapping[str, BlockCursor] | None = None) -> AsyncGenerator[BlockPage, None]:
+        """Yields the events of all nodes' blocks as they come, as `Client.watch_blocks` does."""
+        call = self._watch(after)
+        try:
+            with typed_errors(self._timeout_s):
+                async for page in call:
+                    yield read_page(page)
+        finally:
+            call.cancel()
 
     def with_key(self, api_key: str, trace: TraceContext | None = None) -> Self:
         """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest.

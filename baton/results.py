@@ -12,6 +12,7 @@ from baton.request import Typed
 from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import InvalidRequest, WireError
 from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs
 
 T = TypeVar("T", bound=Typed)
@@ -249,3 +250,43 @@ def _read_usage(usage: pb.Usage) -> Usage:
 def _read_timeline(timeline: pb.Timeline) -> Timeline:
     spans = tuple(Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts)) for one in timeline.spans)
     return Timeline(timeline.prefill_worker or None, timeline.decode_worker or None, spans, timeline.total_ms)
+
+
+@dataclass(frozen=True)
+class BlockCursor:
+    """A place in the events of a node: behind event `number` of an epoch. slot: of a snapshot under way, or 0.
+
+    epoch: empty once the node is gone.
+    """
+
+    epoch: str
+    number: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """Blocks "stored" in a tier of a node, or "removed" from it, by their keys of 32 bytes; "cleared": all are gone."""
+
+    kind: str
+    tier: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class BlockPage:
+    """The events of a node between two places. A subscriber goes on behind `cursor`."""
+
+    node_id: str
+    after: BlockCursor
+    cursor: BlockCursor
+    events: tuple[BlockEvent, ...]
+
+
+def read_page(page: worker_pb2.EventPage) -> BlockPage:
+    events = tuple(BlockEvent(one.kind, one.tier, tuple(one.keys)) for one in page.events)
+    return BlockPage(page.node_id, _cursor(page.after), _cursor(page.cursor), events)
+
+
+def _cursor(message: worker_pb2.EventCursor) -> BlockCursor:
+    return BlockCursor(message.epoch, message.number, message.slot)

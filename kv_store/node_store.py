@@ -32,6 +32,7 @@ from kv_store.node.directory_port import (
     KeepHint,
     Lease,
 )
+from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.unread import Unread
 from wire.errors import ConfigError, StoreError
@@ -126,6 +127,9 @@ class NodeStore:
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
+
+    def events(self, after: EventCursor) -> EventPage:
+        return self._directory.events(after)
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status

@@ -1,11 +1,16 @@
-"""The worker for each step of a request: pure policies, a guess at which worker has which blocks, and the choice."""
+"""The worker for each step of a request: pure policies, where its blocks are thought to be, and the choice.
+
+Blocks are found by `BlockIndex`, which follows each node's arena. A node that it does not know, for its snapshot has
+not come or its events do not, is guessed at by `PrefixMap`: where the prompt's blocks were sent.
+"""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from router.block_index import BlockIndex
 from router.workers.members import Member, Members
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
@@ -129,7 +134,8 @@ class Route:
 
     keys: of the prompt's blocks. cached: tokens of the prompt that workers probably have; workers with none are left
     out. prefill_node: the node in whose arena prefill leaves the blocks; None: a decode worker computes them.
-    num_new_tokens: tokens of the prompt that prefill has not left in the store: all or none.
+    num_new_tokens: tokens of the prompt that prefill has not left in the store: all or none. sent: blocks of the prompt
+    that workers were sent before: of workers that cost alike, the one with most may have them on its device.
     """
 
     keys: Sequence[BlockKey]
@@ -137,10 +143,15 @@ class Route:
     cached: Mapping[WorkerId, int]
     num_new_tokens: int
     prefill_node: str | None = None
+    sent: Mapping[WorkerId, int] = field(default_factory=dict)
+
+    def ordered(self, members: Iterable[Member]) -> list[Member]:
+        """Sorts members by the blocks that they were sent, most first."""
+        return sorted(members, key=lambda member: -self.sent.get(member.id, 0))
 
     def through(self, worker_id: WorkerId) -> "Route":
         """Returns the rest of the route behind a prefill worker, which has all of the prompt now."""
-        return replace(self, cached={**self.cached, worker_id: self.num_prompt_tokens}, num_new_tokens=0)
+        return replace(self, cached={**self.cached, worker_id: self.num_prompt_tokens}, num_new_tokens=0, sent={})
 
 
 class Placement:
@@ -153,12 +164,14 @@ class Placement:
         self,
         members: Members,
         prefixes: PrefixMap,
+        index: BlockIndex,
         block_size: int,
         wait_s: float,
         decode_slowdown: float | None = None,
     ) -> None:
         self._members = members
         self._prefixes = prefixes
+        self._index = index
         self._block_size = block_size
         self._wait_s = wait_s
         self._conditional = None if decode_slowdown is None else ConditionalPrefill(decode_slowdown)
@@ -166,12 +179,18 @@ class Placement:
 
     def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, full_nodes: Set[str]) -> Route:
         """Draws up the route of an attempt. A node with room for the prompt's blocks comes before one without."""
-        matches = self._prefixes.match(keys).items()
-        cached = {worker: min(num_blocks * self._block_size, num_prompt_tokens) for worker, num_blocks in matches}
-        route = Route(keys, num_prompt_tokens, cached, num_prompt_tokens)
+        sent, known = self._prefixes.match(keys), self._index.match(keys)
+        found = {
+            member.id: max(known[member.info.node_id], member.num_under_way(keys))
+            if member.info.node_id in known
+            else sent.get(member.id, 0)
+            for member in self._members
+        }
+        cached = {worker: min(num * self._block_size, num_prompt_tokens) for worker, num in found.items() if num}
+        route = Route(keys, num_prompt_tokens, cached, num_prompt_tokens, sent=sent)
         if not self._uses_prefill(route):
             return route
-        ready = self._members.ready(Role.PREFILL)
+        ready = route.ordered(self._members.ready(Role.PREFILL))
         roomy = [member for member in ready if member.info.node_id not in full_nodes]
         chosen = PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens)
         return replace(route, prefill_node=chosen.info.node_id)
@@ -191,7 +210,7 @@ class Placement:
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""
         here = (one for one in self._members.ready(Role.PREFILL) if one.info.node_id == route.prefill_node)
-        if not (ready := list(here)):
+        if not (ready := route.ordered(here)):
             return None
         member = PrefillPlacement().choose(ready, route.cached, route.num_prompt_tokens)
         self._prefixes.record(route.keys, member.id)
@@ -205,12 +224,12 @@ class Placement:
                     await self._changed.wait()
         except TimeoutError as error:
             raise Unavailable("no decode worker is there") from error
-        member = DecodePlacement().choose(ready, route.cached if route.num_new_tokens else {})
+        member = DecodePlacement().choose(route.ordered(ready), route.cached if route.num_new_tokens else {})
         self._prefixes.record(route.keys, member.id)
         return member
 
     def block_addresses(self, route: Route, member: Member) -> list[str]:
-        """Lists block ports of other nodes whose workers were sent blocks of the prompt, most of them first."""
+        """Lists block ports of other nodes that have, or may have, blocks of the prompt, most of them first."""
         by_cached = sorted(route.cached, key=lambda one: (-route.cached[one], one))
         infos = [self._members[one].info for one in by_cached if one in self._members]
         addresses = [one.block_address for one in infos if one.node_id != member.info.node_id]
@@ -218,7 +237,7 @@ class Placement:
 
     def only(self, worker_id: WorkerId) -> "Placement":
         """Returns a placement on this worker, whose role has no other. Raises WorkerNotFound."""
-        return Placement(self._members.only(worker_id), self._prefixes, self._block_size, self._wait_s)
+        return Placement(self._members.only(worker_id), self._prefixes, self._index, self._block_size, self._wait_s)
 
     def wake(self) -> None:
         """Lets requests that wait look again: the members have changed."""

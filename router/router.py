@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from prometheus_client import CollectorRegistry
 
+from router.block_index import BlockIndex
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
 from router.observe.status import StatusReader, StatusWatch
@@ -25,6 +26,7 @@ from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
 from router.workers.members import Members
 from router.workers.membership import Membership
+from router.workers.node_events import IndexFeed
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
 from wire.layout import Window
@@ -56,9 +58,12 @@ class Router:
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = HoldBudgets(self.members)
+        self.index = BlockIndex(layout)
+        self._feed = IndexFeed(self.members, self.index)
         self._placement = Placement(
             self.members,
             PrefixMap(config.max_prefix_keys),
+            self.index,
             layout.block_size,
             config.streams.max_worker_wait_s,
             config.streams.decode_slowdown,
@@ -91,12 +96,14 @@ class Router:
     def start(self) -> None:
         self.holds.start()
         self.watch.start()
+        self._feed.start()
         if self._exporter is not None:
             self._exporter.start()
 
     async def stop(self) -> None:
         """Ends open requests with Unavailable."""
         self.dispatcher.stop()
+        await self._feed.stop()
         await self.watch.stop()
         await self.holds.stop()
         await self.membership.close()

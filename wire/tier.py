@@ -121,6 +121,14 @@ class LedgerCounts:
 BLOCK_STATES = tuple(one.name for one in fields(LedgerCounts) if one.name != "total")
 
 
+class EventKind(StrEnum):
+    """The kind of an event of blocks in a tier. CLEARED: all blocks of the tier are gone."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
 MAX_RUNS = 32
 """Runs that one message may have; blocks behind them count as BEHIND, which is true of them."""
 

@@ -10,6 +10,7 @@ from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
+from kv_store.node.event_log import EventCursor, EventPage
 from wire.convert import (
     error_to_pb,
     sampling_from_pb,
@@ -73,6 +74,18 @@ def _hint(message: worker_pb2.Begin) -> KeepHint | None:
 def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:
     """Makes the last update of an attempt that ends with an error."""
     return worker_pb2.Update(id=attempt, end=worker_pb2.End(error=error_to_pb(error)))
+
+
+def cursor_from_pb(message: worker_pb2.EventCursor) -> EventCursor:
+    return EventCursor(message.epoch, message.number, message.slot)
+
+
+def events_to_pb(page: EventPage) -> worker_pb2.EventPage:
+    after, cursor = (worker_pb2.EventCursor(**asdict(place)) for place in (page.after, page.cursor))
+    message = worker_pb2.EventPage(after=after, cursor=cursor)
+    for one in page.events:
+        message.events.add(kind=one.kind, tier=one.tier, keys=one.keys)
+    return message
 
 
 def status_to_pb(

@@ -18,7 +18,7 @@ from worker.attempts import Attempts
 from worker.job import Behaviour
 from worker.line import WorkerLine
 from worker.loop import CheckBooks, EngineWatch, Inbox, StepOutcome, WorkerLoop
-from worker.messages import status_to_pb
+from worker.messages import cursor_from_pb, events_to_pb, status_to_pb
 from worker.store import AsyncStore
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,9 @@ class WorkerService:
                     answer.info.CopyFrom(self.info)
                 case "status":
                     answer.status.CopyFrom(await self.status(ask.status.check))
+                case "events":
+                    page = await self._store.events(cursor_from_pb(ask.events.after))
+                    answer.events.CopyFrom(events_to_pb(page))
                 case _:
                     raise Unsupported("this worker does not know that question")
         except BatonError as error:

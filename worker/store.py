@@ -7,12 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kv_store.block_store import BlockStore, StoreStatus
+from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError
 from wire.ids import AttemptId
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
+EVENTS_WAIT_S = 1.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.004, 0.016
+"""Before a look for events, twice as long each time: many events come in one page, and an idle node costs little."""
 T = TypeVar("T")
 
 
@@ -30,6 +34,17 @@ class AsyncStore:
     async def check(self) -> list[str]:
         """Lists the problems in the books of the host tier."""
         return await self._call(self._store.check)
+
+    async def events(self, after: EventCursor) -> EventPage:
+        """Waits until there are events of the host tier's blocks behind a place; after EVENTS_WAIT_S lists none."""
+        pause_s, left_s = MIN_PAUSE_S, EVENTS_WAIT_S
+        while True:
+            await asyncio.sleep(pause_s)
+            page = await self._call(lambda: self._store.events(after))
+            if page.cursor != after or left_s <= 0:
+                return page
+            left_s -= pause_s
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and passes on the attempts that have none.

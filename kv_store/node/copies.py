@@ -73,6 +73,10 @@ class Copies:
         """Returns whether the arena may lose a block: one of these tiers has it, or it is a tail."""
         return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
 
+    def has(self, tier: Tier, slot: SlotId) -> bool:
+        """Returns whether a tier was given a copy of an indexed block."""
+        return bool(self._flags[slot] & _IN[tier])
+
     def unindex(self, slot: SlotId) -> None:
         """Drops the flags of a block that is not indexed any more."""
         if self._flags[slot]:

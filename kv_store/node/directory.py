@@ -34,11 +34,20 @@ from kv_store.node.directory_port import (
     Lease,
     Reservation,
 )
+from kv_store.node.event_log import (
+    EVENT_TIERS,
+    MAX_PAGE_BLOCKS,
+    NUM_PLACES,
+    BlockEvents,
+    EventCursor,
+    EventLog,
+    EventPage,
+)
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits, Sessions
 from kv_store.node.tombstones import Loss, Tombstones
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
-from wire.tier import COLD_TIERS, Cause, FarStatus, Miss, MissRun, Tier, Write, runs_of
+from wire.tier import COLD_TIERS, Cause, EventKind, FarStatus, Miss, MissRun, Tier, Write, runs_of
 
 _MAX_HELD_SHARE = 0.25
 """Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
@@ -72,6 +81,7 @@ class Directory(DirectoryPort):
     """The directory of `num_slots` slots, without their bytes; thread-safe. `clock` is monotonic, in seconds.
 
     order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.Copies`. keeps: bounds on hints.
+    num_events: places of the log.
     """
 
     def __init__(
@@ -86,10 +96,12 @@ class Directory(DirectoryPort):
         high_water: float = 0.75,
         writes: Mapping[Tier, Write] | None = None,
         keeps: KeepLimits = DEFAULT_LIMITS,
+        num_events: int = NUM_PLACES,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
         self._ledger = Ledger(num_slots, order, policy, self._bury_evicted)
         self._tombstones = Tombstones(num_slots, self._ledger.order.policy_name, clock)
+        self._log = EventLog(num_events)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
@@ -205,7 +217,11 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def mark_cold(self, tier: Tier, keys: Sequence[BlockKey]) -> int:
-        return sum([self._copies.add(tier, slot) for slot in self._find(keys)])
+        copied = {slot: key for key in keys if (slot := self._ledger.find(key)) is not None}
+        marked = [slot for slot in copied if self._copies.add(tier, slot)]
+        for slot in marked:
+            self._log.note(EventKind.STORED, tier, copied[slot])
+        return len(marked)
 
     @_exclusive
     def leave(self) -> int:
@@ -227,6 +243,18 @@ class Directory(DirectoryPort):
     def note_cold(self, cold: FarStatus) -> None:
         """Notes a cold tier as its writer finds it, for the processes that only read there."""
         self._cold[cold.tier] = cold
+
+    @_exclusive
+    def events(self, after: EventCursor) -> EventPage:
+        number, slot = self._log.number, after.slot
+        is_known = after.epoch == self._info.epoch and self._log.reaches(after.number)
+        if not is_known or not 0 <= slot < self._info.num_slots:
+            return self._with_slots(after, 0, [BlockEvents(EventKind.CLEARED, tier, []) for tier in EVENT_TIERS])
+        events = self._log.after(after.number, MAX_PAGE_BLOCKS)
+        if slot and number - after.number <= MAX_PAGE_BLOCKS:
+            return self._with_slots(after, slot, events)
+        last = min(number, after.number + MAX_PAGE_BLOCKS)
+        return EventPage(after, EventCursor(self._info.epoch, last, slot), events)
 
     @_exclusive
     def status(self) -> DirectoryStatus:
@@ -270,6 +298,17 @@ class Directory(DirectoryPort):
         problems = [problem for problem, holds in rules.items() if not holds]
         return self._ledger.check() + self._copies.check() + self._sessions.check() + problems
 
+    def _with_slots(self, after: EventCursor, first: int, events: list[BlockEvents]) -> EventPage:
+        """Adds a part of a snapshot to all events that there are, so that it holds with them."""
+        slots = self._ledger.pages[first : first + MAX_PAGE_BLOCKS]
+        full = [slot for slot in slots if not self._copies.is_tail(slot)]
+        there = {slot: key for slot in full if (key := self._ledger.key_of(slot)) is not None}
+        for tier in EVENT_TIERS:
+            keys = [key for slot, key in there.items() if tier is Tier.HOST or self._copies.has(tier, slot)]
+            events += [BlockEvents(EventKind.STORED, tier, keys)] if keys else []
+        next_slot = (first + len(slots)) % self._info.num_slots
+        return EventPage(after, EventCursor(self._info.epoch, self._log.number, next_slot), events)
+
     def _find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
 
@@ -293,6 +332,7 @@ class Directory(DirectoryPort):
         key, parent = self._ledger.key_of(slot), self._ledger.order.parent_of(slot)
         if key is not None and parent is not None and not self._copies.is_tail(slot):
             self._tombstones.bury(key, parent, loss, self._copies.is_safe(slot, COLD_TIERS))
+            self._log.note(EventKind.REMOVED, Tier.HOST, key)
 
     def _indexed(self) -> list[Block]:
         return [self._blocks.get(slot) for slot in self._ledger.pages if self._ledger.key_of(slot) is not None]
@@ -321,6 +361,7 @@ class Directory(DirectoryPort):
                 self._copies.index(block.slot)
             if is_new and not block.name.is_tail:
                 self._tombstones.index(block.name)
+                self._log.note(EventKind.STORED, Tier.HOST, block.name.key)
 
     def _touch(self, slots: Sequence[SlotId]) -> None:
         self._copies.restore(slots)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hin
 
 import msgpack
 
+from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
@@ -329,6 +330,14 @@ class DirectoryPort:
         """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found."""
 
     @_carried
+    def events(self, after: EventCursor, /) -> EventPage:
+        """Lists events of full blocks behind a place, at once and at most `MAX_PAGE_BLOCKS`; it may list none.
+
+        Of another epoch's place, or one that the log does not reach back to, all is CLEARED and a snapshot follows.
+        Of cold tiers only copies are told that are made of blocks in the arena, never their loss.
+        """
+
+    @_carried
     def status(self) -> DirectoryStatus: ...
 
     @_carried
@@ -344,5 +353,7 @@ class Greeting:
 
 
 CALLS = ServiceCodec(DirectoryPort)
-CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "status", "check"))
+CALLS_OF_ANY_EPOCH = frozenset(
+    ("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "events", "status", "check")
+)
 GREETING = ServiceCodec(Greeting)

@@ -1,18 +1,26 @@
 """The service `Cluster`, which the command line speaks to."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
 from router.router import Router
-from wire.errors import BatonError, Cancelled
+from router.workers.node_events import EventReader
+from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import QualifiedId, WorkerId
-from wire.pb import cluster_pb2
+from wire.limit import Limit
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterServicer
 from wire.pools import Addresses
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_SUBSCRIBERS = 8
+"""Of block events; each has its own reader, which looks at every node's directory up to 60 times a second."""
+NOWHERE = worker_pb2.EventCursor()
+MAX_CURSORS, MAX_EPOCH_CHARS = 1024, 64
 
 
 class ClusterApi(ClusterServicer):
@@ -22,6 +30,7 @@ class ClusterApi(ClusterServicer):
         self._router = router
         self._addresses = addresses
         self._port = router.port
+        self._subscribers = Limit(MAX_SUBSCRIBERS, "watches of block events are open")
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:  # noqa: N802
         router = self._router
@@ -76,6 +85,22 @@ class ClusterApi(ClusterServicer):
     ) -> cluster_pb2.ReloadKeysResponse:
         await self._port.reload_keys()
         return cluster_pb2.ReloadKeysResponse()
+
+    async def WatchBlocks(  # noqa: N802
+        self, request: cluster_pb2.WatchBlocksRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.EventPage]:
+        cursors = dict(request.after)
+        if len(cursors) > MAX_CURSORS or any(len(one.epoch) > MAX_EPOCH_CHARS for one in cursors.values()):
+            raise InvalidRequest(
+                "after", f"has over {MAX_CURSORS} nodes, or an epoch over {MAX_EPOCH_CHARS} characters"
+            )
+        members = self._router.members
+        with self._subscribers.taken(), EventReader(members, lambda one: cursors.get(one, NOWHERE)) as reader:
+            while True:
+                one = await reader.next()
+                if one.page is not None and one.page.cursor != one.page.after:
+                    cursors[one.node_id] = one.page.cursor
+                    yield one.page
 
     async def _add_report(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""

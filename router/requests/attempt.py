@@ -151,7 +151,7 @@ class Attempt:
     async def _prefill(self, route: Route, member: Member) -> None:
         """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
         self.request.summary.prefill_worker = member.id
-        with member.assigned(self.request.prepared.sampling.n, route.num_prompt_tokens):
+        with member.assigned(self.request.prepared.sampling.n, route.num_prompt_tokens, route.keys):
             await self._run_on(route, member, "prefill", self.request.services.holds.keep)
 
     async def _decode(self, route: Route) -> None:
@@ -168,7 +168,8 @@ class Attempt:
 
         choices = answer.unfinished
         num_tokens = sum(route.num_prompt_tokens + len(choice.output.ids) for choice in choices)
-        with member.assigned(len(choices), num_tokens), member.prefilling(route.num_new_tokens) as end_prefilling:
+        work = member.assigned(len(choices), num_tokens, route.keys)
+        with work, member.prefilling(route.num_new_tokens) as end_prefilling:
             await self._run_on(route, member, "decode", fetched)
         if not answer.has_ended:
             raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))

@@ -157,6 +157,10 @@ class Line:
         """Asks for the worker's status, with `check` for the faults of its books. Raises as `info` does."""
         return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
 
+    async def events(self, after: worker_pb2.EventCursor, timeout_s: float) -> worker_pb2.EventPage:
+        """Waits for block events of the worker's node behind a place, a second at most. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
+
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
         """Ends choices of an attempt that is under way; the worker goes on with the others."""
         self._outgoing.end_choices(attempt, indices)

@@ -1,12 +1,13 @@
 """The workers that the router knows: what each is, what it has been given, and whether more may be. Pure."""
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.workers.line import Line
 from wire.errors import PairRefused, WorkerNotFound
-from wire.ids import PROTOCOL_VERSION, WorkerId
+from wire.ids import PROTOCOL_VERSION, BlockKey, WorkerId
 from wire.pb import worker_pb2
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -19,6 +20,7 @@ class Member:
     """A worker of the pools. `num_choices` and `num_tokens` count assigned work that is not over.
 
     num_prompt_tokens: of prompts that went to a decode worker without prefill, and are not computed yet.
+    under_way: the blocks of the prompts of that work.
     engine_silent_s: how long ago its engine last finished a step, as of its last status; more if that did not come.
     """
 
@@ -30,6 +32,7 @@ class Member:
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     engine_silent_s: float = 0.0
+    under_way: dict[object, Sequence[BlockKey]] = field(default_factory=dict)
 
     @property
     def id(self) -> WorkerId:
@@ -43,14 +46,21 @@ class Member:
     def is_silent(self) -> bool:
         return self.engine_silent_s >= LONG_STEP_S
 
+    def num_under_way(self, keys: Sequence[BlockKey]) -> int:
+        """Counts the leading blocks of a prompt that this worker computes, or reads, for another prompt just now."""
+        return max((_num_common(keys, others) for others in self.under_way.values()), default=0)
+
     @contextmanager
-    def assigned(self, num_choices: int, num_tokens: int) -> Iterator[None]:
-        """Counts work as this worker's while the context lasts."""
+    def assigned(self, num_choices: int, num_tokens: int, keys: Sequence[BlockKey] = ()) -> Iterator[None]:
+        """Counts work as this worker's while the context lasts. keys: of the blocks of its prompt."""
+        work = object()
         self.num_choices += num_choices
         self.num_tokens += num_tokens
+        self.under_way[work] = keys
         try:
             yield
         finally:
+            del self.under_way[work]
             self.num_choices -= num_choices
             self.num_tokens -= num_tokens
 
@@ -148,3 +158,8 @@ class Members:
     def _require_equal(self, member: Member, what: str, equal: bool) -> None:
         if not equal:
             raise PairRefused(f"worker has another {what} than the router", worker_id=member.id)
+
+
+def _num_common(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
+    """Counts leading keys that are equal: behind one that differs all do, for keys are chained."""
+    return bisect_left(range(min(len(keys), len(others))), True, key=lambda place: keys[place] != others[place])

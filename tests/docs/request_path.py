@@ -41,6 +41,8 @@ NUM_TOKENS = 24
 """More than a block, so that decode fills one."""
 WORDS = "Tell me about the {} and the river, in as many words as it takes to come through two blocks of tokens."
 IN, ROUTER, PREFILL, DECODE, ALWAYS = "in", "router", "prefill", "decode, out", "also without a request"
+BESIDE = ("router/workers/node_events.py",)
+"""Files of tasks beside all requests: whether these run more often with one depends on the machine."""
 PACKAGE_TO_STEP = {"router": ROUTER, "worker": PREFILL, "decode_worker": DECODE}
 """A step begins with the first file of a package."""
 
@@ -74,7 +76,8 @@ class Recorder:
         """Returns the file of a function of the product, "" for any other."""
         path = code.co_filename
         is_product = path.startswith(self._packages) and "/wire/pb/" not in path and code.co_name != "<module>"
-        return path.removeprefix(f"{ROOT}/") if is_product else ""
+        file = path.removeprefix(f"{ROOT}/") if is_product else ""
+        return "" if file in BESIDE else file
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if self._is_on and event == "call":

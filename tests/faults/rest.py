@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from kv_store.frame import checksum_of
 from kv_store.node_store import HOLD_TTL_S
+from router.block_index import mark_of
 from tests.harness.cluster import WAIT_S
 from tests.harness.faulty_cluster import FaultyCluster
 from wire.ids import BlockKey
@@ -19,7 +20,7 @@ async def at_rest(cluster: FaultyCluster) -> None:
     await cluster.settle()
     await _no_more(lambda: [*_in_router(cluster), *_in_workers(cluster), *_in_flight(cluster)])
     cluster.clock.now += HOLD_TTL_S
-    await _no_more(lambda: [*_in_arena(cluster), *_contents(cluster)])
+    await _no_more(lambda: [*_in_arena(cluster), *_contents(cluster), *_in_index(cluster)])
     async with asyncio.timeout(WAIT_S):
         while await _in_status(cluster):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -78,6 +79,14 @@ def _in_arena(cluster: FaultyCluster) -> Iterator[str]:
     if status.num_holds or status.counts.free + status.counts.cached != status.counts.total:
         yield f"arena: {status.num_holds} holds, {status.counts}"
     yield from cluster.directory.check()
+
+
+def _in_index(cluster: FaultyCluster) -> Iterator[str]:
+    """I12: where workers are left, the router's index has the arena's blocks and no others."""
+    there = {mark_of(block.name.key) for block in cluster.directory.blocks() if not block.name.is_tail}
+    known = cluster.router.index.marks("")
+    if known != there and cluster.listed:
+        yield f"router: its index has {None if known is None else len(known)} blocks, the arena {len(there)}"
 
 
 def _contents(cluster: FaultyCluster) -> Iterator[str]:

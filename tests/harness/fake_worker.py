@@ -6,16 +6,20 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from kv_store.node.directory import Directory
+from kv_store.node.event_log import EventCursor
 from wire.convert import error_to_pb, tiers_to_pb
-from wire.errors import BatonError, DeadlineExceeded
+from wire.errors import BatonError, DeadlineExceeded, Unsupported
 from wire.ids import PROTOCOL_VERSION, AttemptId, WorkerId
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role
+from worker.messages import cursor_from_pb, events_to_pb
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 FINGERPRINT = b"a model's fingerprint"
+EVENT_LOOKS = 100
 CHARACTERS = "abcdefgh €äß😀\n"
 
 
@@ -37,6 +41,7 @@ class FakeWorker:
 
     Before it answers a prefill and before each token it waits for `may_go`, and raises `refusal` if there is one;
     asked for its status, `status_refusal`. says: its output, if it is to be another than the oracle's.
+    directory: of its block events, if it tells any.
     """
 
     worker_id: WorkerId
@@ -49,9 +54,12 @@ class FakeWorker:
     num_logprobs: int = 0
     says: str = ""
     epoch: str = ""
+    node_id: str = ""
     engine_silent_s: float = 0.0
     status_refusal: BatonError | None = None
     redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
+    directory: Directory | None = None
+    num_asked_events: int = 0
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
     prefills: list[worker_pb2.Begin] = field(default_factory=list)
@@ -76,6 +84,7 @@ class FakeWorker:
             num_blocks=self.num_blocks,
             num_arena_blocks=self.num_arena_blocks,
             pid=1,
+            node_id=self.node_id,
         )
 
     async def status(self, check: bool) -> worker_pb2.WorkerStatus:
@@ -88,6 +97,17 @@ class FakeWorker:
         status.tiers.add(tier="redis").MergeFrom(self.redis)
         status.problems.extend(["a page is lost"] if check and self.state == "broken" else [])
         return status
+
+    async def events(self, after: EventCursor) -> worker_pb2.EventPage:
+        """Waits for events as `AsyncStore` does. Raises Unsupported without a directory."""
+        if self.directory is None:
+            raise Unsupported("a worker of an earlier release")
+        self.num_asked_events += 1
+        for _ in range(EVENT_LOOKS):
+            if (page := self.directory.events(after)).cursor != after:
+                break
+            await asyncio.sleep(0.001)
+        return events_to_pb(page)
 
     def serve(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
         """The updates of an attempt, without their address."""
@@ -248,6 +268,8 @@ class FakeLine:
         try:
             if ask.HasField("info"):
                 answer.info.CopyFrom(await self._worker.info())
+            elif ask.HasField("events"):
+                answer.events.CopyFrom(await self._worker.events(cursor_from_pb(ask.events.after)))
             else:
                 answer.status.CopyFrom(await self._worker.status(ask.status.check))
         except BatonError as error:

@@ -1,7 +1,7 @@
 """A connection to a worker in this process, with faults to order."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from router.workers.local_transport import LocalTransport, WorkerPort
@@ -17,6 +17,7 @@ class Faults:
     bytes_per_s: how fast messages to the worker go; None, at once.
     fail_after: updates until the worker dies; None, never.
     drop: updates that never arrive, by their number on the connection, from 0.
+    spoil: changes the answers of a message, or takes some out.
     is_dead: the worker is no more, for this connection and later ones.
     """
 
@@ -24,6 +25,7 @@ class Faults:
     bytes_per_s: float | None = None
     fail_after: int | None = None
     drop: frozenset[int] = frozenset()
+    spoil: Callable[[list[worker_pb2.WorkerReply]], list[worker_pb2.WorkerReply]] = list
     is_dead: bool = False
 
 
@@ -51,7 +53,8 @@ class FaultyTransport(LocalTransport):
         await asyncio.sleep(self.faults.delay_s)
         self._require_alive()
         updates = self.survivors(response)
-        return worker_pb2.ConnectResponse(updates=updates, answers=response.answers, ended_holds=response.ended_holds)
+        answers = self.faults.spoil([*response.answers])
+        return worker_pb2.ConnectResponse(updates=updates, answers=answers, ended_holds=response.ended_holds)
 
     def survivors(self, response: worker_pb2.ConnectResponse) -> Iterator[worker_pb2.Update]:
         """Yields the updates that come through before the worker dies, if it does."""

@@ -1,20 +1,23 @@
 """The contract of a directory: of the books called directly, and of the same behind the socket."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from kv_store.node import directory as directory_module
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import Block, DirectoryPort, Entry, Hold
 from kv_store.node.directory_server import DirectoryServer
+from kv_store.node.event_log import BlockEvents, EventCursor, EventPage
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.ids import AttemptId, BlockKey, NamespaceRoot, SlotId
 from wire.names import BlockName, cover, digest_of
-from wire.tier import COLD_TIERS, FarStatus, Tier, Write
+from wire.tier import COLD_TIERS, EventKind, FarStatus, Tier, Write
 
 NUM_SLOTS = 8
 REQUEST = AttemptId("request")
@@ -85,6 +88,116 @@ def test_a_block_is_found_once_it_is_committed(served: Served) -> None:
     assert served.port.release(lease.lease_id)
     status = served.port.status()
     assert (status.hits, status.misses, status.num_leases) == (2, 1, 0)
+
+
+def followed(served: Served, after: EventCursor, blocks: dict[Tier, set[BlockKey]]) -> EventCursor:
+    """Applies all events that there are behind a place to `blocks`; returns the place behind them."""
+    while (page := served.port.events(after)).cursor != after:
+        assert page.after == after
+        after = applied(page, blocks)
+    return after
+
+
+def applied(page: EventPage, blocks: dict[Tier, set[BlockKey]]) -> EventCursor:
+    for one in page.events:
+        if one.kind is EventKind.STORED:
+            blocks[one.tier].update(one.keys)
+        elif one.kind is EventKind.REMOVED:
+            blocks[one.tier].difference_update(one.keys)
+        else:
+            blocks[one.tier] = set()
+    return page.cursor
+
+
+def test_events_tell_full_blocks_stored_copied_and_removed_in_order(served: Served) -> None:
+    start = served.port.events(EventCursor()).cursor
+    names = names_of(14)
+    served.publish(names)
+    served.port.mark_cold(Tier.REDIS, keys(names[:2]))
+    served.port.delete(keys(names[2:3]))
+    page = served.port.events(start)
+    assert page.events == [
+        BlockEvents(EventKind.STORED, Tier.HOST, keys(names[:3])),
+        BlockEvents(EventKind.STORED, Tier.REDIS, keys(names[:2])),
+        BlockEvents(EventKind.REMOVED, Tier.HOST, keys(names[2:3])),
+    ]
+    assert (page.after, page.cursor) == (start, replace(start, number=start.number + 6)), "the tail has no event"
+    assert served.port.events(replace(start, number=start.number + 5)).events == page.events[2:]
+    assert served.port.events(start) == page, "asking changes nothing"
+    assert served.port.events(page.cursor) == EventPage(page.cursor, page.cursor, [])
+
+
+def test_an_eviction_is_an_event(served: Served) -> None:
+    first, second = names_of(4 * NUM_SLOTS), names_of(8, first=1000)
+    served.publish(first)
+    after = served.port.events(EventCursor()).cursor
+    served.publish(second)
+    assert [(one.kind, len(one.keys)) for one in served.port.events(after).events] == [
+        (EventKind.REMOVED, 2),
+        (EventKind.STORED, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "strange", [EventCursor("another", 3), EventCursor("", 0, 2), EventCursor(number=1 << 63), EventCursor(slot=-1)]
+)
+def test_a_place_of_another_epoch_leads_to_a_snapshot(served: Served, strange: EventCursor) -> None:
+    names = names_of(10)
+    served.publish(names)
+    served.port.mark_cold(Tier.FILES, keys(names[:1]))
+    page = served.port.events(strange)
+    assert [one.kind for one in page.events[:3]] == [EventKind.CLEARED] * 3
+    assert {one.tier for one in page.events[:3]} == {Tier.HOST, *COLD_TIERS}
+    assert {one.tier: set(one.keys) for one in page.events[3:]} == {
+        Tier.HOST: {*keys(names[:2])},
+        Tier.FILES: {*keys(names[:1])},
+    }
+    assert page.cursor == EventCursor(served.port.info().epoch, 3)
+
+
+@pytest.mark.parametrize(("number", "slot"), [(1 << 63, 0), (-1, 0), (0, NUM_SLOTS), (0, -1)])
+def test_a_place_that_no_page_told_leads_to_a_snapshot(served: Served, number: int, slot: int) -> None:
+    place = EventCursor(served.port.info().epoch, number, slot)
+    assert served.port.events(place).events[0].kind is EventKind.CLEARED
+
+
+def test_a_subscriber_that_fell_behind_the_ring_gets_a_snapshot_and_goes_on() -> None:
+    directory = Directory(NUM_SLOTS, num_events=4)
+    served = Served(directory, directory, FakeClock())
+    blocks: dict[Tier, set[BlockKey]] = {}
+    place = followed(served, EventCursor(), blocks)
+    served.publish(names_of(16))
+    assert directory.events(place).events[0].kind is EventKind.STORED, "four events are all that the ring takes"
+    served.publish(names_of(4, first=1000))
+    assert directory.events(place).events[0].kind is EventKind.CLEARED
+    place = followed(served, place, blocks)
+    assert blocks[Tier.HOST] == {*keys(names_of(16)), *keys(names_of(4, first=1000))}
+    served.port.delete(keys(names_of(4)))
+    followed(served, place, blocks)
+    assert blocks[Tier.HOST] == {one.name.key for one in directory.blocks()}
+
+
+def test_a_snapshot_in_parts_is_exact_whatever_changes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "MAX_PAGE_BLOCKS", 3)
+    directory = Directory(NUM_SLOTS)
+    served = Served(directory, directory, FakeClock())
+    draw, blocks = random.Random(5), dict[Tier, set[BlockKey]]()
+    place = EventCursor()
+    for _ in range(300):
+        name = draw.choice([*names_of(40)[:10], *names_of(40, first=500)[:10]])
+        if draw.random() < 0.6:
+            served.publish([name])
+        else:
+            directory.delete([name.key])
+        page = directory.events(place)
+        assert sum(len(one.keys) for one in page.events) <= 3 * 2, "events, and slots of a snapshot"
+        if draw.random() < 0.05:
+            place = EventCursor()
+        elif draw.random() < 0.5:
+            place = applied(page, blocks)
+        if draw.random() < 0.2:
+            place = followed(served, place, blocks)
+            assert blocks[Tier.HOST] == {one.name.key for one in directory.blocks()}
 
 
 def test_what_is_there_gets_no_slot(served: Served) -> None:

@@ -11,12 +11,15 @@ from kv_store.node.block_reader import BlockReader, LocalBlocks
 from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import BlockSource
+from router.block_index import mark_of
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
 from wire.convert import tiers_from_pb
+from wire.ids import DEFAULT_TENANT
+from wire.names import cover
 from worker.assembly import PEER_TIMEOUT_S, Tiers
 
 MODEL = HashModel(LAYOUT, vocab_size=300)
@@ -103,13 +106,31 @@ async def test_the_next_turn_finds_the_answer_on_the_other_node(nodes: Nodes) ->
 
 async def test_blocks_spoilt_on_the_other_node_are_computed_again(nodes: Nodes) -> None:
     first = await nodes.generate(ask())
-    for block in nodes.nodes["b"].directory.blocks():
+    there = nodes.nodes["b"].directory
+    await until(lambda: len(there.blocks()) == 9)  # seven of the prompt, two of the answer, which may be on their way
+    for block in there.blocks():
         nodes.nodes["b"].arena.slot(block.slot)[3] ^= 1
     prompt = (*PROMPT, *first.token_ids[0], 5, 6)
     second = await nodes.generate(ask(prompt))
     cached = tiers_from_pb(second.complete.usage.cached_tokens)
     assert second.token_ids[0] == MODEL.oracle(prompt, 40)
     assert "peers" not in cached
+
+
+async def test_the_routers_index_comes_to_have_the_blocks_of_each_node(nodes: Nodes) -> None:
+    names = cover(nodes.router.dispatcher.root_of(DEFAULT_TENANT), PROMPT, LAYOUT.block_size)
+    await nodes.generate(ask())
+    index, addresses = nodes.router.index, nodes.addresses
+    for name, address in addresses.items():
+        there = nodes.nodes[name].directory
+        await until(lambda there=there, address=address: index.marks(address) == full_marks(there))  # type: ignore[misc]
+    assert index.match([name.key for name in names]) == dict.fromkeys(addresses.values(), 6)
+    nodes.nodes["a"].directory.delete([names[2].key])
+    await until(lambda: index.match([name.key for name in names]) == {addresses["a"]: 2, addresses["b"]: 6})
+
+
+def full_marks(directory: Directory) -> set[int]:
+    return {mark_of(block.name.key) for block in directory.blocks() if not block.name.is_tail}
 
 
 async def test_a_node_whose_port_is_gone_is_a_miss() -> None:

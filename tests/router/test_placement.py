@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from router.block_index import BlockIndex
 from router.placement import Placement, PrefixMap, Route
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
@@ -24,7 +25,9 @@ class Pools:
 
     def __init__(self) -> None:
         self.members = Members(FINGERPRINT, LAYOUT.encode())
-        self.placement = Placement(self.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1)
+        self.index = BlockIndex(LAYOUT)
+        self.prefixes = PrefixMap(100)
+        self.placement = Placement(self.members, self.prefixes, self.index, LAYOUT.block_size, wait_s=0.1)
 
     async def join(self, *names: str) -> None:
         for name in names:
@@ -104,7 +107,9 @@ async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: 
 
 async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pools: Pools) -> None:
     await pools.join("p0", "d0")
-    conditional = Placement(pools.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0)
+    conditional = Placement(
+        pools.members, PrefixMap(100), pools.index, LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0
+    )
 
     def uses_prefill() -> bool:
         return conditional.route(KEYS, NUM_PROMPT, frozenset()).prefill_node is not None
@@ -155,3 +160,47 @@ async def test_blocks_are_looked_for_on_the_nodes_of_workers_that_had_the_prefix
     assert addresses(next_turn, prefill) == ["b:1"]
     pools.members.remove(WorkerId("d0"))
     assert addresses(next_turn, prefill) == []
+
+
+def tell(pools: Pools, node_id: str, num_blocks: int) -> None:
+    """Lets the index know that a node has the first blocks of the prompt, and no others."""
+    page = worker_pb2.EventPage(node_id=node_id, after=pools.index.cursor(node_id))
+    page.cursor.CopyFrom(worker_pb2.EventCursor(epoch="e", number=page.after.number + 1))
+    page.events.add(kind="cleared", tier="host")
+    page.events.add(kind="stored", tier="host", keys=KEYS[:num_blocks])
+    pools.index.take(page)
+
+
+async def test_a_known_node_counts_by_its_blocks_and_another_by_what_it_was_sent(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0")
+    member = pools.members[WorkerId("p1")]
+    member.info.node_id, member.info.block_address = "other", "other:1"
+    tell(pools, "other", 2)
+    assert (pools.route().prefill_node, pools.route().cached) == ("other", {"p1": 8})
+    assert pools.placement.block_addresses(pools.route(), pools.members[WorkerId("p0")]) == ["other:1"]
+    pools.prefixes.record(KEYS, WorkerId("p0"))
+    pools.prefixes.record(KEYS, WorkerId("p1"))
+    assert pools.route().cached == {"p0": 12, "p1": 8}, "the first node is not known"
+    tell(pools, "", 0)
+    assert pools.route().cached == {"p1": 8}, "it lost what it was sent"
+    pools.index.break_off("other")
+    assert pools.route().cached == {"p1": 12}
+
+
+async def test_of_workers_on_a_known_node_that_cost_alike_the_one_sent_the_prompt_is_chosen(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0", "d1")
+    tell(pools, "", 3)
+    pools.prefixes.record(KEYS, WorkerId("p1"))
+    assert pools.prefill() == "p1"
+    with pools.members[WorkerId("p1")].assigned(1, 1):
+        assert pools.prefill() == "p0", "the arena has it for both"
+
+
+async def test_blocks_under_way_on_a_worker_count_as_its_own(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0")
+    tell(pools, "", 1)
+    other = BlockKey(bytes(32))
+    with pools.members[WorkerId("p1")].assigned(1, 3, [*KEYS[:2], other, other]):
+        assert pools.route().cached == {"p0": 4, "p1": 8, "d0": 4}
+    assert pools.route().cached == {"p0": 4, "p1": 4, "d0": 4}
+    assert not pools.members[WorkerId("p1")].under_way

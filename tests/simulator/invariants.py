@@ -1,4 +1,4 @@
-"""The invariants I1 to I11 over a simulated run, and the truth about every block that it may hold."""
+"""The invariants I1 to I12 over a simulated run, and the truth about every block that it may hold."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet

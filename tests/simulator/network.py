@@ -84,13 +84,17 @@ class Pipe:
 class Connection:
     """A Transport to a worker, and the context of its call there, which the worker's own servicer serves.
 
-    note: takes each message with the step that it is for the worker: begin or update.
+    note: takes each message with the step that it is for the worker: begin or update. num_lost_pages, num_old_pages: so
+    many of the next pages of block events do not come, or an earlier one comes in their place.
     """
 
     def __init__(
         self, process: Process, service: WorkerService, draw: random.Random, note: Callable[[str, str], None]
     ) -> None:
         self.to_worker, self.to_router = Pipe(draw), Pipe(draw)
+        self.num_lost_pages = self.num_old_pages = 0
+        self._pages: list[worker_pb2.EventPage] = []
+        self._draw = draw
         self._note = note
         self._loop = asyncio.get_running_loop()
         if process.is_dead:
@@ -144,7 +148,20 @@ class Connection:
         for update in response.updates:
             what = "end" if update.HasField("end") else ""
             self._note("update", f"{update.id} {_tokens_of(update)} {what}".rstrip())
+        for answer in [one for one in response.answers if one.HasField("events")]:
+            self._spoil(response, answer)
         await self.to_router.send(response.SerializeToString())
+
+    def _spoil(self, response: worker_pb2.ConnectResponse, answer: worker_pb2.WorkerReply) -> None:
+        """Loses a page of block events, or puts an earlier one in its place, if it is to be so."""
+        if self.num_lost_pages:
+            self.num_lost_pages -= 1
+            response.answers.remove(answer)
+        elif self.num_old_pages and self._pages:
+            self.num_old_pages -= 1
+            answer.events.CopyFrom(self._draw.choice(self._pages))
+        else:
+            self._pages.append(answer.events)
 
 
 class _Context:

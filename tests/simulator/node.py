@@ -32,6 +32,8 @@ from wire.ids import AttemptId, BlockKey
 from wire.layout import KVLayout
 
 WRITE_EVERY_S = 0.1
+NUM_EVENTS = 16
+"""So few that the router's index falls out of the ring now and then."""
 _ENDED = {"commit": "committed", "reserve": "reserved", "lease": "leased", "release": "released"}
 
 
@@ -99,6 +101,7 @@ class Node:
             block_bytes=block_bytes,
             order=EvictionOrder if self._layout.window is None else StartFirst,
             policy=HitDensity if self._layout.window is None else LeastRecentlyUsed,
+            num_events=NUM_EVENTS,
         )
         self.arena = self.map(self.path)
         self.writer = ColdWriter(self._layout, self.arena, self.directory, self._cold)
@@ -213,11 +216,11 @@ class DirectorySocket(_Channel):
 
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
         caller = self._caller
+        if method == "events":  # no step of a hand-off
+            return self._events(codec, arguments)
         caller.interleave()
         caller.step(method)
-        self._require_there()
-        if self._peer is not self._node.directory:
-            raise ConnectionError("the directory has hung up")
+        peer = self._require_connected()
         if caller.num_lost_calls:
             caller.num_lost_calls -= 1
             raise TimeoutError("the call was lost")
@@ -227,7 +230,7 @@ class DirectorySocket(_Channel):
             for value, hint in zip(call.arguments, call.hints, strict=True)
         ]
         try:
-            answer = self._node.call(caller, self._peer, method, own)
+            answer = self._node.call(caller, peer, method, own)
         except StoreError as error:
             answer = RefusedCall(error.message)
         if method in _ENDED:
@@ -245,10 +248,22 @@ class DirectorySocket(_Channel):
         self._names.add(own)
         return own
 
+    def _events(self, codec: ServiceCodec, arguments: tuple[Any, ...]) -> Any:
+        call = codec.decode_call(codec.encode_call("events", arguments)[LENGTH.size :])
+        answer = self._require_connected().events(*call.arguments)
+        return codec.decode_answer("events", codec.encode_answer(answer)[LENGTH.size :])
+
     def _require_there(self) -> None:
         self._caller.process.require_alive()
         if self._caller.clock() < self._node.away_until_s:
             raise ConnectionError("the directory does not answer")
+
+    def _require_connected(self) -> Directory:
+        """Returns the directory. Raises ConnectionError where it is away, or another one than was connected to."""
+        self._require_there()
+        if self._peer is not self._node.directory:
+            raise ConnectionError("the directory has hung up")
+        return self._node.directory
 
 
 class SimDirectoryClient(DirectoryClient):

@@ -82,6 +82,8 @@ class Kind(Enum):
     PEER_CUT = "block port breaks"
     PEER_SLOW = "block port slow"
     PEER_TWICE = "blocks come twice"
+    EVENTS_LOST = "events lost"
+    EVENTS_OLD = "events come again"
 
 
 LOSSES = (Kind.CRASH, Kind.BREAK, Kind.MUTE, Kind.DEAF, Kind.FAIL, Kind.HANG, Kind.NODE_GONE)

@@ -191,6 +191,17 @@ def _peer_twice(world: World, worker: SimWorker, amount: float) -> None:
         one.num_blocks_twice += 3
 
 
+def _events_lost(world: World, worker: SimWorker, amount: float) -> None:
+    for connection in (connection for one in world.alive for connection in one.connections):
+        connection.num_lost_pages += 3
+
+
+def _events_old(world: World, worker: SimWorker, amount: float) -> None:
+    """Pages come again, of a dead epoch where the directory has restarted since."""
+    for connection in (connection for one in world.alive for connection in one.connections):
+        connection.num_old_pages += 3
+
+
 def _cold_empty(world: World, worker: SimWorker, amount: float) -> None:
     world.redis.frames.clear()
 
@@ -247,4 +258,6 @@ _STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
     Kind.PEER_CUT: _peer_cut,
     Kind.PEER_SLOW: _peer_slow,
     Kind.PEER_TWICE: _peer_twice,
+    Kind.EVENTS_LOST: _events_lost,
+    Kind.EVENTS_OLD: _events_old,
 }

@@ -14,6 +14,8 @@ from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
+from kv_store.node.event_log import EventLog
+from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
 from router.requests.answer import ChoiceStream
@@ -25,6 +27,7 @@ from tests.simulator.world import reference, simulate
 from wire.names import BlockName
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
+from wire.tier import EventKind, Tier
 
 NUM_SEEDS = 30
 FAILED_ONCE: tuple[int, ...] = ()
@@ -87,6 +90,19 @@ def repeated_tokens(choice: ChoiceStream, tokens: worker_pb2.ChoiceTokens) -> pb
     return ACCEPT(choice, tokens)
 
 
+def take_without_clearing(index: BlockIndex, page: worker_pb2.EventPage) -> None:
+    kept = [events for events in page.events if events.kind != EventKind.CLEARED]
+    del page.events[:]
+    page.events.extend(kept)
+    TAKE(index, page)
+
+
+def note_stored(log: EventLog, kind: EventKind, tier: Tier, key: bytes) -> None:
+    if kind is EventKind.STORED:
+        NOTE(log, kind, tier, key)
+
+
+NOTE, TAKE = EventLog.note, BlockIndex.take
 ACCEPT, RELEASE, STATE = ChoiceStream.accept, Directory.release, Ledger.state
 PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a block of the arena is not checked": (
@@ -103,6 +119,8 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a deadline is late": (dispatch, "LAST_WORD_S", -5.0, {"I8"}),
     "a hold has no end": (HoldBudgets, "release", lambda *_: None, {"I10"}),
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
+    "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
+    "blocks that are gone have no event": (EventLog, "note", note_stored, {"I12"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""

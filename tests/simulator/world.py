@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
+from router.block_index import mark_of
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig
 from tests.harness.answer import ChoiceAnswer, Reader
 from tests.harness.assembled_worker import TOKEN
@@ -358,7 +359,7 @@ class World:
                 task.result()
 
     async def _rest(self) -> None:
-        """I1, I5 and I10: nothing is left behind."""
+        """I1, I5, I10 and I12: nothing is left behind."""
         while self._errands:
             await asyncio.wait(self._errands)
         end_s = self.loop.time() + MAX_REST_S
@@ -379,6 +380,14 @@ class World:
             yield from self._left_at(worker)
         for node in self.nodes:
             yield from self._left_on(node)
+            yield from self._misplaced_on(node)
+
+    def _misplaced_on(self, node: Node) -> Iterator[tuple[str, str]]:
+        """I12: where a node has workers, the router's index comes to have the blocks of its arena, and no others."""
+        there = {mark_of(block.name.key) for block in node.directory.blocks() if not block.name.is_tail}
+        known = self.router.parts.index.marks(node.name)
+        if known != there and any(worker.node is node for worker in self.alive):
+            yield "I12", f"the index knows {'nothing' if known is None else len(known)} of {len(there)} on {node.name}"
 
     def _left_on(self, node: Node) -> Iterator[tuple[str, str]]:
         status = node.directory.status()

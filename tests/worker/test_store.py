@@ -6,6 +6,8 @@ import pytest
 
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
+from kv_store.node.event_log import EventCursor, EventPage
+from tests.harness.cluster import until
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
@@ -21,6 +23,9 @@ class SlowStore:
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
+        self.place: EventCursor | None = None
+        self.is_away = False
+        self.num_looks = 0
         self.released: list[AttemptId] = []
 
     def fence(self) -> None: ...
@@ -47,6 +52,12 @@ class SlowStore:
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         assert self.may_answer.wait(20.0)
         self.released += attempt_ids
+
+    def events(self, after: EventCursor) -> EventPage:
+        self.num_looks += 1
+        if self.is_away:
+            raise StoreError("the directory does not answer")
+        return EventPage(after, self.place or after, [])
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)
@@ -96,3 +107,29 @@ async def test_a_cancellation_that_comes_with_the_answer_is_obeyed(
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+
+
+async def test_events_come_soon_after_they_are_there(slow: SlowStore) -> None:
+    store, place = AsyncStore(slow), EventCursor("epoch", 3)
+    waiting = asyncio.create_task(store.events(EventCursor("epoch", 2)))
+    await until(lambda: slow.num_looks > 2)
+    assert not waiting.done()
+    slow.place = place
+    assert (await waiting).cursor == place
+    await store.close()
+
+
+async def test_a_wait_for_events_is_bounded(slow: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "EVENTS_WAIT_S", 0.05)
+    store, place = AsyncStore(slow), EventCursor("epoch", 2)
+    assert await store.events(place) == EventPage(place, place, [])
+    assert 2 < slow.num_looks < 10, "with growing pauses"
+    await store.close()
+
+
+async def test_events_of_a_directory_that_is_away_are_an_error(slow: SlowStore) -> None:
+    slow.is_away = True
+    store = AsyncStore(slow)
+    with pytest.raises(StoreError, match="does not answer"):
+        await store.events(EventCursor())
+    await store.close()

@@ -186,3 +186,16 @@ class ReloadKeysRequest(_message.Message):
 class ReloadKeysResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ("after",)
+    class AfterEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _worker_pb2.EventCursor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_worker_pb2.EventCursor, _Mapping]] = ...) -> None: ...
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: _containers.MessageMap[str, _worker_pb2.EventCursor]
+    def __init__(self, after: _Optional[_Mapping[str, _worker_pb2.EventCursor]] = ...) -> None: ...

@@ -5,6 +5,7 @@ import warnings
 
 from wire.pb import cluster_pb2 as cluster__pb2
 from wire.pb import inference_pb2 as inference__pb2
+from wire.pb import worker_pb2 as worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -75,6 +76,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.ReloadKeysRequest.SerializeToString,
                 response_deserializer=cluster__pb2.ReloadKeysResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/baton.v1.Cluster/WatchBlocks',
+                request_serializer=cluster__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=worker__pb2.EventPage.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -137,6 +143,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """The block events of all nodes as they come, by names of blocks. A reader that falls behind gets a snapshot of the node
+        instead of what it missed, and a few subscribers at a time are served: RESOURCE_EXHAUSTED beyond.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +193,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ReloadKeys,
                     request_deserializer=cluster__pb2.ReloadKeysRequest.FromString,
                     response_serializer=cluster__pb2.ReloadKeysResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=cluster__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=worker__pb2.EventPage.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +416,33 @@ class Cluster:
             '/baton.v1.Cluster/ReloadKeys',
             cluster__pb2.ReloadKeysRequest.SerializeToString,
             cluster__pb2.ReloadKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Cluster/WatchBlocks',
+            cluster__pb2.WatchBlocksRequest.SerializeToString,
+            worker__pb2.EventPage.FromString,
             options,
             channel_credentials,
             insecure,

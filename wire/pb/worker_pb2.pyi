@@ -185,18 +185,58 @@ class Error(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., ids: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("number", "info", "status")
+    __slots__ = ("number", "info", "status", "events")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: GetInfo
     status: GetStatus
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ...) -> None: ...
+    events: GetEvents
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ..., events: _Optional[_Union[GetEvents, _Mapping]] = ...) -> None: ...
 
 class GetInfo(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetEvents(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: EventCursor
+    def __init__(self, after: _Optional[_Union[EventCursor, _Mapping]] = ...) -> None: ...
+
+class EventCursor(_message.Message):
+    __slots__ = ("epoch", "number", "slot")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    number: int
+    slot: int
+    def __init__(self, epoch: _Optional[str] = ..., number: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
+
+class EventPage(_message.Message):
+    __slots__ = ("node_id", "after", "cursor", "events")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    after: EventCursor
+    cursor: EventCursor
+    events: _containers.RepeatedCompositeFieldContainer[BlockEvents]
+    def __init__(self, node_id: _Optional[str] = ..., after: _Optional[_Union[EventCursor, _Mapping]] = ..., cursor: _Optional[_Union[EventCursor, _Mapping]] = ..., events: _Optional[_Iterable[_Union[BlockEvents, _Mapping]]] = ...) -> None: ...
+
+class BlockEvents(_message.Message):
+    __slots__ = ("kind", "tier", "keys")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    tier: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, kind: _Optional[str] = ..., tier: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GetStatus(_message.Message):
     __slots__ = ("check",)
@@ -205,16 +245,18 @@ class GetStatus(_message.Message):
     def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
 class WorkerReply(_message.Message):
-    __slots__ = ("number", "info", "status", "error")
+    __slots__ = ("number", "info", "status", "error", "events")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: WorkerInfo
     status: WorkerStatus
     error: Error
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    events: EventPage
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes")
