@@ -60,6 +60,7 @@ class FakeWorker:
     redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
     directory: Directory | None = None
     num_asked_events: int = 0
+    num_told_pages: int = 0
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
     prefills: list[worker_pb2.Begin] = field(default_factory=list)
@@ -107,6 +108,7 @@ class FakeWorker:
             if (page := self.directory.events(after)).cursor != after:
                 break
             await asyncio.sleep(0.001)
+        self.num_told_pages += page.cursor != after
         return events_to_pb(page)
 
     def serve(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:

@@ -193,7 +193,7 @@ def _peer_twice(world: World, worker: SimWorker, amount: float) -> None:
 
 def _events_lost(world: World, worker: SimWorker, amount: float) -> None:
     for connection in (connection for one in world.alive for connection in one.connections):
-        connection.num_lost_pages += 3
+        connection.num_lost_pages += 1
 
 
 def _events_old(world: World, worker: SimWorker, amount: float) -> None:
