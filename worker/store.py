@@ -37,13 +37,13 @@ class AsyncStore:
 
     async def events(self, after: EventCursor) -> EventPage:
         """Waits until there are events of the host tier's blocks behind a place; after EVENTS_WAIT_S lists none."""
-        pause_s, left_s = MIN_PAUSE_S, EVENTS_WAIT_S
+        now_s = asyncio.get_running_loop().time
+        pause_s, until_s = MIN_PAUSE_S, now_s() + EVENTS_WAIT_S
         while True:
             await asyncio.sleep(pause_s)
             page = await self._call(lambda: self._store.events(after))
-            if page.cursor != after or left_s <= 0:
+            if page.cursor != after or now_s() >= until_s:
                 return page
-            left_s -= pause_s
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
