@@ -1,6 +1,7 @@
 """Compiles every kernel for sm_90 with no device and prints a JSON list of what came out.
 
-A script, as Triton's interpreter cannot be left again in a process that has entered it.
+A script, as Triton's interpreter cannot be left again in a process that has entered it. Its arguments are dtypes with
+their head size, such as bf16:128.
 """
 
 import json
@@ -128,7 +129,7 @@ def compile_all(dtype: str, head_dim: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cases = [("bf16", 128), ("fp16", 80), ("fp32", 128)]
+    cases = [(dtype, int(head_dim)) for dtype, _, head_dim in (case.partition(":") for case in sys.argv[1:])]
     json.dump(
         [one | {"head_dim": head_dim} for dtype, head_dim in cases for one in compile_all(dtype, head_dim)], sys.stdout
     )

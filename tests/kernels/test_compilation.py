@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.pairs import RUNS_ALL
+
 ROOT = Path(__file__).parents[2]
 COMPILATION_S = 400
 """On a busy machine; 20 on a quiet one."""
 pytestmark = pytest.mark.timeout(COMPILATION_S)
 SHARED_BYTES_PER_PROGRAM = 227 * 1024
-DTYPES = (("bf16", 128), ("fp16", 80), ("fp32", 128))
+DTYPES = (("bf16", 128), ("fp16", 80), *([("fp32", 128)] if RUNS_ALL else []))
+"""Float32 is for tests, and its prompts take longest to compile."""
 ATTENTION = [
     f"{role}{what}"
     for role in ("decode", "prefill")
@@ -31,7 +34,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), *(f"{dtype}:{head_dim}" for dtype, head_dim in DTYPES)]
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=COMPILATION_S, check=False
     )
