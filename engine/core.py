@@ -187,7 +187,7 @@ class EngineCore:
 
     def check(self) -> list[str]:
         """Lists the faults of the pool's books; an empty list is a clean bill."""
-        problems = [*self.pool.ledger.check(), *self._rows.check()]
+        problems = [*self.pool.ledger.check(), *self._rows.check(int(self._runner.goes_ahead))]
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
             problems.append(f"{counts.owned + counts.published} pages have references though no request is here")
@@ -441,7 +441,7 @@ class EngineCore:
             self._events.append(Failed(sequence.choice.attempt_id, error))
 
     def _close(self, attempt_id: AttemptId) -> list[Sequence]:
-        """Ends what is left of a request; returns all its sequences."""
+        """Ends the sequences of a request that have not ended; returns all of them."""
         self._num_held.pop(attempt_id, None)
         sequences = self._table.remove(attempt_id)
         for sequence in sequences:

@@ -130,12 +130,12 @@ class DecodeRows:
             torch.arange(num_rows),
         )
 
-    def check(self) -> list[str]:
-        """Lists the rows that differ from their sequences; one may lack the latest page, which a step ahead has."""
+    def check(self, num_ahead: int = 0) -> list[str]:
+        """Lists the rows that differ from their sequences. num_ahead: latest pages that a step ahead may have alone."""
         return [
             f"row {row} is not its sequence's"
             for row, one in enumerate(self.sequences)
-            if not any(self._fits(row, one, len(one.kv.table) - num_more) for num_more in (0, 1))
+            if not any(self._fits(row, one, len(one.kv.table) - num_more) for num_more in range(num_ahead + 1))
         ]
 
     def _fits(self, row: int, sequence: Sequence, num_pages: int) -> bool:

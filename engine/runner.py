@@ -183,7 +183,7 @@ class Runner:
         return replace(gains, failed={one: faults.get(one, _non_finite()) for one in faulty}) if faulty else gains
 
     def _score(self, work: Work, logits: torch.Tensor) -> tuple[torch.Tensor, dict[Sequence, torch.Tensor]]:
-        """Scores the prompts of chunks; returns the logits to sample from, and the scores, as `Scores.numbers`.
+        """Scores the prompts of chunks; returns the logits to sample from, and the scores, as `RowScores.numbers`.
 
         ```
         rows of logits   ... decoding ... | chunk: scored, then sampled | chunk | ...

@@ -83,7 +83,7 @@ NO_MASKS = Masks((), torch.empty(0, 0, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
-class Scores:
+class RowScores:
     """Log-probabilities of rows, on a device.
 
     numbers: float64 [L, 1 + 2 * K]: of the row's token, NaN where a value of the row is no number; of the K likeliest
@@ -103,13 +103,13 @@ class Chosen:
     """
 
     token_ids: torch.Tensor
-    scores: Sequence[Scores] = ()
+    scores: Sequence[RowScores] = ()
     faults: Mapping[int, BatonError] = field(default_factory=dict)
 
     def among(self, token_ids: torch.Tensor, places: Sequence[int]) -> "Chosen":
         """Puts the rows at these places of `token_ids`, which it modifies."""
         token_ids[places] = self.token_ids
-        scores = [Scores([places[row] for row in one.rows], one.numbers) for one in self.scores]
+        scores = [RowScores([places[row] for row in one.rows], one.numbers) for one in self.scores]
         return Chosen(token_ids, scores, {places[row]: fault for row, fault in self.faults.items()})
 
 
@@ -178,7 +178,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> torch.Tensor:
-    """Scores the token that follows each row of `logits` [R, V] float32, as `Scores.numbers`, without waiting.
+    """Scores the token that follows each row of `logits` [R, V] float32, as `RowScores.numbers`, without waiting.
 
     Takes the rows by 64, so that their log-probabilities need little memory.
     """
@@ -192,7 +192,7 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> torch
 
 
 def logprobs_of(numbers: torch.Tensor) -> list[Logprobs]:
-    """Makes the log-probabilities of rows of `Scores.numbers`, on the host."""
+    """Makes the log-probabilities of rows of `RowScores.numbers`, on the host."""
     num = numbers.shape[1] // 2
     return [Logprobs(own, tuple(zip(map(int, rest[num:]), rest[:num], strict=True))) for own, *rest in numbers.tolist()]
 
@@ -318,10 +318,10 @@ class _Ranking:
     values: torch.Tensor
     ids: torch.Tensor
 
-    def scores(self, tokens: torch.Tensor) -> Scores:
+    def scores(self, tokens: torch.Tensor) -> RowScores:
         """Joins the log-probabilities of each chosen token and of the likeliest, and their ids."""
         chosen = self.logprobs.gather(1, tokens[self.index, None])
-        return Scores(self.rows, torch.cat([one.double() for one in (chosen, self.values, self.ids)], dim=1))
+        return RowScores(self.rows, torch.cat([one.double() for one in (chosen, self.values, self.ids)], dim=1))
 
 
 def _rankings(logits: torch.Tensor, draws: Sequence[Draw]) -> list[_Ranking]:

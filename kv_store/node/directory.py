@@ -38,9 +38,9 @@ from kv_store.node.event_log import (
     EVENT_TIERS,
     MAX_PAGE_BLOCKS,
     NUM_PLACES,
+    BlockEventLog,
     BlockEvents,
     EventCursor,
-    EventLog,
     EventPage,
 )
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits, Sessions
@@ -101,7 +101,7 @@ class Directory(DirectoryPort):
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
         self._ledger = Ledger(num_slots, order, policy, self._bury_evicted)
         self._tombstones = Tombstones(num_slots, self._ledger.order.policy_name, clock)
-        self._log = EventLog(num_events)
+        self._log = BlockEventLog(num_events)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
@@ -320,7 +320,7 @@ class Directory(DirectoryPort):
         return len(slots)
 
     def _forget(self, slot: SlotId) -> None:
-        """Drops what is known of a block that is not indexed any more."""
+        """Drops copies and session of a block that has left the index."""
         self._copies.unindex(slot)
         self._sessions.unindex(slot)
 

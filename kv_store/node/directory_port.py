@@ -41,7 +41,7 @@ def check_keep(keep_s: float) -> None:
 
 
 def check_session(session: bytes) -> None:
-    """Raises WireError for what is neither empty nor a digest."""
+    """Checks that a session is empty or a digest. Raises WireError."""
     if len(session) not in (0, 32):
         raise WireError(f"a session of {len(session)} bytes")
 

@@ -52,7 +52,7 @@ class EventPage:
     events: list[BlockEvents]
 
 
-class EventLog:
+class BlockEventLog:
     """The last `num_places` events of an epoch, 34 bytes each; `number` is the last one's, from 1. Not thread-safe."""
 
     def __init__(self, num_places: int = NUM_PLACES) -> None:

@@ -34,7 +34,7 @@ DEFAULT_LIMITS = KeepLimits()
 
 
 @dataclass(eq=False)
-class _Use:
+class _SessionUse:
     """The slots of a session's latest request, in the order of its blocks, and whether each is kept until `end_s`."""
 
     namespace: bytes
@@ -52,7 +52,7 @@ class Sessions:
         self._slots, self._order = ledger.pages, ledger.order
         self._copies = copies
         self._limits = limits
-        self._uses: dict[bytes, _Use] = {}
+        self._uses: dict[bytes, _SessionUse] = {}
         self._used_by: list[bytes | None] = [None] * ledger.num_pages
         self._is_shared = bytearray(ledger.num_pages)
         self._clock = clock
@@ -77,7 +77,7 @@ class Sessions:
         name = hint.session or self._new_name()
         self._end_keep(name)
         self._supersede(name, slots)
-        use = self._uses[name] = self._uses.get(name) or _Use(hint.namespace)
+        use = self._uses[name] = self._uses.get(name) or _SessionUse(hint.namespace)
         for slot in slots:
             if self._used_by[slot] != name:
                 self._is_shared[slot] = self._used_by[slot] is not None or self._is_shared[slot]
@@ -130,7 +130,7 @@ class Sessions:
 
     def _supersede(self, name: bytes, slots: Sequence[SlotId]) -> None:
         """Supersedes the blocks that a session has used and does not use now."""
-        still_used, use = {*slots}, self._uses.get(name, _Use(b""))
+        still_used, use = {*slots}, self._uses.get(name, _SessionUse(b""))
         for slot in [slot for slot in use.slots if slot not in still_used]:
             self._remove(slot)
             if not self._is_shared[slot]:
@@ -171,7 +171,7 @@ class Sessions:
 
     def _end_keep(self, name: bytes) -> None:
         self._ends.pop(name)
-        use = self._uses.get(name, _Use(b""))
+        use = self._uses.get(name, _SessionUse(b""))
         for slot, is_kept in use.slots.items():
             if is_kept:
                 use.slots[slot] = False
@@ -189,7 +189,7 @@ class Sessions:
             del self._uses[name]
             self._ends.pop(name)
 
-    def _count_ended(self, use: _Use, slot: SlotId) -> None:
+    def _count_ended(self, use: _SessionUse, slot: SlotId) -> None:
         self._order.end_keep(slot)
         self._num_kept[use.namespace] -= 1
         if not self._num_kept[use.namespace]:

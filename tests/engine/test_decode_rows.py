@@ -113,13 +113,13 @@ def test_the_batch_after_a_step_has_the_columns_that_the_rows_will_have() -> Non
         for row in full:
             sequence = rows.sequences[row]
             sequence.kv.table.extend([PageId(100 * sequence.handle + len(sequence.kv.table))])
-        assert rows.check() == []
+        assert rows.check(num_ahead=1) == []
         tokens = torch.arange(500, 500 + len(rows))
         after = rows.after(len(rows), tokens, full, [rows.sequences[row].kv.table[-1:][0] for row in full])
         rows.advance(tokens.numpy())
         for sequence, token in zip(rows.sequences, tokens.tolist(), strict=True):
             sequence.output_ids.append(token)
-        assert rows.check() == []
+        assert rows.check(num_ahead=1) == []
         rows.grow(full, [rows.sequences[row].kv.table[-1:][0] for row in full])
         assert rows.check() == []
         assert after.token_ids.tolist() == rows.token_ids[: len(rows)].tolist()

@@ -14,7 +14,7 @@ from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
-from kv_store.node.event_log import EventLog
+from kv_store.node.event_log import BlockEventLog
 from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -97,12 +97,12 @@ def take_without_clearing(index: BlockIndex, page: worker_pb2.EventPage) -> None
     TAKE(index, page)
 
 
-def note_stored(log: EventLog, kind: EventKind, tier: Tier, key: bytes) -> None:
+def note_stored(log: BlockEventLog, kind: EventKind, tier: Tier, key: bytes) -> None:
     if kind is EventKind.STORED:
         NOTE(log, kind, tier, key)
 
 
-NOTE, TAKE = EventLog.note, BlockIndex.take
+NOTE, TAKE = BlockEventLog.note, BlockIndex.take
 ACCEPT, RELEASE, STATE = ChoiceStream.accept, Directory.release, Ledger.state
 PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a block of the arena is not checked": (
@@ -120,7 +120,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a hold has no end": (HoldBudgets, "release", lambda *_: None, {"I10"}),
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
-    "blocks that are gone have no event": (EventLog, "note", note_stored, {"I12"}),
+    "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""
