@@ -1,6 +1,9 @@
 """Converts a checkpoint of the Llama architecture into llama.cpp's file, in the environment of llama.cpp.
 
-PYTHON -P benchmarks/gguf_file.py FOLDER FILE DTYPE
+    PYTHON -P benchmarks/gguf_file.py FOLDER FILE DTYPE
+    PYTHON -P benchmarks/gguf_file.py FOLDER FILE DTYPE TOKENIZER_FILE Q4_K_M
+
+With a fourth argument the file has the tokenizer of that GGUF file; with a fifth llama.cpp quantizes it to that type.
 """
 
 import json
@@ -12,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 
-def write_gguf(folder: Path, path: Path, dtype: str) -> None:
-    """Converts a checkpoint of the Llama architecture without a tokenizer. ValueError for any other."""
+def write_gguf(folder: Path, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
+    """Converts a checkpoint of the Llama architecture. ValueError for any other.
+
+    tokenizer: a GGUF file whose tokenizer is copied; the file has none without it.
+    """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
@@ -32,7 +38,13 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+    else:
+        for name, field in gguf.GGUFReader(tokenizer).fields.items():
+            if name.startswith("tokenizer."):
+                kinds = field.types
+                writer.add_key_value(name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     stored = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype]
     for name, values in _read_tensors(folder):
@@ -45,6 +57,16 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantize_gguf(source: Path, path: Path, kind: str) -> None:
+    """Lets llama.cpp quantize a file to one of its mixtures, such as Q4_K_M. ValueError where it refuses."""
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(path), settings):
+        raise ValueError(f"llama.cpp does not quantize {source} to {kind}")
 
 
 def interleave_halves(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
@@ -72,4 +94,8 @@ def _as_float32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float3
 
 
 if __name__ == "__main__":
-    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], *map(Path, sys.argv[4:5]))
+    if len(sys.argv) > 5:
+        whole = Path(sys.argv[2]).replace(Path(sys.argv[2] + ".whole"))
+        quantize_gguf(whole, Path(sys.argv[2]), sys.argv[5])
+        whole.unlink()
