@@ -44,4 +44,4 @@ step imports lint-imports
 step words python tests/docs/words.py
 step stubs stubs_are_current
 step kernels kernels_are_compiled
-step tests python -m pytest -n 2 "$@"
+step tests python -m pytest -n 3 "$@"

@@ -294,7 +294,7 @@ def test_handed_over_and_taken_over(model: Decoder, alone: Alone) -> None:
     assert Crowd(make_core(model, None, 512)).run([rest_of(run) for run in runs]) == [one[11:] for one in expected]
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16 if RUNS_ALL else 8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_in_any_mix(
     served: tuple[Path, tuple[str, ...]], model: Decoder, alone: Alone, draft: Decoder, seed: int

@@ -28,7 +28,7 @@ from wire.kv_policy import Dropping, parse_kv_policy
 from wire.sampling import Logprobs, SamplingParams
 
 LENGTHS = (1, 16, 17, 100) if RUNS_ALL else (1, 50)
-NUM_TOKENS, NUM_ROUNDS = (24, 2) if RUNS_ALL else (5, 1)
+NUM_TOKENS, NUM_ROUNDS = (24, 2) if RUNS_ALL else (3, 1)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, presence_penalty=0.2)
 ARCHITECTURES = ("llama-gqa", "mistral-window", "qwen3")
