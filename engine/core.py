@@ -241,9 +241,10 @@ class EngineCore:
 
         A row whose next token ends its sequence runs in vain, and a further page goes back with the sequence's others.
         """
+        if not self._runner.goes_ahead or isinstance(launched, Exception):
+            return
         rows, num_rows = self._rows, work.num_rows
-        decodes_all = num_rows == len(rows) == self._table.num_active and not (work.chunks or work.drafts)
-        if not self._runner.goes_ahead or not decodes_all or isinstance(launched, Exception):
+        if not num_rows == len(rows) == self._table.num_active or work.chunks or work.drafts:
             return
         ends_all = all(len(one.output_ids) + 1 >= one.ending.max_output for one in rows.sequences)
         if ends_all or rows.is_watched[:num_rows].any() or self._speculator.may_draft(rows, num_rows, num_rows):

@@ -89,6 +89,7 @@ class Runner:
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
         self._ahead: Ahead | None = None
+        self._goes_ahead = model.device.type != "cpu"
 
     @property
     def is_ahead(self) -> bool:
@@ -98,7 +99,7 @@ class Runner:
     @property
     def goes_ahead(self) -> bool:
         """Whether `launch_ahead` gains time: a CPU has none to spare while a step is read."""
-        return self._model.device.type != "cpu"
+        return self._goes_ahead
 
     def launch(self, work: Work) -> Launched | Exception:
         """Begins the forward pass of a step and the choice of its tokens; a GPU may be at them yet.
@@ -156,7 +157,7 @@ class Runner:
         if any(chunk.siblings for chunk in work.chunks):
             logits = select(logits, self._shared(work))
         chosen = _choose(logits, draws, found)
-        parts = [chosen.token_ids, *(one.numbers for one in chosen.scores), *scores.values()]
+        parts = [chosen.token_ids, *[one.numbers for one in chosen.scores], *scores.values()]
         return Launched(chosen, [*scores], Reading(parts))
 
     def _forward(self, work: Work) -> torch.Tensor:
@@ -169,7 +170,8 @@ class Runner:
     def _gains(self, work: Work, launched: Launched) -> Gains:
         chosen, (token_ids, *parts) = launched.chosen, launched.reading.wait()
         gained = token_ids.long().numpy()
-        gained[[*chosen.faults]] = -1
+        if chosen.faults:
+            gained[[*chosen.faults]] = -1
         found = [zip(one.rows, logprobs_of(part), strict=True) for one, part in zip(chosen.scores, parts, strict=False)]
         gains = Gains(self._sampled(work), gained, dict(chain.from_iterable(found)))
         faults = {gains.sequences[row]: fault for row, fault in chosen.faults.items()}

@@ -114,26 +114,30 @@ class Chosen:
 
 
 class Reading:
-    """Tensors of a device on their way to the host, in one copy. Several travel as float64, which holds ids and float32
-    as they are."""
+    """Tensors on their way to the host, those of a device in one copy.
+
+    Several of a device travel as float64, which holds ids and float32 as they are.
+    """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         """Begins the copy, behind the work queued so far on the current stream. Does not block."""
-        self._shapes = [one.shape for one in parts]
+        self._parts = parts
         self._copied: torch.Event | None = None
-        self._values = parts[0] if len(parts) == 1 else torch.cat([one.double().flatten() for one in parts])
-        if (device := self._values.device).type != "cpu" and self._values.numel():
-            host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
-            self._values = host.copy_(self._values, non_blocking=True)
-            self._copied = torch.Event(device)
-            self._copied.record(torch.accelerator.current_stream(device))
+        if (device := parts[0].device).type != "cpu":
+            values = parts[0] if len(parts) == 1 else torch.cat([one.double().flatten() for one in parts])
+            if values.numel():
+                self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                self._host.copy_(values, non_blocking=True)
+                self._copied = torch.Event(device)
+                self._copied.record(torch.accelerator.current_stream(device))
 
     def wait(self) -> list[torch.Tensor]:
         """Waits for the copy alone, and returns the tensors."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        pieces = self._values.cpu().split([one.numel() for one in self._shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        if self._copied is None:
+            return [one.cpu() for one in self._parts]
+        self._copied.synchronize()
+        pieces = self._host.split([one.numel() for one in self._parts])
+        return [piece.view(one.shape) for piece, one in zip(pieces, self._parts, strict=True)]
 
 
 @torch.inference_mode()
@@ -166,6 +170,13 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     The first of equals; -1 for a row with a value that is no number, or infinite.
     """
     # argmax takes NaN for the greatest, as amin takes it for the least.
+    if logits.is_cpu:
+        rows = logits.numpy()  # its operations take half the time of torch's for few rows
+        chosen = rows.argmax(-1)
+        with np.errstate(invalid="ignore"):  # a row of nothing but infinity
+            spans = rows[np.arange(len(rows)), chosen] - rows.min(-1)
+        chosen[~(spans < np.inf)] = -1
+        return torch.from_numpy(chosen)
     best = argmax(logits)
     span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
     return torch.where(span < torch.inf, best, -1)
