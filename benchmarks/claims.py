@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,6 +103,8 @@ def rows_of(kept: Mapping[str, Kept], only: str | None) -> dict[str, dict[str, A
 
 def main() -> None:
     options = parse(sys.argv[1:])
+    if options.write and find_spec("matplotlib") is None:
+        sys.exit("--write draws charts: pip install .[benchmarks]")
     real = plain_checkpoint(default_cache() / "smollm2-float32") if options.real else None
     kept = measure(choose(options.only, options.trace is not None, options.real), options.trace, real)
     rows = rows_of(kept, options.only)
