@@ -128,7 +128,7 @@ def replay(events: Sequence[Event], directory: Directory, clock: list[float], hi
         directory.commit("", written, None)
         directory.release(lease.lease_id)
         if event.is_end and (hint := hints(event)) is not None:
-            directory.retain(keys, hint)
+            directory.records.retain(keys, hint)
     return found
 
 
@@ -150,7 +150,7 @@ def row(events: Sequence[Event], policy: str, hint: str, sizes: Mapping[int, int
         clock = [0.0]
         directory = Directory(num_slots, lambda clock=clock: clock[0], policy=POLICIES[policy], keeps=limits)  # type: ignore[misc]
         ratios.append(computed(events, replay(events, directory, clock, HINTS[hint])) / least)
-        assert directory.check() == []
+        assert directory.records.check() == []
     return ratios
 
 

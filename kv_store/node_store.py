@@ -106,7 +106,7 @@ class NodeStore:
 
     def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
         parents = [b"" if name.parent == name.root_digest else name.parent for name in names]
-        runs = self._directory.why([name.key for name in names], parents)
+        runs = self._directory.records.why([name.key for name in names], parents)
         return [run.miss for run in runs for _ in range(run.num_blocks)]
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
@@ -120,7 +120,7 @@ class NodeStore:
 
     def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         keys = [*dict.fromkeys(name.key for name in names)]
-        self._or_else(0, lambda: self._directory.retain(keys, hint))
+        self._or_else(0, lambda: self._directory.records.retain(keys, hint))
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return self._or_else([], lambda: self._directory.renew(attempt_ids, HOLD_TTL_S))
@@ -129,10 +129,10 @@ class NodeStore:
         self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
 
     def events(self, after: EventCursor) -> EventPage:
-        return self._directory.events(after)
+        return self._directory.records.events(after)
 
     def status(self) -> StoreStatus:
-        ask: Callable[[], DirectoryStatus | None] = self._directory.status
+        ask: Callable[[], DirectoryStatus | None] = self._directory.records.status
         return StoreStatus(
             directory=self._or_else(None, ask),
             cold=self._far.status(),
@@ -142,7 +142,7 @@ class NodeStore:
         )
 
     def check(self) -> list[str]:
-        return self._or_else(["the directory is out of reach"], self._directory.check)
+        return self._or_else(["the directory is out of reach"], self._directory.records.check)
 
     def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str]) -> list[Tier]:
         lease = self._lease(names)
@@ -157,7 +157,7 @@ class NodeStore:
 
     def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
-        is_here = self._directory.exists([name.key for name in names])
+        is_here = self._directory.records.exists([name.key for name in names])
         missing = [place for place, here in enumerate(is_here) if not here]
         sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
         deadline = self._clock() + self.costs.budget_s(len(missing))

@@ -16,7 +16,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import CALLS, GREETING, LENGTH, ClientName, RefusedCall, ServiceCall, body_len
+from kv_store.node.directory_port import (
+    CALLS,
+    GREETING,
+    LENGTH,
+    ClientName,
+    RefusedCall,
+    ServiceCall,
+    body_len,
+    carry_out,
+)
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -146,7 +155,7 @@ class DirectoryServer:
             return
         client = (peer, client_id)
         self._newest[client] = max(number, self._newest.get(client, 0))
-        await _send(writer, self._directory.info())
+        await _send(writer, self._directory.attach())
         while True:
             call = CALLS.decode_call(await _receive(reader))
             if not peer.is_alive or self._newest[client] != number:
@@ -158,7 +167,7 @@ class DirectoryServer:
         given = zip(call.arguments, call.hints, strict=True)
         arguments = [peer.own(value) if hint == ClientName else value for value, hint in given]
         try:
-            return getattr(self._directory, call.method)(*arguments)
+            return carry_out(self._directory, call.method, arguments)
         except StoreError as error:
             return RefusedCall(error.message)
 
