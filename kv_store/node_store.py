@@ -32,7 +32,6 @@ from kv_store.node.directory_port import (
     KeepHint,
     Lease,
 )
-from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.unread import Unread
 from wire.errors import ConfigError, StoreError
@@ -55,6 +54,7 @@ class NodeStore:
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
+    costs: the durations that fetches learn from, and choose by.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class NodeStore:
         self._arena = arena
         self._is_arena_old = False
         self._directory = directory
-        self._far = FarTiers(cold, peer, clock, Costs(layout.block_size, clock))
+        self.costs = Costs(layout.block_size, clock)
+        self._far = FarTiers(cold, peer, clock, self.costs)
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -85,11 +86,6 @@ class NodeStore:
         self._unread = Unread(clock)
         self._is_passed_over = False
         self._num_corrupt = self._num_failed = 0
-
-    @property
-    def costs(self) -> Costs:
-        """The durations that fetches learn from, and choose by."""
-        return self._far.costs
 
     def fence(self) -> None:
         self._pool.fence()
@@ -127,9 +123,6 @@ class NodeStore:
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
-
-    def events(self, after: EventCursor) -> EventPage:
-        return self._directory.records.events(after)
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._directory.records.status

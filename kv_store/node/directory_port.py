@@ -26,6 +26,7 @@ from wire.tier import FarStatus, LedgerCounts, MissRun, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
 
 MAX_TTL_S = 3600.0
+MAX_WAIT_S = 10.0
 
 
 def check_ttl(ttl_s: float) -> None:
@@ -46,7 +47,14 @@ def check_session(session: bytes) -> None:
         raise WireError(f"a session of {len(session)} bytes")
 
 
+def check_wait(wait_s: float) -> None:
+    """Raises WireError for a wait that is negative, no number, or too long."""
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise WireError(f"a wait of {wait_s} s")
+
+
 TtlS = Annotated[float, check_ttl]
+WaitS = Annotated[float, check_wait]
 KeepS = Annotated[float, check_keep]
 SessionDigest = Annotated[bytes, check_session]
 ClientName = Annotated[str, "a name that a process gives to one of its writers or readers"]
@@ -291,6 +299,13 @@ class RecordsPort(_Calls):
         """
 
     @_carried
+    def wait_for_events(self, after: EventCursor, wait_s: WaitS, /) -> bool:
+        """Waits up to `wait_s` until `events` has something behind a place, and returns whether it has.
+
+        May return False earlier. Blocks neither other calls nor their connections.
+        """
+
+    @_carried
     def status(self) -> DirectoryStatus: ...
 
     @_carried
@@ -384,6 +399,9 @@ class Greeting:
 
 CALLS = ServiceCodec(DirectoryPort, RecordsPort)
 CALLS_OF_ANY_EPOCH = frozenset(
-    ("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "events", "status", "check")
+    (
+        *("attach", "exists", "delete", "renew", "release_holds", "mark_cold"),
+        *("events", "wait_for_events", "status", "check"),
+    )
 )
 GREETING = ServiceCodec(Greeting)

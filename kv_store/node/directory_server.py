@@ -26,6 +26,7 @@ from kv_store.node.directory_port import (
     body_len,
     carry_out,
 )
+from kv_store.node.event_log import EventCursor
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -160,7 +161,18 @@ class DirectoryServer:
             call = CALLS.decode_call(await _receive(reader))
             if not peer.is_alive or self._newest[client] != number:
                 return  # a call from before a death or a reconnect must not be done after it
+            if call.method == "wait_for_events":
+                await self._wait_for_events(*call.arguments)
+                call.arguments[1] = 0.0
             await _send(writer, self._answer(peer, call))
+
+    async def _wait_for_events(self, after: EventCursor, wait_s: float) -> None:
+        """Waits as the call does, but on the loop."""
+        news, records = asyncio.Event(), self._directory.records
+        with records.bell.waking(lambda: self._loop.call_soon_threadsafe(news.set)), suppress(TimeoutError):
+            if not records.wait_for_events(after, 0.0):
+                async with asyncio.timeout(wait_s):
+                    await news.wait()
 
     def _answer(self, peer: PeerProcess, call: ServiceCall) -> object:
         """Carries out a call, with the names that the process gives its writers and readers made its own."""

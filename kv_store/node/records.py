@@ -1,5 +1,6 @@
 """The records of a node's arena: events of its blocks, causes of misses, sessions, copies in cold tiers, and usage."""
 
+import threading
 from collections.abc import Mapping, Sequence
 
 from kv_store.node.books import Books, exclusive
@@ -14,6 +15,7 @@ class Records(RecordsPort):
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        self.bell = books.log.bell
 
     @exclusive
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -77,6 +79,11 @@ class Records(RecordsPort):
         last = min(number, after.number + MAX_PAGE_BLOCKS)
         return EventPage(after, EventCursor(epoch, last, slot), events)
 
+    def wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
+        news = threading.Event()
+        with self.bell.waking(news.set):
+            return self._has_events(after) or news.wait(wait_s)
+
     @exclusive
     def status(self) -> DirectoryStatus:
         books = self._books
@@ -101,6 +108,10 @@ class Records(RecordsPort):
     def check(self) -> list[str]:
         parts = (self._books.ledger, self._books.copies, self._books.sessions, self._books.claims)
         return [problem for part in parts for problem in part.check()]
+
+    @exclusive
+    def _has_events(self, after: EventCursor) -> bool:
+        return after != EventCursor(self._books.epoch, self._books.log.number)
 
     def _with_slots(self, after: EventCursor, first: int, events: list[BlockEvents]) -> EventPage:
         """Adds a part of a snapshot to all events that there are, so that it holds with them."""

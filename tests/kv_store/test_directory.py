@@ -1,7 +1,9 @@
 """The contract of a directory: of the books called directly, and of the same behind the socket."""
 
 import random
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -609,3 +611,28 @@ class TestShares:
         self.publish(directory, ROOT_A, 1000, 6)
         self.publish(directory, ROOT_A, 2000, 2)
         assert self.num_of(directory, ROOT_B) == 0
+
+
+def test_a_wait_for_events_ends_with_the_first_event(served: Served) -> None:
+    place = served.port.records.events(EventCursor()).cursor
+    with ThreadPoolExecutor(1) as waiter:
+        waiting = waiter.submit(served.port.records.wait_for_events, place, 10.0)
+        while not served.directory.records.bell._wakes:
+            time.sleep(0.001)
+        served.publish(names_of(10))
+        assert waiting.result(5.0)
+    assert served.port.records.events(place).events
+    assert not served.directory.records.bell._wakes
+
+
+def test_a_wait_for_events_that_are_there_ends_at_once(served: Served) -> None:
+    place = served.port.records.events(EventCursor()).cursor
+    served.publish(names_of(10))
+    assert served.port.records.wait_for_events(place, 10.0)
+    assert served.port.records.wait_for_events(EventCursor("another epoch", 3), 10.0)
+
+
+def test_a_wait_for_events_is_bounded(served: Served) -> None:
+    place = served.port.records.events(EventCursor()).cursor
+    assert not served.port.records.wait_for_events(place, 0.01)
+    assert not served.directory.records.bell._wakes

@@ -1,5 +1,6 @@
 """A directory among real processes and sockets: who is dead, who is merely silent, and who talks nonsense."""
 
+import math
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import CALLS, GREETING, LENGTH, EpochChanged, RefusedCall
 from kv_store.node.directory_server import DirectoryServer
+from kv_store.node.event_log import EventCursor
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
 from wire.ids import PROTOCOL_VERSION, SlotId
@@ -221,6 +224,9 @@ NONSENSE = [
     CALLS.encode_answer(1),
     CALLS.encode_call("__init__", ()),
     CALLS.encode_call("writer_died", ("good",)),
+    CALLS.encode_call("wait_for_events", (EventCursor(), -1.0)),
+    CALLS.encode_call("wait_for_events", (EventCursor(), 1e9)),
+    CALLS.encode_call("wait_for_events", (EventCursor(), math.nan)),
     CALLS.encode_call("_ask", ("status", [])),
     STATUS[:-1] + b"\xff",
 ]
@@ -387,3 +393,27 @@ def test_it_may_be_stopped_twice_or_before_it_was_started(tmp_path: Path) -> Non
     node = Node(tmp_path)
     node.stop()
     node.server.stop()
+
+
+def test_a_wait_for_events_keeps_no_other_call_waiting(node: Node) -> None:
+    with closing(DirectoryClient(node.path)) as client, ThreadPoolExecutor(1) as waiter:
+        place = client.records.events(EventCursor()).cursor
+        waiting = waiter.submit(client.records.wait_for_events, place, 8.0)
+        until(lambda: bool(node.directory.records.bell._wakes))
+        for _ in range(3):
+            client.records.status()
+        assert not waiting.done()
+        names = names_of(4)
+        client.commit("writer", committed(client.reserve("writer", names, None).slots, names), None)
+        assert waiting.result(5.0)
+
+
+def test_a_stop_ends_a_wait_for_events(node: Node) -> None:
+    with closing(DirectoryClient(node.path)) as client, ThreadPoolExecutor(1) as waiter:
+        place = client.records.events(EventCursor()).cursor
+        waiting = waiter.submit(client.records.wait_for_events, place, 8.0)
+        until(lambda: bool(node.directory.records.bell._wakes))
+        node.server.stop()
+        with pytest.raises(StoreError, match="does not answer"):
+            waiting.result(5.0)
+        assert not node.directory.records.bell._wakes

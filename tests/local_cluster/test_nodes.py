@@ -107,9 +107,7 @@ async def test_the_next_turn_finds_the_answer_on_the_other_node(nodes: Nodes) ->
 async def test_blocks_spoilt_on_the_other_node_are_computed_again(nodes: Nodes) -> None:
     first = await nodes.generate(ask())
     there = nodes.nodes["b"].directory.records
-    await until(
-        lambda: len(there.blocks()) == 9
-    )  # seven of the prompt, two of the answer, which may be on their way
+    await until(lambda: len(there.blocks()) == 9)  # seven of the prompt, two of the answer, which may be on their way
     for block in there.blocks():
         nodes.nodes["b"].arena.slot(block.slot)[3] ^= 1
     prompt = (*PROMPT, *first.token_ids[0], 5, 6)
