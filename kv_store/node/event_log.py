@@ -58,11 +58,11 @@ class Bell:
     """A list of waiting threads and loops, each woken once. Thread-safe."""
 
     def __init__(self) -> None:
-        self._wakes: list[Callable[[], None]] = []
+        self._wakes: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
     @contextmanager
-    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
         """Has the next `ring` within the context call `wake`, on the ringing thread."""
         with self._lock:
             self._wakes.append(wake)
