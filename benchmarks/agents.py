@@ -2,6 +2,7 @@
 
     python benchmarks/agents.py
     python benchmarks/agents.py --seed 2 --keep-share 0.5 --hints guess bound years
+    python benchmarks/agents.py --seed 101 --seeds 10 --hints none bound years
 
 Draws agents: 20 sessions at once, of 40 requests each, with tools of 1 to 60 s between them; one request in ten goes on
 from an earlier point. A request's answer becomes part of the next prompt. Simulated time, so the machine does not
@@ -11,15 +12,19 @@ on average. Clairvoyant: Belady's order, the block that is wanted latest goes fi
 Hints: `session` alone; `guess`: the tool's time as its caller guesses it, 0.5 to 2 times the true one; `bound`: 1 to 2
 times; `60 s` for each tool; all of these with 0 after the last request, and `no end` like `bound` without that; `years`
 for each tool in a quarter of the sessions, and `bound` in the others.
+
+--seeds: with more than one, each cell is the mean of as many seeds from --seed on, and the worst of them.
 """
 
 import argparse
 import hashlib
 import heapq
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 
 from benchmarks.eviction import clairvoyant_hits
 from kv_store.eviction.hit_density import HitDensity
@@ -128,7 +133,7 @@ def replay(events: Sequence[Event], directory: Directory, clock: list[float], hi
         directory.commit("", written, None)
         directory.release(lease.lease_id)
         if event.is_end and (hint := hints(event)) is not None:
-            directory.retain(keys, hint)
+            directory.records.retain(keys, hint)
     return found
 
 
@@ -150,7 +155,7 @@ def row(events: Sequence[Event], policy: str, hint: str, sizes: Mapping[int, int
         clock = [0.0]
         directory = Directory(num_slots, lambda clock=clock: clock[0], policy=POLICIES[policy], keeps=limits)  # type: ignore[misc]
         ratios.append(computed(events, replay(events, directory, clock, HINTS[hint])) / least)
-        assert directory.check() == []
+        assert directory.records.check() == []
     return ratios
 
 
@@ -162,25 +167,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--keep-share", type=float, default=0.75)
     parser.add_argument("--hints", nargs="+", choices=HINTS, default=[*HINTS])
     arguments = parser.parse_args()
-    events = draw(arguments.seed, arguments.sessions)
-    num_live, limits = average_live(events), KeepLimits(share=arguments.keep_share)
-    sizes = {num: clairvoyant(events, num) for num in (int(num_live * share) for share in arguments.shares)}
-    print(f"{len(events) // 2} requests of {arguments.sessions} sessions; {num_live} blocks are live on average")
+    limits = KeepLimits(share=arguments.keep_share)
+    each = [
+        table(draw(seed, arguments.sessions), arguments.shares, arguments.hints, limits)
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds)
+    ]
     print("| order | hints | " + " | ".join(f"{share:.0%}" for share in arguments.shares) + " |")
-    print("|---" * (2 + len(sizes)) + "|")
+    print("|---" * (2 + len(arguments.shares)) + "|")
+    for order, hint in each[0]:
+        columns = zip(*(rows[order, hint] for rows in each), strict=True)
+        print(f"| {order} | {hint} | " + " | ".join(_cell(ratios) for ratios in columns) + " |")
+
+
+def table(
+    events: Sequence[Event], shares: Sequence[float], hints: Sequence[str], limits: KeepLimits
+) -> dict[tuple[str, str], list[float]]:
+    """Returns the rows of one seed by order and hints, and says what was drawn."""
+    num_live = average_live(events)
+    sizes = {num: clairvoyant(events, num) for num in (int(num_live * share) for share in shares)}
+    sys.stderr.write(f"{len(events) // 2} requests; {num_live} blocks are live on average\n")
     endless = clairvoyant(events, 1 << 40)
-    _show("endless", "", [endless / least for least in sizes.values()])
-    _show("lru", "none", row(events, "lru", "none", sizes, limits))
-    for hint in arguments.hints:
-        _show("hit density", hint, row(events, "hit density", hint, sizes, limits))
+    rows = {("endless", ""): [endless / least for least in sizes.values()]}
+    rows["lru", "none"] = row(events, "lru", "none", sizes, limits)
+    return rows | {("hit density", hint): row(events, "hit density", hint, sizes, limits) for hint in hints}
 
 
-def _show(order: str, hint: str, ratios: Sequence[float]) -> None:
-    print(f"| {order} | {hint} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
+def _cell(ratios: Sequence[float]) -> str:
+    """Shows one seed's ratio, or mean and worst of several."""
+    return f"{ratios[0]:.2f}" if len(ratios) == 1 else f"{fmean(ratios):.2f} ({max(ratios):.2f})"
 
 
 if __name__ == "__main__":

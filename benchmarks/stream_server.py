@@ -55,6 +55,7 @@ from worker.config import MAX_SILENCE_S, BatchSettings, ServerSettings
 from worker.loop import Inbox
 from worker.server import WorkerServer
 from worker.service import WorkerService
+from worker.store import AsyncStore
 
 _TOKEN = CONFIG.cluster.token
 _CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))
@@ -131,9 +132,10 @@ async def _worker(interval_s: str) -> None:
     node = timeless_node()
     store = NodeStore(LAYOUT, node.arena, node.directory, [], DevicePool(LAYOUT, 1, torch.device("cpu")))
     engine: Any = PacedEngine(float(interval_s))
+    asynced = AsyncStore(store, node.directory.records)
     info = WorkerInfo(worker_id="decode-0", role="decode", vocab_size=VOCAB_SIZE)
     behaviour = decode_behaviour(BatchSettings(), LAYOUT.block_size)
-    service = WorkerService(info, behaviour, engine, Inbox(), store, lambda: None, MAX_SILENCE_S)
+    service = WorkerService(info, behaviour, engine, Inbox(), asynced, lambda: None, MAX_SILENCE_S)
     server = WorkerServer(service, ServerSettings(TOKEN))
     await service.start()
     await _serve(await server.start())

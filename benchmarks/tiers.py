@@ -128,7 +128,7 @@ class ArenaTurns:
         self._store = NodeStore(LAYOUT, self._arena, self._directory, [], pool)
 
     def empty(self) -> None:
-        self._directory.reject(self._directory.blocks())
+        self._directory.reject(self._directory.records.blocks())
 
     def publish(self) -> None:
         if self._store.write_through(self._names, self._pages, None) < len(self._names):
@@ -147,7 +147,7 @@ class FullDirectory:
         self._root = self._parent = hashlib.sha256(b"root").digest()
         before = psutil.Process().memory_info().rss
         self._directory = Directory(num_slots)
-        while self._directory.status().counts.free:
+        while self._directory.records.status().counts.free:
             self.begin_context()
             self.grow(NUM_IN_CONTEXT)
         self.bytes_per_block = (psutil.Process().memory_info().rss - before) / num_slots
@@ -329,8 +329,8 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
             "put to files": lambda: blocks.put(in_files),
         }
         lookups: dict[str, Work] = {
-            LOOKUP: lambda: look_up(asked, (directory, peer, in_redis, in_files)),
-            BARE_LOOKUP: lambda: [directory.exists(asked), client.ping()],
+            LOOKUP: lambda: look_up(asked, (directory.records, peer, in_redis, in_files)),
+            BARE_LOOKUP: lambda: [directory.records.exists(asked), client.ping()],
         }
         return take_turns(works, {"publish to the arena": arena.empty}, num_turns) | take_turns(
             lookups, {}, 10 * num_turns

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
-from kv_store.node.event_log import EventCursor, EventPage
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import FarStatus, Miss, Tier
@@ -60,9 +59,6 @@ class BlockStore(Protocol):
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Ends the holds of requests."""
-
-    def events(self, after: EventCursor) -> EventPage:
-        """Lists events of the host tier's blocks behind a place. Raises StoreError where nothing tells them."""
 
     def status(self) -> StoreStatus: ...
 

@@ -76,7 +76,7 @@ class Promotion:
         for tier in COLD_TIERS:  # other nodes may lose theirs
             keys = [block.name.key for source, block in self._promoted if source is tier]
             if keys:
-                self._directory.mark_cold(tier, keys)
+                self._directory.records.mark_cold(tier, keys)
         if self._blocks:
             self._directory.abandon(self._writer)
 

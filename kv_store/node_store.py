@@ -32,7 +32,6 @@ from kv_store.node.directory_port import (
     KeepHint,
     Lease,
 )
-from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.unread import Unread
 from wire.errors import ConfigError, StoreError
@@ -55,6 +54,7 @@ class NodeStore:
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
+    costs: the durations that fetches learn from, and choose by.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class NodeStore:
         self._arena = arena
         self._is_arena_old = False
         self._directory = directory
-        self._far = FarTiers(cold, peer, clock, Costs(layout.block_size, clock))
+        self.costs = Costs(layout.block_size, clock)
+        self._far = FarTiers(cold, peer, clock, self.costs)
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -85,11 +86,6 @@ class NodeStore:
         self._unread = Unread(clock)
         self._is_passed_over = False
         self._num_corrupt = self._num_failed = 0
-
-    @property
-    def costs(self) -> Costs:
-        """The durations that fetches learn from, and choose by."""
-        return self._far.costs
 
     def fence(self) -> None:
         self._pool.fence()
@@ -106,7 +102,7 @@ class NodeStore:
 
     def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
         parents = [b"" if name.parent == name.root_digest else name.parent for name in names]
-        runs = self._directory.why([name.key for name in names], parents)
+        runs = self._directory.records.why([name.key for name in names], parents)
         return [run.miss for run in runs for _ in range(run.num_blocks)]
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
@@ -120,7 +116,7 @@ class NodeStore:
 
     def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         keys = [*dict.fromkeys(name.key for name in names)]
-        self._or_else(0, lambda: self._directory.retain(keys, hint))
+        self._or_else(0, lambda: self._directory.records.retain(keys, hint))
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return self._or_else([], lambda: self._directory.renew(attempt_ids, HOLD_TTL_S))
@@ -128,11 +124,8 @@ class NodeStore:
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
 
-    def events(self, after: EventCursor) -> EventPage:
-        return self._directory.events(after)
-
     def status(self) -> StoreStatus:
-        ask: Callable[[], DirectoryStatus | None] = self._directory.status
+        ask: Callable[[], DirectoryStatus | None] = self._directory.records.status
         return StoreStatus(
             directory=self._or_else(None, ask),
             cold=self._far.status(),
@@ -142,7 +135,7 @@ class NodeStore:
         )
 
     def check(self) -> list[str]:
-        return self._or_else(["the directory is out of reach"], self._directory.check)
+        return self._or_else(["the directory is out of reach"], self._directory.records.check)
 
     def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str]) -> list[Tier]:
         lease = self._lease(names)
@@ -157,7 +150,7 @@ class NodeStore:
 
     def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
-        is_here = self._directory.exists([name.key for name in names])
+        is_here = self._directory.records.exists([name.key for name in names])
         missing = [place for place, here in enumerate(is_here) if not here]
         sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
         deadline = self._clock() + self.costs.budget_s(len(missing))

@@ -6,9 +6,7 @@ from contextlib import closing
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
-from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.tiers.tier_list import TierList
-from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import Cause, Miss, Tier
@@ -67,9 +65,6 @@ class PageStore:
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         pass
-
-    def events(self, after: EventCursor) -> EventPage:
-        raise StoreError("a store without a directory has no events")
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, self._tiers.status(), self._pool.layout.block_bytes)

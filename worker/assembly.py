@@ -39,6 +39,7 @@ from worker.config import WorkerConfig
 from worker.job import Behaviour
 from worker.loop import Inbox, WorkerLoop
 from worker.service import WorkerService
+from worker.store import AsyncStore
 
 PEER_TIMEOUT_S = 1.0
 """For each part of an answer of another node: computing a block is quicker."""
@@ -179,7 +180,7 @@ def assemble_on(
         behaviour,
         engine,
         inbox,
-        store,
+        AsyncStore(store, tiers.directory.records),
         on_broken,
         config.max_silence_s,
         threads.clock,

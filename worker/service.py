@@ -8,7 +8,6 @@ from concurrent.futures import Future
 
 from engine.core import EngineCore
 from engine.grammar.grammars import NO_GRAMMARS, Grammars
-from kv_store.block_store import BlockStore
 from wire import errors
 from wire.convert import error_to_pb
 from wire.errors import BatonError, Unavailable, Unsupported
@@ -36,7 +35,7 @@ class WorkerService:
         behaviour: Behaviour,
         engine: EngineCore,
         inbox: Inbox,
-        store: BlockStore,
+        store: AsyncStore,
         on_broken: Callable[[], None],
         max_silence_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -48,7 +47,7 @@ class WorkerService:
         on_broken: runs on any thread when the worker is of no use any more; again if a thread that hung goes on.
         """
         self.info = info
-        self._store = AsyncStore(store)
+        self._store = store
         self._lines: set[WorkerLine] = set()
         self._is_closed = False
         self._event_loop: asyncio.AbstractEventLoop | None = None

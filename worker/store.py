@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kv_store.block_store import BlockStore, StoreStatus
+from kv_store.node.directory_port import RecordsPort
 from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError
 from wire.ids import AttemptId
@@ -15,17 +16,25 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 EVENTS_WAIT_S = 1.0
-MIN_PAUSE_S, MAX_PAUSE_S = 0.004, 0.016
-"""Before a look for events, twice as long each time: many events come in one page, and an idle node costs little."""
+PAGE_PAUSE_S = 0.004
+"""Before a look for events, so that many come in one page."""
+LOOK_PAUSE_S = 0.016
+"""Before another look where the directory has not waited."""
 T = TypeVar("T")
 
 
 class AsyncStore:
-    """A store behind a thread, which makes one call after another. Raises StoreError for a failure or a timeout."""
+    """A store behind a thread, which makes one call after another. Raises StoreError for a failure or a timeout.
 
-    def __init__(self, store: BlockStore) -> None:
+    records: of the host tier's directory; a second thread waits for events there, one wait for all who ask.
+    """
+
+    def __init__(self, store: BlockStore, records: RecordsPort) -> None:
         self._store = store
+        self._records = records
         self._executor = ThreadPoolExecutor(1, "store-control")
+        self._event_executor = ThreadPoolExecutor(1, "store-events")
+        self._wait: asyncio.Future[bool] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def status(self) -> StoreStatus:
@@ -38,13 +47,14 @@ class AsyncStore:
     async def events(self, after: EventCursor) -> EventPage:
         """Waits until there are events of the host tier's blocks behind a place; after EVENTS_WAIT_S lists none."""
         now_s = asyncio.get_running_loop().time
-        pause_s, until_s = MIN_PAUSE_S, now_s() + EVENTS_WAIT_S
-        while True:
-            await asyncio.sleep(pause_s)
-            page = await self._call(lambda: self._store.events(after))
-            if page.cursor != after or now_s() >= until_s:
-                return page
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        until_s = now_s() + EVENTS_WAIT_S
+        await asyncio.sleep(PAGE_PAUSE_S)
+        page = await self._call(lambda: self._records.events(after))
+        while page.cursor == after and (left_s := until_s - now_s()) > 0:
+            if not await self._wait_for_events(after, left_s):
+                await asyncio.sleep(min(LOOK_PAUSE_S, max(0.0, until_s - now_s())))
+            page = await self._call(lambda: self._records.events(after))
+        return page
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and passes on the attempts that have none.
@@ -60,7 +70,8 @@ class AsyncStore:
     async def close(self) -> None:
         """Waits for calls under way, within the bound of each call."""
         await asyncio.gather(*self._tasks)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._event_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, work: Callable[[], T], then: Callable[[T], None], what: str) -> None:
         task = asyncio.create_task(self._do_or_log(work, then, what))
@@ -72,6 +83,18 @@ class AsyncStore:
             then(await self._call(work))
         except StoreError as error:
             log.warning("holds are not %s: %s", what, error)
+
+    async def _wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
+        """Joins the wait under way, or begins one; one for an older place ends at once. False for no event yet."""
+        if self._wait is None or self._wait.done():
+            loop = asyncio.get_running_loop()
+            self._wait = loop.run_in_executor(
+                self._event_executor, lambda: self._records.wait_for_events(after, wait_s)
+            )
+            self._wait.add_done_callback(lambda wait: wait.cancelled() or wait.exception())
+        wait = self._wait
+        await asyncio.wait([wait], timeout=wait_s)
+        return wait.done() and wait.result()
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:

@@ -72,10 +72,12 @@ class NodeActor:
         if self._directory is None:
             raise Unavailable("the node's service has not started")
         shares = from_json(Shares, shares_json, "shares")
-        await asyncio.to_thread(self._directory.set_shares, _by_digest(shares.by_digest))
+        await asyncio.to_thread(self._directory.records.set_shares, _by_digest(shares.by_digest))
 
     def _left(self, directory: Directory) -> Drained:
-        return Drained(0, directory.status().num_holds, directory.leave() if self._config.store.cold else 0)
+        return Drained(
+            0, directory.records.status().num_holds, directory.records.leave() if self._config.store.cold else 0
+        )
 
     async def stop(self) -> None:
         """Removes the arena's file and frees its memory; processes that map it read zeros."""
@@ -134,7 +136,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
             writes=writes,
             keeps=config.keeps,
         )
-        directory.set_shares(_by_digest(config.shares))
+        directory.records.set_shares(_by_digest(config.shares))
         server = DirectoryServer(directory, store.directory_path)
         server.start()
         parts.callback(server.stop)

@@ -36,7 +36,7 @@ class ArenaTier:
         self._counted = Counter[str]()
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._directory.exists(keys)
+        return self._directory.records.exists(keys)
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         lease = self._directory.lease(_ME, [name.key for name in names], _LEASE_TTL_S)

@@ -171,7 +171,7 @@ class LocalBlocks:
         self._counted = Counter[str]()
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._directory.exists(keys)
+        return self._directory.records.exists(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._directory.delete(keys)

@@ -152,7 +152,7 @@ class BlockServer:
         data = receive(connection, count * KEY_BYTES)
         keys = [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
         if verb == EXISTS:
-            connection.sendall(bytes(self._directory.exists(keys)))
+            connection.sendall(bytes(self._directory.records.exists(keys)))
         elif verb == DELETE:
             self._directory.delete(keys)
             connection.sendall(HERE)

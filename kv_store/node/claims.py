@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
-from kv_store.ledger import Ledger
+from kv_store.ledger import Ledger, PageState
 from kv_store.node.directory_port import Hold
 from wire.ids import AttemptId, SlotId
 from wire.names import BlockName
@@ -20,45 +20,72 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+class Ranking(Generic[K]):
+    """Keys by a number each, the lowest first. Every call takes a logarithm, amortised; stale entries go lazily."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[K, float] = {}
+        self._order: list[tuple[float, int, K]] = []
+        self._counter = count()
+
+    def put(self, key: K, rank: float) -> None:
+        """Gives a key its number, in place of an earlier one."""
+        self._ranks[key] = rank
+        heapq.heappush(self._order, (rank, next(self._counter), key))
+        if len(self._order) > 2 * len(self._ranks) + _MAX_STALE:
+            self._order = [(rank, next(self._counter), key) for key, rank in self._ranks.items()]
+            heapq.heapify(self._order)
+
+    def discard(self, key: K) -> None:
+        """Removes a key, if it is there."""
+        self._ranks.pop(key, None)
+
+    def rank_of(self, key: K) -> float | None:
+        return self._ranks.get(key)
+
+    def first(self) -> K | None:
+        """Returns the key of the lowest number; of equal numbers, the one that came first."""
+        while self._order:
+            rank, _, key = self._order[0]
+            if self._ranks.get(key) == rank:
+                return key
+            heapq.heappop(self._order)
+        return None
+
+
 class Expiring(Generic[K, V]):
     """Values by key, each until its end by `clock`; only `expire` takes out values past their end."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._values: dict[K, tuple[V, float]] = {}
-        self._order: list[tuple[float, int, K]] = []
-        self._counter = count()
+        self._values: dict[K, V] = {}
+        self._ends = Ranking[K]()
 
     def __len__(self) -> int:
         return len(self._values)
 
     def items(self) -> list[tuple[K, V]]:
-        return [(key, value) for key, (value, _) in self._values.items()]
+        return [*self._values.items()]
 
     def get(self, key: K) -> V | None:
-        return self._values[key][0] if key in self._values else None
+        return self._values.get(key)
 
     def put(self, key: K, value: V, ttl_s: float) -> None:
         """Stores a value. A known key keeps its end if that is later."""
+        self._values[key] = value
         end = self._clock() + ttl_s
-        if key in self._values:
-            end = max(end, self._values[key][1])
-        self._values[key] = (value, end)
-        heapq.heappush(self._order, (end, next(self._counter), key))
-        if len(self._order) > 2 * len(self._values) + _MAX_STALE:
-            self._order = [(end, next(self._counter), key) for key, (_, end) in self._values.items()]
-            heapq.heapify(self._order)
+        self._ends.put(key, max(end, self._ends.rank_of(key) or end))
 
     def pop(self, key: K) -> V | None:
-        return self._values.pop(key, (None, 0.0))[0]
+        self._ends.discard(key)
+        return self._values.pop(key, None)
 
     def expire(self) -> list[V]:
         """Takes out the values past their end, in the order of their ends."""
         now, expired = self._clock(), []
-        while self._order and self._order[0][0] <= now:
-            end, _, key = heapq.heappop(self._order)
-            if key in self._values and self._values[key][1] == end:
-                expired.append(self._values.pop(key)[0])
+        while (key := self._ends.first()) is not None and (self._ends.rank_of(key) or 0.0) <= now:
+            self._ends.discard(key)
+            expired.append(self._values.pop(key))
         return expired
 
 
@@ -220,3 +247,34 @@ class Reservations:
         for slot in slots:
             self._ledger.end_transfer(slot)
         return len(slots)
+
+
+class Claims:
+    """All claims on the slots of an arena."""
+
+    def __init__(self, ledger: Ledger[SlotId], clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self.leases = Leases(ledger, clock)
+        self.holds = Holds(ledger, clock)
+        self.reservations = Reservations(ledger)
+
+    def expire(self) -> None:
+        """Ends the leases and holds that have run out."""
+        self.leases.expire()
+        self.holds.expire()
+
+    def check(self) -> list[str]:
+        """Lists the faults of the books; an empty list is a clean bill."""
+        ledger, writing, references = self._ledger, self.reservations.transfers, self.holds.references
+        transfers = writing + self.leases.transfers
+        rules = {
+            "references differ from holds": all(
+                ledger.num_references(slot) == references[slot] for slot in ledger.pages
+            ),
+            "transfers differ from claims": all(ledger.num_transfers(slot) == transfers[slot] for slot in ledger.pages),
+            "a slot has two writers": all(num == 1 for num in writing.values()),
+            "a slot that is written to does not drain": all(
+                ledger.state(slot) is PageState.DRAINING for slot in writing
+            ),
+        }
+        return [problem for problem, holds in rules.items() if not holds]

@@ -67,7 +67,7 @@ class ColdWriter:
 
         Without blocks it asks a broken tier for a key that no block has, to find out whether the tier answers again.
         """
-        batch = self._directory.cold_candidates(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
+        batch = self._directory.lease_cold(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
         until = time.monotonic() + _LEASE_TTL_S / 2
         try:
@@ -80,8 +80,8 @@ class ColdWriter:
                 written.append(block.name.key)
         finally:
             held = self._directory.release(batch.lease_id)
-            self._directory.note_cold(self._cold.status())
-        return self._directory.mark_cold(self._cold.tier, written) if held else 0
+            self._directory.records.note_cold(self._cold.status())
+        return self._directory.records.mark_cold(self._cold.tier, written) if held else 0
 
     def _run(self) -> None:
         while not self.is_stopping:

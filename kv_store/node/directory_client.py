@@ -27,61 +27,46 @@ from wire.ids import PROTOCOL_VERSION
 
 
 class DirectoryClient(DirectoryPort):
-    """Thread-safe; each call is answered or has failed within `timeout_s`.
+    """Thread-safe; each call is answered or has failed within `timeout_s`, beside what it is to wait for events.
 
     A failed call is not repeated; the next one connects anew. After three failures in a row calls fail at once, but
-    for one every two seconds.
+    for one every two seconds. A wait for events has a connection of its own, and keeps no other call waiting.
     """
 
     def __init__(self, path: str, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel = _Channel(path, clock)
+        self._event_channel = _Channel(path, clock)
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._breaker = Breaker(clock)
         self._epoch: str | None = None
-        self._lock = threading.Lock()
 
     def close(self) -> None:
-        with self._lock:
-            self._channel.close()
+        """Closes the connections, the one for events once a wait that is under way is over."""
+        for channel in (self._channel, self._event_channel):
+            with channel.lock:
+                channel.close()
 
     def attach(self) -> DirectoryInfo:
-        with self._connected() as (info, _):
+        with self._channel.connected(self._timeout_s) as (info, _):
             self._epoch = info.epoch
             return info
 
     def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        with self._connected() as (info, deadline):
+        channel, timeout_s = self._channel, self._timeout_s
+        if method == "wait_for_events":
+            channel, timeout_s = self._event_channel, self._timeout_s + arguments[1]
+        with channel.connected(timeout_s) as (info, deadline):
             self._epoch = self._epoch or info.epoch
             is_meant = info.epoch == self._epoch or method in CALLS_OF_ANY_EPOCH
-            answer = self._channel.exchange(CALLS, method, arguments, deadline) if is_meant else None
+            answer = channel.exchange(CALLS, method, arguments, deadline) if is_meant else None
         if answer is None:
             raise EpochChanged("the directory has restarted")
         if isinstance(answer, RefusedCall):
             raise StoreError(answer.message)
         return answer
 
-    @contextmanager
-    def _connected(self) -> Iterator[tuple[DirectoryInfo, float]]:
-        """Lends the connection until the deadline that it gives; StoreError for any failure on it."""
-        deadline = self._clock() + self._timeout_s
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise StoreError("too many calls to the directory")
-        try:
-            if not self._breaker.allows():
-                raise StoreError("the directory is left alone for now")
-            yield self._channel.connect(deadline), deadline
-            self._breaker.succeeded()
-        except (OSError, WireError) as error:
-            self._breaker.failed()
-            self._channel.close()
-            raise StoreError(f"the directory does not answer: {error}") from error
-        finally:
-            self._lock.release()
-
 
 class _Channel:
-    """A blocking Unix socket; it connects when it has to.
+    """A blocking Unix socket for one call at a time; it connects when it has to.
 
     It closes after any failure, so that no answer is taken for that to another call. Deadlines are on `clock`.
     """
@@ -89,8 +74,28 @@ class _Channel:
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
         self._path = path
         self._clock = clock
+        self._breaker = Breaker(clock)
         self._socket: socket.socket | None = None
+        self.lock = threading.Lock()
         self._start_anew()
+
+    @contextmanager
+    def connected(self, timeout_s: float) -> Iterator[tuple[DirectoryInfo, float]]:
+        """Lends the connection until the deadline that it gives; StoreError for any failure on it."""
+        deadline = self._clock() + timeout_s
+        if not self.lock.acquire(timeout=timeout_s):
+            raise StoreError("too many calls to the directory")
+        try:
+            if not self._breaker.allows():
+                raise StoreError("the directory is left alone for now")
+            yield self.connect(deadline), deadline
+            self._breaker.succeeded()
+        except (OSError, WireError) as error:
+            self._breaker.failed()
+            self.close()
+            raise StoreError(f"the directory does not answer: {error}") from error
+        finally:
+            self.lock.release()
 
     def connect(self, deadline: float) -> DirectoryInfo:
         """Connects if need be. The server hears only the newest of one client's connections."""

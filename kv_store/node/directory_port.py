@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import msgpack
@@ -26,6 +26,7 @@ from wire.tier import FarStatus, LedgerCounts, MissRun, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
 
 MAX_TTL_S = 3600.0
+MAX_WAIT_S = 10.0
 
 
 def check_ttl(ttl_s: float) -> None:
@@ -46,7 +47,14 @@ def check_session(session: bytes) -> None:
         raise WireError(f"a session of {len(session)} bytes")
 
 
+def check_wait(wait_s: float) -> None:
+    """Raises WireError for a wait that is negative, no number, or too long."""
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise WireError(f"a wait of {wait_s} s")
+
+
 TtlS = Annotated[float, check_ttl]
+WaitS = Annotated[float, check_wait]
 KeepS = Annotated[float, check_keep]
 SessionDigest = Annotated[bytes, check_session]
 ClientName = Annotated[str, "a name that a process gives to one of its writers or readers"]
@@ -152,14 +160,18 @@ class RefusedCall:
 
 
 class ServiceCodec:
-    """The public methods of a class as calls. Arguments are positional.
+    """The public methods of classes as calls, each of a name of its own. Arguments are positional.
 
     `wire.typed_reader` lists the types that may be declared, and checks each value that arrives.
     """
 
-    def __init__(self, service: type) -> None:
-        public = [name for name, value in vars(service).items() if callable(value) and not name.startswith("_")]
-        self._hints = {name: get_type_hints(getattr(service, name), include_extras=True) for name in public}
+    def __init__(self, *ports: type) -> None:
+        self._hints = {
+            name: get_type_hints(value, include_extras=True)
+            for port in ports
+            for name, value in vars(port).items()
+            if callable(value) and not name.startswith("_")
+        }
         self._answers = {name: reader_of(hints.pop("return"), by_place) for name, hints in self._hints.items()}
         self._arguments = {
             name: fields_of(hints.values(), lambda *values: [*values]) for name, hints in self._hints.items()
@@ -223,45 +235,98 @@ _read_bool, _read_str = reader_of(bool, by_place), reader_of(str, by_place)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Method = Callable[Concatenate["DirectoryPort", P], T]
+C = TypeVar("C", bound="_Calls")
 
 
 class EpochChanged(StoreError):
     """The directory has restarted; slot numbers from before are void."""
 
 
-def _carried(method: _Method[P, T]) -> _Method[P, T]:
+class _Calls:
+    """Calls of a directory. Each raises StoreError if it cannot be carried out, and is bounded in time.
+
+    A client carries each call to a directory; an owner on its side overrides each with its work.
+    """
+
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        raise NotImplementedError(method)
+
+
+def _carried(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
     """Turns a declaration into the call itself."""
 
     @wraps(method)
-    def call(self: "DirectoryPort", /, *arguments: P.args, **_: P.kwargs) -> T:
+    def call(self: C, /, *arguments: P.args, **_: P.kwargs) -> T:
         answer: T = self._ask(method.__name__, arguments)
         return answer
 
     return call
 
 
-class DirectoryPort:
-    """The calls of a directory. Each raises StoreError if it cannot be carried out, and is bounded in time.
-
-    All but `CALLS_OF_ANY_EPOCH` go to one epoch, that of the first contact or of the last `attach`; EpochChanged if it
-    is over. A client carries each call to a directory; a directory overrides each with its work.
-    """
-
-    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        raise NotImplementedError(method)
-
-    @_carried
-    def info(self) -> DirectoryInfo:
-        """Returns the arena's path and geometry."""
-
-    @_carried
-    def attach(self) -> DirectoryInfo:
-        """Joins the directory's present epoch. The caller maps its arena before any other call."""
+class RecordsPort(_Calls):
+    """The calls about a directory's blocks that claim no slot."""
 
     @_carried
     def exists(self, keys: Sequence[BlockKey], /) -> list[bool]:
         """Returns for each key whether its block is in the arena."""
+
+    @_carried
+    def retain(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
+        """Notes the blocks that a session's request has used, in their order; counts the kept ones.
+
+        Blocks that the session's request before it used, and this one does not, are evicted before others. Blocks of
+        another namespace than the hint's stay as they are.
+        """
+
+    @_carried
+    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes], /) -> list[MissRun]:
+        """Finds the causes of full blocks that a lookup has not found, of one prompt and in its order.
+
+        parents: the key of the block before each; empty for the first one under a root. BEHIND for a block that the
+        arena has; ELSEWHERE for an evicted one of which a cold tier was given a copy. Runs count blocks as tokens.
+        """
+
+    @_carried
+    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey], /) -> int:
+        """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found."""
+
+    @_carried
+    def events(self, after: EventCursor, /) -> EventPage:
+        """Lists events of full blocks behind a place, at once and at most `MAX_PAGE_BLOCKS`; it may list none.
+
+        Of another epoch's place, or one that the log does not reach back to, all is CLEARED and a snapshot follows.
+        Of cold tiers only copies are told that are made of blocks in the arena, never their loss.
+        """
+
+    @_carried
+    def wait_for_events(self, after: EventCursor, wait_s: WaitS, /) -> bool:
+        """Waits up to `wait_s` until `events` has something behind a place, and returns whether it has.
+
+        May return False earlier. Blocks neither other calls nor their connections.
+        """
+
+    @_carried
+    def status(self) -> DirectoryStatus: ...
+
+    @_carried
+    def check(self) -> list[str]:
+        """Lists the faults of the books; an empty list is a clean bill."""
+
+
+class DirectoryPort(_Calls):
+    """The calls of a directory that claim slots, or free them; `records` has the others.
+
+    All but `CALLS_OF_ANY_EPOCH` go to one epoch, that of the first contact or of the last `attach`; EpochChanged if it
+    is over.
+    """
+
+    @cached_property
+    def records(self) -> RecordsPort:
+        return _CarriedRecords(self._ask)
+
+    @_carried
+    def attach(self) -> DirectoryInfo:
+        """Joins the directory's present epoch. The caller maps its arena before any other call."""
 
     @_carried
     def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
@@ -299,22 +364,6 @@ class DirectoryPort:
         """Unindexes blocks, whatever their bytes, and counts them."""
 
     @_carried
-    def retain(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
-        """Notes the blocks that a session's request has used, in their order; counts the kept ones.
-
-        Blocks that the session's request before it used, and this one does not, are evicted before others. Blocks of
-        another namespace than the hint's stay as they are.
-        """
-
-    @_carried
-    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes], /) -> list[MissRun]:
-        """Finds the causes of full blocks that a lookup has not found, of one prompt and in its order.
-
-        parents: the key of the block before each; empty for the first one under a root. BEHIND for a block that the
-        arena has; ELSEWHERE for an evicted one of which a cold tier was given a copy. Runs count blocks as tokens.
-        """
-
-    @_carried
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:
         """Prolongs the holds of attempts to `ttl_s` seconds from now; returns the attempts that hold no block.
 
@@ -325,24 +374,20 @@ class DirectoryPort:
     def release_holds(self, attempt_ids: Sequence[AttemptId], /) -> int:
         """Ends the holds of requests, and counts the requests that held a block."""
 
-    @_carried
-    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey], /) -> int:
-        """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found."""
 
-    @_carried
-    def events(self, after: EventCursor, /) -> EventPage:
-        """Lists events of full blocks behind a place, at once and at most `MAX_PAGE_BLOCKS`; it may list none.
+class _CarriedRecords(RecordsPort):
+    """Records behind the same way as their directory."""
 
-        Of another epoch's place, or one that the log does not reach back to, all is CLEARED and a snapshot follows.
-        Of cold tiers only copies are told that are made of blocks in the arena, never their loss.
-        """
+    def __init__(self, ask: Callable[[str, tuple[Any, ...]], Any]) -> None:
+        self._carry = ask
 
-    @_carried
-    def status(self) -> DirectoryStatus: ...
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        return self._carry(method, arguments)
 
-    @_carried
-    def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+
+def carry_out(directory: DirectoryPort, method: str, arguments: Sequence[Any]) -> Any:
+    """Carries out a call by the port that declares it."""
+    return getattr(directory.records if method in vars(RecordsPort) else directory, method)(*arguments)
 
 
 class Greeting:
@@ -352,8 +397,11 @@ class Greeting:
         """Introduces a client."""
 
 
-CALLS = ServiceCodec(DirectoryPort)
+CALLS = ServiceCodec(DirectoryPort, RecordsPort)
 CALLS_OF_ANY_EPOCH = frozenset(
-    ("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "events", "status", "check")
+    (
+        *("attach", "exists", "delete", "renew", "release_holds", "mark_cold"),
+        *("events", "wait_for_events", "status", "check"),
+    )
 )
 GREETING = ServiceCodec(Greeting)

@@ -16,7 +16,17 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import CALLS, GREETING, LENGTH, ClientName, RefusedCall, ServiceCall, body_len
+from kv_store.node.directory_port import (
+    CALLS,
+    GREETING,
+    LENGTH,
+    ClientName,
+    RefusedCall,
+    ServiceCall,
+    body_len,
+    carry_out,
+)
+from kv_store.node.event_log import EventCursor
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -146,19 +156,30 @@ class DirectoryServer:
             return
         client = (peer, client_id)
         self._newest[client] = max(number, self._newest.get(client, 0))
-        await _send(writer, self._directory.info())
+        await _send(writer, self._directory.attach())
         while True:
             call = CALLS.decode_call(await _receive(reader))
             if not peer.is_alive or self._newest[client] != number:
                 return  # a call from before a death or a reconnect must not be done after it
+            if call.method == "wait_for_events":
+                await self._wait_for_events(*call.arguments)
+                call.arguments[1] = 0.0
             await _send(writer, self._answer(peer, call))
+
+    async def _wait_for_events(self, after: EventCursor, wait_s: float) -> None:
+        """Waits as the call does, but on the loop."""
+        news, records = asyncio.Event(), self._directory.records
+        with records.bell.waking(lambda: self._loop.call_soon_threadsafe(news.set)), suppress(TimeoutError):
+            if not records.wait_for_events(after, 0.0):
+                async with asyncio.timeout(wait_s):
+                    await news.wait()
 
     def _answer(self, peer: PeerProcess, call: ServiceCall) -> object:
         """Carries out a call, with the names that the process gives its writers and readers made its own."""
         given = zip(call.arguments, call.hints, strict=True)
         arguments = [peer.own(value) if hint == ClientName else value for value, hint in given]
         try:
-            return getattr(self._directory, call.method)(*arguments)
+            return carry_out(self._directory, call.method, arguments)
         except StoreError as error:
             return RefusedCall(error.message)
 

@@ -10,7 +10,9 @@ nothing, so that a lost one is asked for again, and one that does not continue t
 """
 
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -52,11 +54,42 @@ class EventPage:
     events: list[BlockEvents]
 
 
+class Bell:
+    """A list of waiting threads and loops, each woken once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._wakes: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Has the next `ring` within the context call `wake`, on the ringing thread."""
+        with self._lock:
+            self._wakes.append(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakes = [one for one in self._wakes if one is not wake]
+
+    def ring(self) -> None:
+        """Wakes all that wait; costs next to nothing where none does."""
+        if self._wakes:
+            with self._lock:
+                wakes, self._wakes = self._wakes, []
+            for wake in wakes:
+                wake()
+
+
 class BlockEventLog:
-    """The last `num_places` events of an epoch, 34 bytes each; `number` is the last one's, from 1. Not thread-safe."""
+    """The last `num_places` events of an epoch, 34 bytes each; `number` is the last one's, from 1. Not thread-safe.
+
+    bell: rings at each event.
+    """
 
     def __init__(self, num_places: int = NUM_PLACES) -> None:
         self.number = 0
+        self.bell = Bell()
         self._num_places = num_places
         self._ring = bytearray(num_places * _EVENT.size)
 
@@ -65,6 +98,7 @@ class BlockEventLog:
         at = self.number % self._num_places * _EVENT.size
         _EVENT.pack_into(self._ring, at, _KINDS.index(kind), EVENT_TIERS.index(tier), key)
         self.number += 1
+        self.bell.ring()
 
     def reaches(self, number: int) -> bool:
         """Tells whether all events behind a number are in the ring."""

@@ -8,15 +8,12 @@ Every list here is of indexed slots, each in one list at most, so that requests 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 
 from kv_store.ledger import Ledger
-from kv_store.node.claims import Expiring
+from kv_store.node.claims import Expiring, Ranking
 from kv_store.node.copies import Copies
 from kv_store.node.directory_port import KeepHint
 from wire.ids import SlotId
-
-_MAX_STALE = 1024
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Sessions:
         self._clock = clock
         self._ends: Expiring[bytes, bytes] = Expiring(clock)
         self._num_kept = Counter[bytes]()
-        self._latest: dict[bytes, list[tuple[float, bytes]]] = {}
+        self._latest: dict[bytes, Ranking[bytes]] = {}
         self._num_unnamed = 0
 
     @property
@@ -117,9 +114,7 @@ class Sessions:
             "the counts of kept slots differ from the slots": +self._num_kept
             == Counter(use.namespace for _, use in kept),
             "a session without blocks is remembered": all(use.slots for use in self._uses.values()),
-            "ended times are remembered": all(
-                len(one) <= 2 * len(self._slots) + _MAX_STALE for one in self._latest.values()
-            ),
+            "the namespaces with kept slots differ from the slots": self._latest.keys() == {*self._num_kept},
         }
         return [problem for problem, holds in rules.items() if not holds]
 
@@ -144,34 +139,22 @@ class Sessions:
             self._order.keep(slot, use.end_s)
         self._num_kept[use.namespace] += len(use.slots)
         self._ends.put(name, name, keep_s)
-        latest = self._latest.setdefault(use.namespace, [])
-        heappush(latest, (-use.end_s, name))
-        if len(latest) > 2 * len(self._uses) + _MAX_STALE:
-            latest[:] = {entry for entry in latest if self._is_kept(entry)}
-            heapify(latest)
+        self._latest.setdefault(use.namespace, Ranking()).put(name, -use.end_s)
 
     def _shorten(self, namespace: bytes, most: int) -> None:
         """Ends the keeping of a namespace's blocks beyond `most`, of the latest end first."""
-        while (num_more := self._num_kept[namespace] - most) > 0:
-            entry = self._latest[namespace][0]
-            kept = []
-            if self._is_kept(entry):
-                use = self._uses[entry[1]]
-                kept = [slot for slot, is_kept in reversed(use.slots.items()) if is_kept]
-                for slot in kept[:num_more]:
-                    use.slots[slot] = False
-                    self._count_ended(use, slot)
-            if len(kept) <= num_more and namespace in self._latest:
-                heappop(self._latest[namespace])
-
-    def _is_kept(self, entry: tuple[float, bytes]) -> bool:
-        """Returns whether an entry of `_latest` is still of the present use of its session."""
-        minus_end_s, name = entry
-        return name in self._uses and self._uses[name].end_s == -minus_end_s
+        while (num_more := self._num_kept[namespace] - most) > 0 and (name := self._latest[namespace].first()):
+            use = self._uses[name]
+            kept = [slot for slot, is_kept in reversed(use.slots.items()) if is_kept]
+            if len(kept) <= num_more:
+                self._latest[namespace].discard(name)
+            for slot in kept[:num_more]:
+                use.slots[slot] = False
+                self._count_ended(use, slot)
 
     def _end_keep(self, name: bytes) -> None:
-        self._ends.pop(name)
         use = self._uses.get(name, _SessionUse(b""))
+        self._forget_end(name, use)
         for slot, is_kept in use.slots.items():
             if is_kept:
                 use.slots[slot] = False
@@ -187,7 +170,12 @@ class Sessions:
             self._count_ended(use, slot)
         if not use.slots:
             del self._uses[name]
-            self._ends.pop(name)
+            self._forget_end(name, use)
+
+    def _forget_end(self, name: bytes, use: _SessionUse) -> None:
+        self._ends.pop(name)
+        if use.namespace in self._latest:
+            self._latest[use.namespace].discard(name)
 
     def _count_ended(self, use: _SessionUse, slot: SlotId) -> None:
         self._order.end_keep(slot)

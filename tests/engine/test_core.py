@@ -334,7 +334,7 @@ def test_blocks_that_led_to_no_number_are_found_nowhere() -> None:
     events += [event for _ in range(8) for event in core.step().events]
     assert isinstance(events[-1], Failed)
     assert len(cold.frames) == 0
-    assert node.directory.status().counts.free == node.directory.status().counts.total
+    assert node.directory.records.status().counts.free == node.directory.records.status().counts.total
     assert core.stats().blocks.free == core.stats().blocks.total
 
 

@@ -89,7 +89,7 @@ def test_what_is_kept_goes_first_and_is_held_the_rest_follows(monkeypatch: pytes
     node = Node(MODEL.layout)
     handed_off(node, SNAPKV)
     assert begun == [(NUM_KEPT, True), (NUM_FULL, False)]
-    assert all(node.directory.exists([*names_kept(), *names_plain()]))
+    assert all(node.directory.records.exists([*names_kept(), *names_plain()]))
 
 
 def lose(node: Node, lost: Sequence[BlockKey]) -> None:
@@ -113,7 +113,7 @@ def test_what_is_lost_is_chosen_again(num_emitted: int, is_lost: list[int], has_
     assert resumed.outputs[0] == expected
     found = 384 if has_prompt else 0
     assert resumed.fetched[0].num_found == (found if is_lost else len(PROMPT))
-    assert all(node.directory.exists(names_kept()))
+    assert all(node.directory.records.exists(names_kept()))
 
 
 def test_the_next_attempt_finds_what_was_filled_behind_kept_blocks() -> None:
@@ -127,7 +127,7 @@ def test_the_next_attempt_finds_what_was_filled_behind_kept_blocks() -> None:
     kept.extend(first.outputs[0][:48])
     names = kept.full(NUM_KEPT * 16 + 48)
     assert len(names) == NUM_KEPT + 3
-    assert all(node.directory.exists([name.key for name in names]))
+    assert all(node.directory.records.exists([name.key for name in names]))
     whole, first.outputs[0] = first.outputs[0], first.outputs[0][:50]
     core = make_core(MODEL, node)
     assert drive(core, [rest_of(first)])[0].outputs[0] == whole
@@ -157,7 +157,7 @@ def test_policies_share_no_kept_block_but_the_prompts() -> None:
 def test_a_prompt_that_ends_at_its_first_token_leaves_its_blocks() -> None:
     node = Node(MODEL.layout)
     handed_off(node, SNAPKV, replace(GREEDY, max_tokens=1))
-    assert all(node.directory.exists(names_plain()))
+    assert all(node.directory.records.exists(names_plain()))
 
 
 def test_an_aborted_prompt_leaves_no_page_behind() -> None:

@@ -25,7 +25,7 @@ def test_an_abort_amid_the_prompt_says_nothing_of_a_session(hint: KeepHint | Non
     core = make_core(MODEL, node, batcher=ContinuousBatcher(max_step_tokens=32, max_running=4))
     prompt = tuple(range(100))
     drive(core, [replace(request(prompt, GREEDY), hint=hint)])
-    num_kept = node.directory.status().num_kept
+    num_kept = node.directory.records.status().num_kept
     assert num_kept == (6 if hint else 0)
     other = replace(request((*prompt[:20], *range(200, 280)), GREEDY), hint=hint)
     core.add(other)
@@ -33,5 +33,5 @@ def test_an_abort_amid_the_prompt_says_nothing_of_a_session(hint: KeepHint | Non
         core.step()
     core.abort(other.attempt_id)
     core.step()
-    assert node.directory.status().num_kept == num_kept
-    assert node.directory.check() == core.check() == []
+    assert node.directory.records.status().num_kept == num_kept
+    assert node.directory.records.check() == core.check() == []

@@ -196,10 +196,13 @@ def test_holes_in_a_cold_tier(model: HashModel) -> None:
 def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
     node = Node(model.layout, num_slots=20)
     runs = prefill(make_core(model, node), [PROMPT], GREEDY)
-    assert node.directory.status().num_holds == 1
-    assert {block.name.key for block in node.directory.blocks()} >= {*keys()}
+    assert node.directory.records.status().num_holds == 1
+    assert {block.name.key for block in node.directory.records.blocks()} >= {*keys()}
     prefill(make_core(model, node), [tuple(range(300, 480))], GREEDY)
-    here, behind = {block.name.key for block in node.directory.blocks()}, Window(model.layout).behind(len(PROMPT))
+    here, behind = (
+        {block.name.key for block in node.directory.records.blocks()},
+        Window(model.layout).behind(len(PROMPT)),
+    )
     assert {*keys()[: behind.start], *keys()[behind.stop :]} <= here
     assert not {*keys()} <= here
     [run] = resume(make_core(model, node), runs)
@@ -223,7 +226,7 @@ def test_a_failed_request_leaves_nothing_behind(model: HashModel) -> None:
     events = [event for _ in range(20) for event in core.step().events]
     assert any(isinstance(event, Failed) for event in events)
     assert [key for key in keys() if core.pool.ledger.find(key) is not None] == []
-    assert not any(node.directory.exists(keys()))
+    assert not any(node.directory.records.exists(keys()))
 
 
 def test_a_tail_is_not_copied_from_a_page_that_was_given_up(model: HashModel, num_needed: int) -> None:

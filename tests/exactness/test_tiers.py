@@ -76,7 +76,7 @@ def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Contin
     assert_exact(resume(make_core(model, node), in_host), expected)
 
     release(node, [*handed, *again, *in_host])
-    assert node.directory.check() == []
+    assert node.directory.records.check() == []
     node.write_all_cold()
     restarted = Node(model.layout, cold=cold)
     in_redis = prefill(make_core(model, restarted), [one.prompt_ids for one in expected], GREEDY)

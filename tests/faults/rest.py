@@ -68,22 +68,22 @@ def _in_workers(cluster: FaultyCluster) -> Iterator[str]:
 
 def _in_flight(cluster: FaultyCluster) -> Iterator[str]:
     """I5 in the arena: nobody reads or writes."""
-    status = cluster.directory.status()
+    status = cluster.directory.records.status()
     if status.num_leases or status.counts.draining:
         yield f"arena: {status.num_leases} leases, {status.counts.draining} slots written to"
 
 
 def _in_arena(cluster: FaultyCluster) -> Iterator[str]:
     """I1 and I5 in the arena."""
-    status = cluster.directory.status()
+    status = cluster.directory.records.status()
     if status.num_holds or status.counts.free + status.counts.cached != status.counts.total:
         yield f"arena: {status.num_holds} holds, {status.counts}"
-    yield from cluster.directory.check()
+    yield from cluster.directory.records.check()
 
 
 def _in_index(cluster: FaultyCluster) -> Iterator[str]:
     """I12: where workers are left, the router's index has the arena's blocks and no others."""
-    there = {mark_of(block.name.key) for block in cluster.directory.blocks() if not block.name.is_tail}
+    there = {mark_of(block.name.key) for block in cluster.directory.records.blocks() if not block.name.is_tail}
     known = cluster.router.index.marks("")
     if known != there and cluster.listed:
         yield f"router: its index has {None if known is None else len(known)} blocks, the arena {len(there)}"

@@ -100,9 +100,9 @@ async def test_between_hand_off_and_decode() -> None:
     async with FaultyCluster.running(MODEL, 1, 0, SIZES) as cluster:
         reader = cluster.open(named(ask(PROMPT, 400)))
         await reader.read_tokens(1)
-        await until(lambda: cluster.directory.status().num_holds == 1)
+        await until(lambda: cluster.directory.records.status().num_holds == 1)
         await leave(cluster)
-        await until(lambda: cluster.directory.status().num_holds == 0)
+        await until(lambda: cluster.directory.records.status().num_holds == 0)
         with pytest.raises(Cancelled):
             await reader.read_all()
         await at_rest(cluster)
@@ -118,7 +118,7 @@ async def test_release_lost_on_the_way_ends_with_the_hold() -> None:
         with pytest.raises(Cancelled):
             await reader.read_all()
         await until(lambda: lost)
-        assert cluster.directory.status().num_holds == 1
+        assert cluster.directory.records.status().num_holds == 1
         await at_rest(cluster)
 
 

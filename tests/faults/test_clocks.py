@@ -81,7 +81,7 @@ async def test_a_jump_ends_no_request_and_no_hold(jump_s: float, monkeypatch: py
         reader = cluster.open(ask(range(100), 60), time_left_s=20.0)
         await reader.read_tokens(1)
         monkeypatch.setattr(time, "time", lambda: time_of_day() + jump_s)
-        assert cluster.directory.status().num_holds == 1
+        assert cluster.directory.records.status().num_holds == 1
         cluster.models["d0"].go_on()
         [choice] = await reader.read_all()
         assert choice.token_ids == MODEL.oracle(range(100), 60)

@@ -79,7 +79,7 @@ async def test_it_restarts_under_load(tmp_path: Path) -> None:
                 cluster.stop_directory()
                 cluster.serve_directory()
                 await load.goes_on(12)
-            await until(lambda: cluster.directory.status().hits)
+            await until(lambda: cluster.directory.records.status().hits)
         await at_rest(cluster)
 
 

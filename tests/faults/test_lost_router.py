@@ -68,7 +68,7 @@ async def test_killed_before_decode_has_fetched_it_leaves_holds_that_run_out() -
             for reader in open_all(stub, MANY_TOKENS):
                 await reader.read_tokens(1)
             await router.kill()
-            assert cluster.directory.status().num_holds > 0
+            assert cluster.directory.records.status().num_holds > 0
         cluster.models["d0"].go_on()
         await at_rest(cluster)
 

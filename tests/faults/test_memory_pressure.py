@@ -79,7 +79,7 @@ async def test_an_arena_full_of_holds_that_are_never_released() -> None:
     """Their requests are over, but word of it was lost; publishing goes on without room, and prefill with it."""
     async with FaultyCluster.running(MODEL, 1, 1, Sizes(num_blocks=24, num_slots=8)) as cluster:
         cluster.hold_all_slots()
-        assert cluster.directory.status().counts.published == 8
+        assert cluster.directory.records.status().counts.published == 8
         await serve_all(cluster, 8, 20)
         await at_rest(cluster)
 

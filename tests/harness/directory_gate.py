@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_port import DirectoryPort, carry_out
 from wire.errors import StoreError
 
 Hook = Callable[[str, tuple[Any, ...]], None]
@@ -34,7 +34,7 @@ class DirectoryGate(DirectoryPort):
             self.names.add(arguments[0])
         self.before(method, arguments)
         self._require_open()
-        answer = getattr(self._directory, method)(*arguments)
+        answer = carry_out(self._directory, method, arguments)
         self.after(method, arguments)
         return answer
 

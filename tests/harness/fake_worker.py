@@ -105,7 +105,7 @@ class FakeWorker:
             raise Unsupported("a worker of an earlier release")
         self.num_asked_events += 1
         for _ in range(EVENT_LOOKS):
-            if (page := self.directory.events(after)).cursor != after:
+            if (page := self.directory.records.events(after)).cursor != after:
                 break
             await asyncio.sleep(0.001)
         self.num_told_pages += page.cursor != after

@@ -14,6 +14,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.harness.faulty_model import FaultyModel
 from tests.harness.faulty_transport import Faults, FaultyTransport
 from tests.harness.fragments import FragmentTokenizer
+from tests.harness.idle import visit_idle
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.harness.mortal_transport import MortalTransport
 from wire.ids import DEFAULT_TENANT, AttemptId, NamespaceRoot
@@ -117,7 +118,7 @@ class FaultyCluster(LocalCluster):
 
     def blocks(self) -> list[Block]:
         """What is found in the arena."""
-        return self.directory.blocks()
+        return self.directory.records.blocks()
 
     def move_to_cold(self) -> None:
         """Moves the arena's full blocks to the cold tier, and drops the tails."""
@@ -129,7 +130,7 @@ class FaultyCluster(LocalCluster):
 
     def spoil_arena(self, spoil: Callable[[Sequence[memoryview]], None]) -> None:
         """Changes bytes of blocks that nobody reads just now: between check and copy nobody could notice."""
-        self.directory.visit_idle(lambda idle: spoil([self.arena.slot(block.slot) for block in idle]))
+        visit_idle(self.directory, lambda idle: spoil([self.arena.slot(block.slot) for block in idle]))
 
     def empty_arena(self) -> None:
         """Evicts everything."""

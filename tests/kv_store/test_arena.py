@@ -195,8 +195,8 @@ def test_a_hundred_thousand_random_operations_mix_nothing_up() -> None:
         else:
             num_found += _read(directory, arena, names)
         num_done += len(names)
-    assert directory.check() == []
-    assert directory.status().evictions > 1000
+    assert directory.records.check() == []
+    assert directory.records.status().evictions > 1000
     assert num_found > 1000
     arena.close()
 

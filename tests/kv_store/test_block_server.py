@@ -55,8 +55,8 @@ def node() -> Iterator[Node]:
     node = serve(Directory(NUM_SLOTS), Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS))
     yield node
     node.server.stop()
-    assert node.directory.status().num_leases == 0
-    assert node.directory.check() == []
+    assert node.directory.records.status().num_leases == 0
+    assert node.directory.records.check() == []
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def tls_node() -> Iterator[Node]:
     node.publish(names_of(20))
     yield node
     node.server.stop()
-    assert node.directory.status().num_leases == 0
+    assert node.directory.records.status().num_leases == 0
 
 
 def reader_of(
@@ -128,7 +128,7 @@ def test_blocks_come_from_the_other_nodes_slots(node: Node, reader: BlockReader)
 def test_the_twin_reads_as_the_port_does(node: Node, reader: BlockReader) -> None:
     names = names_of(40)
     node.publish([*names[:3], *names[4:]])
-    [spoilt] = [block for block in node.directory.blocks() if block.name == names[6]]
+    [spoilt] = [block for block in node.directory.records.blocks() if block.name == names[6]]
     node.arena.slot(spoilt.slot)[3] ^= 1
     for source in (reader, LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)):
         assert source.exists(keys(names)) == [index != 3 for index in range(10)]
@@ -142,7 +142,7 @@ def test_blocks_are_forgotten_on_the_other_node(node: Node, reader: BlockReader)
     sources: list[BlockReader | LocalBlocks] = [reader, LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)]
     for number, source in enumerate(sources):
         source.delete(keys(names[number : number + 1]))
-        assert node.directory.exists(keys(names)) == [index > number for index in range(5)]
+        assert node.directory.records.exists(keys(names)) == [index > number for index in range(5)]
         assert read(source, names[2:]) == [payload_of(name) for name in names[2:]]
     assert reader.status().errors == 0
 
@@ -169,7 +169,7 @@ def test_a_reading_that_is_given_up_leaves_nothing_behind(node: Node, reader: Bl
 def test_a_spoilt_block_is_not_vouched_for(node: Node, reader: BlockReader) -> None:
     names = names_of(20)
     node.publish(names)
-    [spoilt] = [block for block in node.directory.blocks() if block.name == names[2]]
+    [spoilt] = [block for block in node.directory.records.blocks() if block.name == names[2]]
     node.arena.slot(spoilt.slot)[3] ^= 1
     assert len(read(reader, names)) == 2
     assert reader.status().corrupt == 1
@@ -275,7 +275,7 @@ def test_a_reader_that_takes_nothing_is_hung_up_on_and_holds_no_lease() -> None:
         while server.num_readers:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert directory.status().num_leases == 0
+    assert directory.records.status().num_leases == 0
     server.stop()
 
 

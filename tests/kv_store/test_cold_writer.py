@@ -66,8 +66,8 @@ class Node:
 def node() -> Iterator[Node]:
     node = Node()
     yield node
-    assert node.directory.check() == []
-    assert node.directory.status().num_leases == 0
+    assert node.directory.records.check() == []
+    assert node.directory.records.status().num_leases == 0
     node.arena.close()
 
 
@@ -76,7 +76,7 @@ def test_the_oldest_blocks_go_first_each_once(node: Node) -> None:
     node.publish(names[3:])
     node.publish(names_of(12, first=1000))
     assert [node.writer.write_some(), node.writer.write_some(), node.writer.write_some()] == [4, 2, 0]
-    [cold] = node.directory.status().cold
+    [cold] = node.directory.records.status().cold
     assert (cold.tier, cold.written) == (Tier.REDIS, 6)
     assert all(node.is_cold(name) for name in names[3:])
 
@@ -102,9 +102,9 @@ def test_a_redis_that_is_full_is_told_by_the_directory(tmp_path: Path) -> None:
             client.config_set("maxmemory", "1kb")
         writer = ColdWriter(LAYOUT, node.arena, node.directory, cold)
         node.publish(names_of(24))
-        assert node.directory.status().cold == []
+        assert node.directory.records.status().cold == []
         assert [writer.write_some() for _ in range(3)] == [0, 0, 0]
-        [status] = node.directory.status().cold
+        [status] = node.directory.records.status().cold
         assert (status.state, status.refused, status.written) == ("full", 3, 0)
         cold.close()
     finally:
@@ -114,10 +114,10 @@ def test_a_redis_that_is_full_is_told_by_the_directory(tmp_path: Path) -> None:
 def test_a_writer_without_blocks_asks_a_tier_that_was_broken_whether_it_answers(node: Node) -> None:
     node.cold.break_it()
     assert node.writer.write_some() == 0
-    assert [status.state for status in node.directory.status().cold] == ["broken"]
+    assert [status.state for status in node.directory.records.status().cold] == ["broken"]
     node.cold.answers = True
     assert node.writer.write_some() == 0
-    assert [status.state for status in node.directory.status().cold] == ["up"]
+    assert [status.state for status in node.directory.records.status().cold] == ["up"]
 
 
 def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:
@@ -129,7 +129,7 @@ def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:
 
     node.cold.before = stall
     assert node.writer.write_some() == 0
-    assert len(node.directory.cold_candidates(Tier.REDIS, 9, 0.5).blocks) == 2
+    assert len(node.directory.lease_cold(Tier.REDIS, 9, 0.5).blocks) == 2
     node.clock.now += 1.0
 
 

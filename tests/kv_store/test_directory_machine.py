@@ -84,18 +84,18 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(COLD_TIERS), num_blocks=st.integers(1, 4))
     def write_cold(self, tier: Tier, num_blocks: int) -> None:
-        batch = self.directory.cold_candidates(tier, num_blocks, 5.0)
+        batch = self.directory.lease_cold(tier, num_blocks, 5.0)
         assert all(self.arena[block.slot] == block.name.key for block in batch.blocks)
         assert not any(block.name.is_tail for block in batch.blocks)
         assert self.directory.release(batch.lease_id)
-        assert self.directory.mark_cold(tier, [block.name.key for block in batch.blocks]) == len(batch.blocks)
+        assert self.directory.records.mark_cold(tier, [block.name.key for block in batch.blocks]) == len(batch.blocks)
 
     @rule(
         part=ranges, session=st.sampled_from([b"", b"1" * 32, b"2" * 32]), keep_s=st.sampled_from([None, 0.0, 2.0, 9e9])
     )
     def retain(self, part: tuple[int, int], session: bytes, keep_s: float | None) -> None:
         keys = [name.key for name in NAMES[part[0] : part[0] + part[1]]]
-        assert self.directory.retain(keys, KeepHint(digest_of(ROOT), session, keep_s)) <= len(keys)
+        assert self.directory.records.retain(keys, KeepHint(digest_of(ROOT), session, keep_s)) <= len(keys)
 
     @rule(holder=holders)
     def release_hold(self, holder: AttemptId) -> None:
@@ -111,10 +111,10 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_right(self) -> None:
-        assert self.directory.check() == []
+        assert self.directory.records.check() == []
         written = Counter(slot for given in self.writing.values() for slot, _ in given)
         assert all(num == 1 for num in written.values())
-        assert self.directory.status().counts.draining >= len(written)
+        assert self.directory.records.status().counts.draining >= len(written)
 
     @invariant()
     def whoever_writes_or_reads_is_alone(self) -> None:
@@ -129,9 +129,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         for writer in list(self.writing):
             self.directory.abandon(writer)
         self.clock.now += 100.0
-        counts = self.directory.status().counts
+        counts = self.directory.records.status().counts
         assert counts.free + counts.cached == counts.total
-        assert (self.directory.status().num_leases, self.directory.status().num_holds) == (0, 0)
+        assert (self.directory.records.status().num_leases, self.directory.records.status().num_holds) == (0, 0)
 
 
 TestDirectoryMachine = DirectoryMachine.TestCase

@@ -1,5 +1,6 @@
 """A directory among real processes and sockets: who is dead, who is merely silent, and who talks nonsense."""
 
+import math
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import CALLS, GREETING, LENGTH, EpochChanged, RefusedCall
 from kv_store.node.directory_server import DirectoryServer
+from kv_store.node.event_log import EventCursor
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
 from wire.ids import PROTOCOL_VERSION, SlotId
@@ -80,7 +83,7 @@ class WriterProcess:
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path)
     yield node
-    assert node.directory.check() == []
+    assert node.directory.records.check() == []
     node.stop()
 
 
@@ -112,8 +115,8 @@ def test_the_slots_of_a_killed_writer_come_back(node: Node, start_writer: Start)
     assert len(writer.slots()) == len(survivor.slots()) == 2
     assert writer.tell("write") == "written"
     writer.process.kill()
-    until(lambda: node.directory.status().counts.draining == 2)
-    assert node.directory.exists([name.key for name in names_of(8)]) == [False, False]
+    until(lambda: node.directory.records.status().counts.draining == 2)
+    assert node.directory.records.exists([name.key for name in names_of(8)]) == [False, False]
     assert survivor.tell("commit") == "2"
 
 
@@ -125,7 +128,7 @@ def test_a_stopped_writer_keeps_its_slots_and_does_no_harm_when_it_wakes(node: N
         names = [*names_of(8), *names_of(4 * NUM_SLOTS, first=1000)]
         mine = committed(client.reserve("me", names, None).slots, names)
         assert not its_slots & {block.slot for block in mine}
-        assert node.directory.status().counts.draining == NUM_SLOTS
+        assert node.directory.records.status().counts.draining == NUM_SLOTS
         for block in mine:
             node.arena.slot(block.slot)[: LAYOUT.payload_bytes] = payload_of(block.name)
         assert client.commit("me", mine, None) == len(mine)
@@ -133,8 +136,8 @@ def test_a_stopped_writer_keeps_its_slots_and_does_no_harm_when_it_wakes(node: N
         assert writer.tell("write") == "written"
         assert all(node.holds(block.slot, payload_of(block.name)) for block in mine)
         assert writer.tell("commit") == "2"
-    assert node.directory.status().counts.draining == 0
-    assert node.directory.status().counts.free == len(its_slots)
+    assert node.directory.records.status().counts.draining == 0
+    assert node.directory.records.status().counts.free == len(its_slots)
 
 
 def test_a_stopped_writer_that_is_killed_gives_its_slots_back(node: Node, start_writer: Start) -> None:
@@ -142,16 +145,16 @@ def test_a_stopped_writer_that_is_killed_gives_its_slots_back(node: Node, start_
     writer.slots()
     os.kill(writer.process.pid, signal.SIGSTOP)
     writer.process.kill()
-    until(lambda: node.directory.status().counts.draining == 0)
+    until(lambda: node.directory.records.status().counts.draining == 0)
 
 
 def test_a_writer_that_reconnects_goes_on_where_it_was(node: Node, start_writer: Start) -> None:
     writer = start_writer(0)
     slots = writer.slots()
     assert writer.tell("disconnect") == "disconnected"
-    assert node.directory.status().counts.draining == len(slots)
+    assert node.directory.records.status().counts.draining == len(slots)
     assert writer.tell("commit") == "2"
-    assert node.directory.status().counts.cached == 2
+    assert node.directory.records.status().counts.cached == 2
 
 
 def test_two_writers_of_one_name_in_two_processes_are_two(node: Node, start_writer: Start) -> None:
@@ -165,7 +168,7 @@ def test_several_clients_of_one_process_end_each_for_itself(node: Node) -> None:
         one.reserve("one", names_of(8), None)
         other.reserve("other", names_of(8, first=1000), None)
         one.close()
-        assert other.status().counts.draining == 4
+        assert other.records.status().counts.draining == 4
         assert one.abandon("one") == 2
         assert other.abandon("other") == 2
 
@@ -221,6 +224,9 @@ NONSENSE = [
     CALLS.encode_answer(1),
     CALLS.encode_call("__init__", ()),
     CALLS.encode_call("writer_died", ("good",)),
+    CALLS.encode_call("wait_for_events", (EventCursor(), -1.0)),
+    CALLS.encode_call("wait_for_events", (EventCursor(), 1e9)),
+    CALLS.encode_call("wait_for_events", (EventCursor(), math.nan)),
     CALLS.encode_call("_ask", ("status", [])),
     STATUS[:-1] + b"\xff",
 ]
@@ -232,7 +238,7 @@ def test_nonsense_ends_its_own_connection_only(node: Node, sent: bytes) -> None:
         good.reserve("good", names_of(4), None)
         bad.socket.sendall(sent)
         bad.read_to_end()
-        assert good.status().counts.draining == 1
+        assert good.records.status().counts.draining == 1
 
 
 def test_another_version_is_told_so(node: Node) -> None:
@@ -250,17 +256,17 @@ def test_what_was_sent_before_a_reconnect_is_not_done_after_it(node: Node) -> No
         new.answer()
         old.send(RESERVE)
         assert old.read_to_end() == b""
-        assert node.directory.status().counts.draining == 0
+        assert node.directory.records.status().counts.draining == 0
         new.send(RESERVE)
         new.skip_answer()
-        assert node.directory.status().counts.draining == 2
+        assert node.directory.records.status().counts.draining == 2
 
 
 def test_a_message_may_come_byte_by_byte(node: Node) -> None:
     with closing(Line(node.path)) as line:
         for byte in HELLO:
             line.socket.sendall(bytes([byte]))
-        assert line.answer() == node.directory.info()
+        assert line.answer() == node.directory.attach()
 
 
 def test_a_message_cut_off_does_no_harm(node: Node) -> None:
@@ -268,7 +274,7 @@ def test_a_message_cut_off_does_no_harm(node: Node) -> None:
         for length in range(len(HELLO)):
             with closing(Line(node.path)) as line:
                 line.socket.sendall(HELLO[:length])
-        assert good.check() == []
+        assert good.records.check() == []
 
 
 def test_a_restart_is_noticed_and_all_is_a_miss_until_one_attaches_anew(tmp_path: Path) -> None:
@@ -279,17 +285,17 @@ def test_a_restart_is_noticed_and_all_is_a_miss_until_one_attaches_anew(tmp_path
         lease = client.lease("reader", [name.key for name in names], 5.0)
         first.stop()
         with pytest.raises(StoreError, match="does not answer"):
-            client.info()
+            client.records.status()
         second = Node(tmp_path)
         for _ in range(2):
             with pytest.raises(EpochChanged):
                 client.release(lease.lease_id)
-        assert client.exists([name.key for name in names]) == [False, False]
-        assert (client.status().hits, client.check()) == (0, [])
+        assert client.records.exists([name.key for name in names]) == [False, False]
+        assert (client.records.status().hits, client.records.check()) == (0, [])
         with pytest.raises(EpochChanged):
             client.lease("reader", [name.key for name in names], 5.0)
         assert client.attach().arena_path == str(second.arena.path)
-        assert client.exists([name.key for name in names]) == [False, False]
+        assert client.records.exists([name.key for name in names]) == [False, False]
         second.stop()
 
 
@@ -297,9 +303,9 @@ def test_a_directory_that_is_away_is_left_alone_after_three_errors(tmp_path: Pat
     client = DirectoryClient(str(tmp_path / "nobody"))
     for _ in range(3):
         with pytest.raises(StoreError, match="does not answer"):
-            client.status()
+            client.records.status()
     with pytest.raises(StoreError, match="left alone"):
-        client.status()
+        client.records.status()
 
 
 def test_a_directory_that_is_silent_costs_a_bounded_time(tmp_path: Path) -> None:
@@ -311,7 +317,7 @@ def test_a_directory_that_is_silent_costs_a_bounded_time(tmp_path: Path) -> None
         started = time.monotonic()
         for _ in range(20):
             with pytest.raises(StoreError):
-                client.status()
+                client.records.status()
         assert 0.3 <= time.monotonic() - started < 5.0
 
 
@@ -321,7 +327,7 @@ def test_callers_do_not_wait_for_one_another_for_ever(tmp_path: Path) -> None:
 
     def ask(client: DirectoryClient) -> None:
         try:
-            client.status()
+            client.records.status()
         except StoreError as error:
             failures.append(error)
 
@@ -346,7 +352,7 @@ def test_threads_share_a_client(node: Node) -> None:
             committed_now = committed(client.reserve(str(number), names, None).slots, names)
             if client.commit(str(number), committed_now, None) != len(committed_now):
                 wrong.append(number)
-            if client.exists([names[0].key]) != [True]:
+            if client.records.exists([names[0].key]) != [True]:
                 wrong.append(number)
 
     with closing(DirectoryClient(node.path, timeout_s=WAIT_S)) as client:
@@ -356,7 +362,7 @@ def test_threads_share_a_client(node: Node) -> None:
         for thread in threads:
             thread.join(WAIT_S)
     assert wrong == []
-    assert node.directory.status().counts.cached == 4
+    assert node.directory.records.status().counts.cached == 4
 
 
 def test_the_socket_is_for_its_user_only_and_gone_at_the_end(tmp_path: Path) -> None:
@@ -387,3 +393,27 @@ def test_it_may_be_stopped_twice_or_before_it_was_started(tmp_path: Path) -> Non
     node = Node(tmp_path)
     node.stop()
     node.server.stop()
+
+
+def test_a_wait_for_events_keeps_no_other_call_waiting(node: Node) -> None:
+    with closing(DirectoryClient(node.path)) as client, ThreadPoolExecutor(1) as waiter:
+        place = client.records.events(EventCursor()).cursor
+        waiting = waiter.submit(client.records.wait_for_events, place, 8.0)
+        until(lambda: bool(node.directory.records.bell._wakes))
+        for _ in range(3):
+            client.records.status()
+        assert not waiting.done()
+        names = names_of(4)
+        client.commit("writer", committed(client.reserve("writer", names, None).slots, names), None)
+        assert waiting.result(5.0)
+
+
+def test_a_stop_ends_a_wait_for_events(node: Node) -> None:
+    with closing(DirectoryClient(node.path)) as client, ThreadPoolExecutor(1) as waiter:
+        place = client.records.events(EventCursor()).cursor
+        waiting = waiter.submit(client.records.wait_for_events, place, 8.0)
+        until(lambda: bool(node.directory.records.bell._wakes))
+        node.server.stop()
+        with pytest.raises(StoreError, match="does not answer"):
+            waiting.result(5.0)
+        assert not node.directory.records.bell._wakes

@@ -102,7 +102,7 @@ def real(folder: Path, redis_url: str) -> Iterator[Node]:
 
     def connect() -> tuple[Arena, DirectoryPort]:
         clients.append(DirectoryClient(str(folder / "socket"), timeout_s=10.0))
-        return Arena.open(clients[-1].info().arena_path), clients[-1]
+        return Arena.open(clients[-1].attach().arena_path), clients[-1]
 
     node.connect = connect
     try:
@@ -118,9 +118,9 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     nodes = twins() if request.param == "twins" else real(tmp_path, request.getfixturevalue("redis_url") + "?db=5")
     with nodes as node:
         yield node
-        assert node.directory.check() == []
+        assert node.directory.records.check() == []
         node.clock.now += 100.0
-        counts = node.directory.status().counts
+        counts = node.directory.records.status().counts
         assert counts.free + counts.cached == counts.total
 
 
@@ -143,7 +143,7 @@ def test_what_is_there_is_not_written_again(node: Node) -> None:
     names = names_of(16)
     store = node.publish(names[:2])
     assert store.write_through(names, pages_from(0, 4), None) == 4
-    assert node.directory.status().counts.cached == 4
+    assert node.directory.records.status().counts.cached == 4
 
 
 def test_cold_blocks_come_back_through_the_arena(node: Node) -> None:
@@ -155,7 +155,7 @@ def test_cold_blocks_come_back_through_the_arena(node: Node) -> None:
     assert node.fetch(names) == [Tier.HOST] * 4
     assert node.cold is not None
     assert node.cold.status().hits == 4
-    assert node.directory.cold_candidates(Tier.REDIS, 99, 5.0).blocks == []
+    assert node.directory.lease_cold(Tier.REDIS, 99, 5.0).blocks == []
 
 
 def tiers_with(names: dict[Tier, list[BlockName]]) -> list[ColdTier]:
@@ -221,7 +221,7 @@ def test_without_room_in_the_arena_cold_blocks_still_come(node: Node) -> None:
     node.evict_all()
     node.publish(names_of(4 * NUM_SLOTS, first=1000), REQUEST)
     assert node.fetch(names) == [Tier.REDIS] * 4
-    assert node.directory.status().counts.published == NUM_SLOTS
+    assert node.directory.records.status().counts.published == NUM_SLOTS
 
 
 def test_without_room_publishing_does_what_it_can(node: Node) -> None:
@@ -243,13 +243,13 @@ def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
     store.renew([REQUEST])
     node.clock.now += HOLD_TTL_S - 1
     assert store.status().directory is not None
-    assert node.directory.status().num_holds == 1
+    assert node.directory.records.status().num_holds == 1
     store.release_holds([REQUEST])
-    assert node.directory.status().num_holds == 0
+    assert node.directory.records.status().num_holds == 0
     assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
-    assert node.directory.status().num_holds == 1
+    assert node.directory.records.status().num_holds == 1
     node.clock.now += HOLD_TTL_S
-    assert node.directory.status().num_holds == 0
+    assert node.directory.records.status().num_holds == 0
 
 
 def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> None:
@@ -264,7 +264,7 @@ def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> No
     assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
     assert not any(page_of(pool, PageId(2)))
     assert store.status().num_corrupt == 1
-    assert node.directory.exists([name.key for name in names]) == [True, True, False, True]
+    assert node.directory.records.exists([name.key for name in names]) == [True, True, False, True]
     node.publish(names)
     assert node.fetch(names) == [Tier.HOST] * 4
 
@@ -278,7 +278,7 @@ def test_a_corrupt_cold_block_ends_the_prefix(node: Node) -> None:
     node.cold.put(names[2], memoryview(bytes(LAYOUT.payload_bytes)), bytes(16))
     assert node.fetch(names) == [Tier.REDIS] * 2
     assert node.cold.status().corrupt == 1
-    assert node.directory.status().counts.draining == 0
+    assert node.directory.records.status().counts.draining == 0
 
 
 class SlowPool(DevicePool):
@@ -334,7 +334,7 @@ def test_a_device_that_fails_publishes_nothing(node: Node) -> None:
     with pytest.raises(RuntimeError, match="lost"):
         store.write_through(names, pages_from(0, 2), None)
     assert node.fetch(names) == []
-    assert node.directory.status().counts.draining == 0
+    assert node.directory.records.status().counts.draining == 0
 
 
 def test_withdrawn_blocks_are_found_nowhere(node: Node) -> None:
@@ -346,7 +346,7 @@ def test_withdrawn_blocks_are_found_nowhere(node: Node) -> None:
     assert node.fetch(names) == []
     node.evict_all()
     assert node.fetch(names) == []
-    assert node.directory.check() == []
+    assert node.directory.records.check() == []
 
 
 def test_blocks_are_withdrawn_from_the_nodes_that_may_have_them(node: Node) -> None:
@@ -358,7 +358,7 @@ def test_blocks_are_withdrawn_from_the_nodes_that_may_have_them(node: Node) -> N
         assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.PEERS] * 5
         store.purge(names[1:], ["there"])
         assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.HOST]
-    assert node.directory.exists([name.key for name in names]) == [True] + [False] * 4
+    assert node.directory.records.exists([name.key for name in names]) == [True] + [False] * 4
 
 
 def test_without_a_cold_tier(node: Node) -> None:
@@ -402,7 +402,7 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
     service.start()
     with closing(DirectoryClient(service.socket, timeout_s=10.0)) as client:
         names = names_of(8)
-        store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, [], filled_pool(names))
+        store = NodeStore(LAYOUT, Arena.open(client.attach().arena_path), client, [], filled_pool(names))
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
         assert store.fetch(names, pages_from(8, 2)) == []

@@ -46,18 +46,18 @@ class Arena:
     def publish(self, names: list[BlockName]) -> None:
         blocks = committed(self.directory.reserve("w", names, None).slots, names)
         self.directory.commit("w", blocks, None)
-        assert self.directory.check() == []
+        assert self.directory.records.check() == []
 
     def end(self, names: list[BlockName], ended: KeepHint) -> int:
         """Publishes the blocks of a request, and passes on its hint."""
         self.publish(names)
-        num_kept = self.directory.retain([name.key for name in names], ended)
-        assert self.directory.check() == []
-        assert self.directory.status().num_kept >= num_kept
+        num_kept = self.directory.records.retain([name.key for name in names], ended)
+        assert self.directory.records.check() == []
+        assert self.directory.records.status().num_kept >= num_kept
         return num_kept
 
     def num_of(self, names: list[BlockName]) -> int:
-        return sum(self.directory.exists([name.key for name in names]))
+        return sum(self.directory.records.exists([name.key for name in names]))
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, HitDensity])
@@ -72,7 +72,7 @@ def test_kept_blocks_outlive_later_ones_for_their_time(order: type, policy: type
     arena.clock.now += 10.0
     arena.publish(prompt(6000, 4))
     arena.publish(prompt(7000, 4))
-    assert (arena.num_of(kept), arena.directory.status().num_kept) == (0, 0)
+    assert (arena.num_of(kept), arena.directory.records.status().num_kept) == (0, 0)
 
 
 def test_a_request_without_a_session_is_kept_too() -> None:
@@ -97,7 +97,7 @@ def test_kept_blocks_with_the_latest_end_go_first_and_all_before_an_error() -> N
 
 def test_the_latest_end_of_all_tenants_goes_first() -> None:
     arena = Arena()
-    arena.directory.set_shares({digest_of(ROOT): 0.5, digest_of(OTHER_ROOT): 0.5})
+    arena.directory.records.set_shares({digest_of(ROOT): 0.5, digest_of(OTHER_ROOT): 0.5})
     soon, late = prompt(0, 4), names_of(range(16), OTHER_ROOT)
     arena.end(soon, hint(keep_s=5.0))
     arena.end(late, hint(keep_s=500.0, root=OTHER_ROOT))
@@ -124,7 +124,7 @@ def test_the_next_request_of_a_session_renews_and_supersedes() -> None:
     first, fork = names_of((*PREFIX, *range(12))), names_of((*PREFIX, *range(500, 508)))
     arena.end(first, hint(keep_s=10.0))
     assert arena.end(fork, hint(keep_s=10.0)) == 4
-    assert arena.directory.status().num_kept == 4, "what the fork has left is kept no more"
+    assert arena.directory.records.status().num_kept == 4, "what the fork has left is kept no more"
     arena.publish(prompt(2000, 4))
     assert (arena.num_of(first[2:]), arena.num_of(fork)) == (0, 4)
 
@@ -176,7 +176,7 @@ def test_what_another_session_has_used_is_not_superseded() -> None:
     arena.end(names_of((*PREFIX, *range(500, 504))), hint("b"))
     arena.end(prompt(3000, 1), hint("b"))
     arena.end(prompt(4000, 1), hint("a"))
-    arena.directory.retain([], hint("a", 0.0))
+    arena.directory.records.retain([], hint("a", 0.0))
     arena.publish(prompt(2000, 5))
     assert arena.num_of(shared) == 2, "there were two free slots, and three superseded blocks"
 
@@ -198,7 +198,7 @@ def test_years_count_as_the_longest_time() -> None:
     kept = prompt(0, 3)
     arena.end(kept, hint(keep_s=1e300))
     arena.clock.now += 60.0
-    assert (arena.directory.status().num_kept, arena.directory.check()) == (0, [])
+    assert (arena.directory.records.status().num_kept, arena.directory.records.check()) == (0, [])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
@@ -206,7 +206,7 @@ def test_a_tenant_keeps_its_share_however_many_sessions_it_has(share: float) -> 
     arena = Arena(limits=KeepLimits(share=share))
     for nth in range(5):
         arena.end(prompt(1000 * nth, 3), hint(f"session {nth}", 100.0))
-        assert arena.directory.status().num_kept == min(3 * nth + 3, 8 * share, 8)
+        assert arena.directory.records.status().num_kept == min(3 * nth + 3, 8 * share, 8)
     theirs = names_of(range(8), OTHER_ROOT)
     assert arena.end(theirs, hint(keep_s=5.0, root=OTHER_ROOT)) == (2 if share else 0), "each has its own share"
 
@@ -216,7 +216,7 @@ def test_beyond_the_share_the_longest_hints_count_for_nothing() -> None:
     honest, liar = prompt(0, 3), prompt(1000, 3)
     assert arena.end(liar, hint("liar", 1e9)) == 3
     assert arena.end(honest, hint("honest", 20.0)) == 3
-    assert arena.directory.status().num_kept == 4
+    assert arena.directory.records.status().num_kept == 4
     assert arena.end(liar, hint("liar", 1e9)) == 1
     arena.publish(prompt(2000, 4))
     assert (arena.num_of(honest), arena.num_of(liar), arena.num_of(liar[:1])) == (3, 1, 1)
@@ -224,13 +224,13 @@ def test_beyond_the_share_the_longest_hints_count_for_nothing() -> None:
 
 def test_of_a_tenant_with_a_share_of_the_arena_it_is_a_share_of_that() -> None:
     arena = Arena(limits=KeepLimits(share=0.5))
-    arena.directory.set_shares({digest_of(ROOT): 0.5})
+    arena.directory.records.set_shares({digest_of(ROOT): 0.5})
     assert arena.end(prompt(0, 4), hint(keep_s=5.0)) == 2
 
 
 def test_kept_blocks_beyond_a_share_go_before_blocks_of_others() -> None:
     arena = Arena()
-    arena.directory.set_shares({digest_of(ROOT): 0.25})
+    arena.directory.records.set_shares({digest_of(ROOT): 0.25})
     kept, theirs = prompt(0, 4), names_of(range(16), OTHER_ROOT)
     arena.end(kept, hint(keep_s=100.0))
     arena.publish(theirs)
@@ -243,10 +243,10 @@ def test_superseded_blocks_are_not_demoted_and_kept_ones_may_be() -> None:
     first, fork = names_of((*PREFIX, *range(8))), names_of((*PREFIX, *range(500, 508)))
     arena.end(first, hint(keep_s=100.0))
     arena.end(fork, hint(keep_s=100.0))
-    batch = arena.directory.cold_candidates(Tier.REDIS, 8, 5.0)
+    batch = arena.directory.lease_cold(Tier.REDIS, 8, 5.0)
     assert {block.name.key for block in batch.blocks} == {name.key for name in fork}
     arena.directory.release(batch.lease_id)
-    arena.directory.mark_cold(Tier.REDIS, [name.key for name in (*first, *fork)])
+    arena.directory.records.mark_cold(Tier.REDIS, [name.key for name in (*first, *fork)])
     arena.publish(prompt(2000, 2))
     assert (arena.num_of(first[2:]), arena.num_of(fork)) == (2, 4), "two slots were free"
     arena.publish(prompt(3000, 2))
@@ -275,8 +275,8 @@ def test_many_hints_leave_no_more_than_the_slots() -> None:
         blocks = committed(arena.directory.reserve("w", names, None).slots, names)
         arena.directory.commit("w", blocks, None)
         session = "" if rng.random() < 0.3 else f"session {nth}"
-        arena.directory.retain([name.key for name in names], hint(session, rng.choice([None, 0.0, 1.0, 1e9])))
-    assert arena.directory.check() == []
+        arena.directory.records.retain([name.key for name in names], hint(session, rng.choice([None, 0.0, 1.0, 1e9])))
+    assert arena.directory.records.check() == []
 
 
 def test_kept_pages_of_a_pool_go_last_and_the_books_hold() -> None:

@@ -26,7 +26,7 @@ def told(stones: Tombstones, names: list[BlockName]) -> list[Miss]:
 
 
 def found(directory: Directory, names: list[BlockName]) -> list[Miss]:
-    runs = directory.why([name.key for name in names], parents(names))
+    runs = directory.records.why([name.key for name in names], parents(names))
     return [run.miss for run in runs for _ in range(run.num_blocks)]
 
 
@@ -83,13 +83,13 @@ def test_a_block_that_was_rejected_or_purged_says_so(loss: str, how: str) -> Non
     directory = Directory(8, FakeClock())
     names = names_of(2 * BLOCK)
     publish(directory, names)
-    directory.reject(directory.blocks()) if loss == "reject" else directory.delete([name.key for name in names])
+    directory.reject(directory.records.blocks()) if loss == "reject" else directory.delete([name.key for name in names])
     assert found(directory, names) == [Miss(Cause.EVICTED, how)] * 2
 
 
 def test_a_block_beyond_its_tenants_share_says_so() -> None:
     directory = Directory(8, FakeClock())
-    directory.set_shares({digest_of(ROOT): 0.25})
+    directory.records.set_shares({digest_of(ROOT): 0.25})
     names = names_of(4 * BLOCK)
     publish(directory, names)
     publish(directory, names_of(6 * BLOCK, first=500))
@@ -104,7 +104,7 @@ def test_a_prompt_differs_from_a_known_sibling_on() -> None:
     assert causes(found(directory, other)) == ["behind", "differs", "differs", "differs"]
     assert causes(found(directory, names_of(6 * BLOCK))) == ["behind"] * 4 + ["never_seen"] * 2
     assert causes(found(directory, names_of(4 * BLOCK, first=700))) == ["never_seen"] * 4
-    directory.reject(directory.blocks())
+    directory.reject(directory.records.blocks())
     assert causes(found(directory, other)) == ["evicted", "differs", "differs", "differs"]
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
-from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.transfers import (
     Done,
     Fetch,
@@ -72,9 +71,6 @@ class FakeStore:
         return []
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None: ...
-
-    def events(self, after: EventCursor) -> EventPage:
-        return EventPage(after, after, [])
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, [], 0)

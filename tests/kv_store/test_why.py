@@ -86,7 +86,7 @@ def test_an_evicted_block_says_when_and_by_which_policy(one: One) -> None:
 def test_an_evicted_block_whose_cold_copy_is_gone_says_so(one: One) -> None:
     names = names_of(8)
     one.publish(names)
-    one.directory.mark_cold(Tier.REDIS, [name.key for name in names])
+    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names])
     fill(one)
     first, second = one.why(names)
     assert first == Miss(Cause.EVICTED, "to make room, by least recent use; its copy in a cold tier is gone")
@@ -97,7 +97,7 @@ def test_a_copy_in_a_tier_that_is_not_worth_asking_is_elsewhere_and_too_far(one:
     names = names_of(8)
     one.publish(names)
     assert all(put_one(cold(one), name) for name in names)
-    one.directory.mark_cold(Tier.REDIS, [name.key for name in names])
+    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names])
     fill(one)
     store = one.store([])
     costs = store.costs.of(cold(one))
@@ -127,7 +127,7 @@ def test_a_frame_that_is_not_right_has_failed_to_load_and_later_ones_are_behind(
 def test_a_wrong_checksum_in_the_arena_is_a_failed_load(one: One) -> None:
     names = names_of(8)
     one.publish(names)
-    [slot] = [block.slot for block in one.directory.blocks() if block.name.key == names[0].key]
+    [slot] = [block.slot for block in one.directory.records.blocks() if block.name.key == names[0].key]
     one.arena.slot(slot)[0] ^= 1
     assert one.why(names) == [Miss(Cause.LOAD_FAILED, "its checksum in the arena was wrong"), Miss(Cause.BEHIND)]
     assert one.why(names)[0] == Miss(Cause.EVICTED, "its checksum was wrong")

@@ -17,7 +17,7 @@ class Writer:
         self.client = DirectoryClient(path, timeout_s=30.0)
         self.names = names_of(num_tokens, first)
         self.slots: list[SlotId | None] = []
-        self.info = self.client.info()
+        self.info = self.client.attach()
         with open(self.info.arena_path, "r+b") as file:
             self.memory = mmap.mmap(file.fileno(), 0)
 

@@ -62,7 +62,9 @@ async def test_the_kv_of_prompt_and_answer_outlives_a_tool(num_prefill: int, kee
     cluster, _ = kept_cluster()
     await cluster.start(num_prefill, 1)
     first = await serve(cluster, agent(PROMPT, session="agent", keep_s=keep_s))
-    assert cluster.directory.status().num_kept == (0 if keep_s is None else 8), "139 tokens have KV, in 8 full blocks"
+    assert cluster.directory.records.status().num_kept == (0 if keep_s is None else 8), (
+        "139 tokens have KV, in 8 full blocks"
+    )
     await press(cluster, 12)
     second = await serve(cluster, agent((*PROMPT, *first.token_ids[0], 5, 6), session="agent", keep_s=keep_s))
     assert found(second) == ({} if keep_s is None else {Tier.HOST: 128})
@@ -75,8 +77,8 @@ async def test_a_fork_supersedes_what_it_leaves(num_prefill: int) -> None:
     await cluster.start(num_prefill, 1)
     await serve(cluster, agent(PROMPT, session="agent", keep_s=60.0))
     await serve(cluster, agent((*PROMPT[:50], 7, 8), 8, session="agent", keep_s=60.0))
-    assert cluster.directory.status().num_kept == 3
-    assert cluster.directory.check() == []
+    assert cluster.directory.records.status().num_kept == 3
+    assert cluster.directory.records.check() == []
     await cluster.stop()
 
 
@@ -85,14 +87,14 @@ async def test_a_choice_that_a_stop_string_ends_passes_its_hint_on() -> None:
     await cluster.start(0, 1)
     request = agent(PROMPT, session="agent", keep_s=60.0)
     text = (await cluster.generate(request)).text[0]
-    await until(lambda: cluster.directory.status().num_kept > 0)
-    cluster.directory.retain([], ended(cluster))
-    assert cluster.directory.status().num_kept == 0
+    await until(lambda: cluster.directory.records.status().num_kept > 0)
+    cluster.directory.records.retain([], ended(cluster))
+    assert cluster.directory.records.status().num_kept == 0
     stopped = agent(PROMPT, session="agent", keep_s=60.0)
     stopped.sampling_params.stop.append(text[20:24])
     await cluster.generate(stopped)
     await at_rest(cluster)
-    await until(lambda: cluster.directory.status().num_kept > 0)
+    await until(lambda: cluster.directory.records.status().num_kept > 0)
     await cluster.stop()
 
 
@@ -110,7 +112,7 @@ async def test_all_choices_of_a_request_are_kept() -> None:
     output = await cluster.generate(request)
     await at_rest(cluster)
     assert len({tuple(ids) for ids in output.token_ids.values()}) == 3
-    await until(lambda: cluster.directory.status().num_kept == 6 + 3 * 2)
+    await until(lambda: cluster.directory.records.status().num_kept == 6 + 3 * 2)
     await cluster.stop()
 
 
@@ -120,7 +122,7 @@ async def test_of_a_model_with_windows_the_last_one_is_kept() -> None:
     cluster.directory = Directory(SIZES.num_slots, block_bytes=LAYOUT.block_bytes, order=StartFirst)
     await cluster.start(1, 1)
     first = await serve(cluster, agent(PROMPT, session="agent", keep_s=60.0), model)
-    assert cluster.directory.status().num_kept == 3, "token 128 sees tokens 89 to 128"
+    assert cluster.directory.records.status().num_kept == 3, "token 128 sees tokens 89 to 128"
     await press(cluster, 12, model)
     second = await serve(cluster, agent((*PROMPT, *first.token_ids[0], 5, 6), session="agent"), model)
     assert sum(found(second).values()) == 128
@@ -132,9 +134,9 @@ async def test_hints_of_years_end_and_are_bounded_by_the_tenants_share() -> None
     await cluster.start(0, 1)
     for nth in range(4):
         await serve(cluster, agent((nth, *PROMPT), session=f"agent {nth}", keep_s=3e9))
-    assert cluster.directory.status().num_kept == 12
+    assert cluster.directory.records.status().num_kept == 12
     clock.now += 601.0
-    assert (cluster.directory.status().num_kept, cluster.directory.check()) == (0, [])
+    assert (cluster.directory.records.status().num_kept, cluster.directory.records.check()) == (0, [])
     await cluster.stop()
 
 

@@ -1,18 +1,21 @@
 """Causes of uncached blocks against a history of the arena that forgets nothing."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
 
+from kv_store.node.books import Books
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold, Reservation
-from kv_store.node.tombstones import Loss
+from kv_store.node.records import Records
+from kv_store.node.tombstones import Loss, Tombstones
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, ask, at_rest
 from wire.convert import misses_from_pb
-from wire.ids import BlockKey, SlotId
+from wire.ids import BlockKey
 from wire.names import BlockName
 from wire.pb import cluster_pb2
 from wire.tier import Cause, MissRun
@@ -22,24 +25,51 @@ NUM_SLOTS = 24
 T = TypeVar("T")
 
 
+class OrderedTombstones(Tombstones):
+    """Tombstones that tell the order of losses."""
+
+    def __init__(self, num_places: int, policy: str, clock: Callable[[], float]) -> None:
+        super().__init__(num_places, policy, clock)
+        self.order: list[BlockKey] = []
+
+    def bury(self, key: bytes, parent: bytes, loss: Loss, is_copied: bool) -> None:
+        self.order.append(BlockKey(key))
+        super().bury(key, parent, loss, is_copied)
+
+
+class JudgedRecords(Records):
+    """Records whose causes are judged by a historian."""
+
+    def __init__(self, books: Books, historian: "Historian") -> None:
+        super().__init__(books)
+        self._historian = historian
+
+    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
+        runs = super().why(keys, parents)
+        self._historian.judge(keys, parents, runs)
+        return runs
+
+
 class Historian(Directory):
     """A directory whose history is told by what is indexed before and after each call, in dicts that only grow."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLOTS, block_bytes=LAYOUT.block_bytes)
+        self.records = JudgedRecords(self._books, self)
+        self._books.tombstones = OrderedTombstones(NUM_SLOTS, "least recent use", time.monotonic)
         self.parent_of: dict[BlockKey, bytes] = {}
         self.lost: list[BlockKey] = []
-        self.order: list[BlockKey] = []
         self.last_loss: dict[BlockKey, int] = {}
         self.has_forgotten = False
         self.answers: list[list[Cause]] = []
         self.wrong: list[tuple[Cause, Cause]] = []
 
     def _resident(self) -> dict[BlockKey, bytes]:
-        return {one.name.key: one.name.parent for one in super().blocks() if not one.name.is_tail}
+        return {one.name.key: one.name.parent for one in self.records.blocks() if not one.name.is_tail}
 
     def _watched(self, call: Callable[[], T]) -> T:
-        self.order.clear()
+        order = self._books.tombstones.order  # type: ignore[attr-defined]
+        order.clear()
         before = self._resident()
         answer = call()
         after = self._resident()
@@ -47,19 +77,13 @@ class Historian(Directory):
         for key in after.keys() - before.keys():
             self.last_loss.pop(key, None)
         gone = before.keys() - after.keys()
-        assert gone <= {*self.order}
-        for key in sorted(gone, key=self.order.index):
+        assert gone <= {*order}
+        for key in sorted(gone, key=order.index):
             self.last_loss[key] = len(self.lost)
             self.lost.append(key)
         oldest = len(self.lost) - NUM_SLOTS
         self.has_forgotten |= any(self.last_loss[key] < oldest for key in self.last_loss)
         return answer
-
-    def _bury(self, slot: SlotId, loss: Loss) -> None:
-        """Tells the order of the losses of one call, and nothing else."""
-        if (key := self._ledger.key_of(slot)) is not None:
-            self.order.append(key)
-        super()._bury(slot, loss)
 
     def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
         return self._watched(lambda: super(Historian, self).reserve(writer, names, hold))
@@ -67,8 +91,8 @@ class Historian(Directory):
     def commit(self, writer: str, blocks: Sequence[Block], hold: Hold | None) -> int:
         return self._watched(lambda: super(Historian, self).commit(writer, blocks, hold))
 
-    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
-        runs = super().why(keys, parents)
+    def judge(self, keys: Sequence[BlockKey], parents: Sequence[bytes], runs: list[MissRun]) -> None:
+        """Compares the causes that the directory has found with those of the history."""
         self.answers.append([])
         told = [run.miss.cause for run in runs for _ in range(run.num_blocks)]
         differing: set[bytes] = set()
@@ -77,7 +101,6 @@ class Historian(Directory):
             self.answers[-1].append(right)
             if cause is not right:
                 self.wrong.append((cause, right))
-        return runs
 
     def _cause(self, key: BlockKey, parent: bytes, differing: set[bytes]) -> Cause:
         resident = self._resident()

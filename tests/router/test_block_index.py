@@ -32,7 +32,7 @@ class Node:
         self.directory.commit("w", committed(self.directory.reserve("w", names, None).slots, names), None)
 
     def page(self, after: worker_pb2.EventCursor | None = None) -> worker_pb2.EventPage:
-        page = events_to_pb(self.directory.events(cursor_from_pb(after or self.index.cursor(self.id))))
+        page = events_to_pb(self.directory.records.events(cursor_from_pb(after or self.index.cursor(self.id))))
         page.node_id = self.id
         return page
 
@@ -97,7 +97,7 @@ def test_a_page_that_does_not_continue_the_last_leads_to_a_snapshot(index: Block
     index.take(page)
     assert (index.match(KEYS), index.cursor("a").epoch) == ({}, "")
     node.follow()
-    assert index.match(KEYS)["a"] == len(node.directory.blocks())
+    assert index.match(KEYS)["a"] == len(node.directory.records.blocks())
 
 
 def test_a_new_epoch_takes_all_blocks_of_the_old_one_away(index: BlockIndex) -> None:
@@ -145,7 +145,7 @@ def test_the_index_equals_the_directory_after_any_changes(index: BlockIndex) -> 
             index.take(node.page())
         if draw.random() < 0.2:
             node.follow()
-            full = {mark_of(block.name.key) for block in node.directory.blocks() if not block.name.is_tail}
+            full = {mark_of(block.name.key) for block in node.directory.records.blocks() if not block.name.is_tail}
             assert index.marks("a") == full
 
 
@@ -172,4 +172,4 @@ def test_with_a_window_blocks_that_no_token_reads_may_be_missing(there: list[int
 
 def test_a_place_survives_the_message() -> None:
     cursor = EventCursor("epoch", 1 << 40, 7)
-    assert cursor_from_pb(events_to_pb(Directory(8).events(cursor)).after) == cursor
+    assert cursor_from_pb(events_to_pb(Directory(8).records.events(cursor)).after) == cursor

@@ -60,7 +60,7 @@ class EventCluster(FakeCluster):
         return cover(root, PROMPT.encode(), LAYOUT.block_size)
 
     def is_exact(self, node_id: str) -> bool:
-        blocks = self.directories[node_id].blocks()
+        blocks = self.directories[node_id].records.blocks()
         return self.index.marks(node_id) == {mark_of(block.name.key) for block in blocks}
 
     def restart(self, node_id: str) -> Directory:
@@ -212,7 +212,7 @@ async def test_a_subscriber_gets_a_snapshot_then_events_and_resumes_behind_the_l
             page = await anext(pages)
         assert keys(page) == [("stored", "host", [name.key for name in names[2:5]])]
         assert (page.node_id, page.after, page.cursor.number) == ("", snapshot.cursor, 5)
-        assert page.cursor.epoch == directory_of(service).info().epoch
+        assert page.cursor.epoch == directory_of(service).attach().epoch
         directory_of(service).delete([names[0].key])
         async with aclosing(client.watch_blocks({"": page.cursor})) as pages:
             assert keys(await anext(pages)) == [("removed", "host", [names[0].key])]
@@ -297,7 +297,7 @@ async def test_a_subscriber_that_reads_nothing_holds_nothing_up_and_gets_a_snaps
     blocks: set[bytes] = set()
     cursors: list[worker_pb2.EventCursor] = []
     kinds: list[str] = []
-    expected = {block.name.key for block in directory.blocks()}
+    expected = {block.name.key for block in directory.records.blocks()}
     async with asyncio.timeout(WAIT_S):
         while blocks != expected:
             page = await call.read()
@@ -312,7 +312,7 @@ async def test_a_subscriber_that_reads_nothing_holds_nothing_up_and_gets_a_snaps
 
 
 def _knows(index: BlockIndex, directory: Directory) -> bool:
-    return index.marks("") == {mark_of(block.name.key) for block in directory.blocks()}
+    return index.marks("") == {mark_of(block.name.key) for block in directory.records.blocks()}
 
 
 def _apply(events: worker_pb2.BlockEvents, blocks: set[bytes]) -> None:

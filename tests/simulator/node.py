@@ -23,6 +23,7 @@ from kv_store.node.directory_port import (
     RefusedCall,
     Reservation,
     ServiceCodec,
+    carry_out,
 )
 from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
@@ -111,7 +112,7 @@ class Node:
 
     def evict(self) -> None:
         """Loses all blocks, held ones too."""
-        self.directory.reject(self.directory.blocks())
+        self.directory.reject(self.directory.records.blocks())
         self._held.clear()
 
     def map(self, path: str) -> Arena:
@@ -151,7 +152,7 @@ class Node:
             caller.has_lost_lease |= watch.is_over(("lease", f"{process}:{arguments[0]}", directory))
             watch.end(("lease", f"{process}:{arguments[0]}", directory))
         with watch.at(directory):
-            answer = getattr(directory, method)(*arguments)
+            answer = carry_out(directory, method, arguments)
         match method, answer:
             case "lease", Lease(lease_id, entries):
                 slots = {entry.slot for entry in entries if entry is not None}
@@ -174,7 +175,7 @@ class Node:
         return answer
 
     def _note_hold(self, hold: Hold, keys: Sequence[BlockKey]) -> None:
-        found = {key for key, is_there in zip(keys, self.directory.exists(keys), strict=True) if is_there}
+        found = {key for key, is_there in zip(keys, self.directory.records.exists(keys), strict=True) if is_there}
         self._held[hold.attempt_id] = (
             self._held.get(hold.attempt_id, (set(), 0))[0] | found,
             self.clock() + hold.ttl_s,
@@ -184,7 +185,7 @@ class Node:
         """I11: when a hold ends before its time, the cold tier has had all blocks of it that are still found."""
         for attempt_id in filter(self._held.__contains__, asked):
             keys, end_s = self._held[attempt_id]
-            there = {key for key in keys if self.directory.exists([key]) == [True]}
+            there = {key for key in keys if self.directory.records.exists([key]) == [True]}
             if attempt_id not in ended:
                 self._held[attempt_id] = (keys, max(end_s, self.clock() + ttl_s))
             elif self.clock() < end_s and not there <= self._written:
@@ -192,7 +193,7 @@ class Node:
 
     def _check_commit(self, blocks: Sequence[Block]) -> None:
         """I3: what can be found from now on is there, and is what it should be."""
-        found = {block.slot: block for block in self.directory.blocks()}
+        found = {block.slot: block for block in self.directory.records.blocks()}
         for block in blocks:
             if found.get(block.slot) == block:
                 self._watch.expect_whole(self.arena.slot(block.slot)[: self._layout.payload_bytes], block)
@@ -212,12 +213,12 @@ class DirectorySocket(_Channel):
         self._require_there()
         if self._peer is None:
             self._peer = self._node.directory
-        return self._peer.info()
+        return self._peer.attach()
 
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
         caller = self._caller
-        if method == "events":  # no step of a hand-off
-            return self._events(codec, arguments)
+        if method in ("events", "wait_for_events"):  # no step of a hand-off
+            return self._tell(codec, method, arguments)
         caller.interleave()
         caller.step(method)
         peer = self._require_connected()
@@ -248,10 +249,12 @@ class DirectorySocket(_Channel):
         self._names.add(own)
         return own
 
-    def _events(self, codec: ServiceCodec, arguments: tuple[Any, ...]) -> Any:
-        call = codec.decode_call(codec.encode_call("events", arguments)[LENGTH.size :])
-        answer = self._require_connected().events(*call.arguments)
-        return codec.decode_answer("events", codec.encode_answer(answer)[LENGTH.size :])
+    def _tell(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Carries out a call about events; a wait ends at once, for it would hold up virtual time."""
+        call = codec.decode_call(codec.encode_call(method, arguments)[LENGTH.size :])
+        given = [call.arguments[0], 0.0] if method == "wait_for_events" else call.arguments
+        answer = carry_out(self._require_connected(), method, given)
+        return codec.decode_answer(method, codec.encode_answer(answer)[LENGTH.size :])
 
     def _require_there(self) -> None:
         self._caller.process.require_alive()
@@ -273,3 +276,4 @@ class SimDirectoryClient(DirectoryClient):
         super().__init__("", clock=caller.clock)
         self.names: set[str] = set()
         self._channel = DirectorySocket(caller, node, self.names)
+        self._event_channel = DirectorySocket(caller, node, self.names)

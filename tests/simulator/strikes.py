@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import Block
+from tests.harness.idle import visit_idle
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind
 from tests.simulator.redis import MAC_KEY
@@ -110,7 +111,7 @@ def _evict(world: World, worker: SimWorker, amount: float) -> None:
 
 def _move(world: World, worker: SimWorker, amount: float) -> None:
     for node in world.nodes:
-        for block in node.directory.blocks():
+        for block in node.directory.records.blocks():
             payload = node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
             if not block.name.is_tail and checksum_of(payload) == block.checksum:
                 world.redis.put(block.name, payload, block.checksum)
@@ -126,7 +127,7 @@ def _flip(world: World, worker: SimWorker, amount: float) -> None:
                 arena.slot(block.slot)[world.draw.randrange(LAYOUT.payload_bytes)] ^= 1
 
     for node in world.nodes:
-        node.directory.visit_idle(partial(flip, node.arena))
+        visit_idle(node.directory, partial(flip, node.arena))
 
 
 def _expire(world: World, worker: SimWorker, amount: float) -> None:

@@ -270,7 +270,7 @@ class SimTransfers(ThreadTransfers):
             worker.world.watch.violated("bug", f"{worker.name}: a transfer failed: {done.error}")
         if isinstance(transfer, Fetch):
             self._check_fetched(transfer, done)
-        worker.world.watch.expect_none("I1", "arena", worker.node.directory.check())
+        worker.world.watch.expect_none("I1", "arena", worker.node.directory.records.check())
         return done
 
     def _check_fetched(self, fetch: Fetch, done: Done) -> None:

@@ -262,17 +262,17 @@ class World:
         node.is_leaving = True
         await asyncio.gather(*(self.leave(worker, grace_s) for worker in there))
         spoilt = {fault.kind for fault in self.run.struck} & LOSE_COPIES
-        is_left = node.directory.leave() or node.directory.status().num_holds
+        is_left = node.directory.records.leave() or node.directory.records.status().num_holds
         if not node.is_gone and not spoilt and not is_left:
-            lost = [one for one in node.directory.blocks() if not one.name.is_tail]
+            lost = [one for one in node.directory.records.blocks() if not one.name.is_tail]
             if any(one.name.key not in self.redis.frames for one in lost):
                 self.watch.violated("promise", f"{node.name} takes away blocks that only it had")
         self.lose(node, 0.0)
 
     async def _let_fetch(self, node: Node, grace_s: float) -> None:
         """Waits, at a node that drains, for its holds, and for copies of what only it has."""
-        end_s, directory = self.loop.time() + grace_s, node.directory
-        while node.is_leaving and (directory.leave() or directory.status().num_holds) and self.loop.time() < end_s:  # noqa: ASYNC110
+        end_s, records = self.loop.time() + grace_s, node.directory.records
+        while node.is_leaving and (records.leave() or records.status().num_holds) and self.loop.time() < end_s:  # noqa: ASYNC110
             await asyncio.sleep(WAIT_S)
 
     async def enlist(self) -> None:
@@ -384,13 +384,13 @@ class World:
 
     def _misplaced_on(self, node: Node) -> Iterator[tuple[str, str]]:
         """I12: where a node has workers, the router's index comes to have the blocks of its arena, and no others."""
-        there = {mark_of(block.name.key) for block in node.directory.blocks() if not block.name.is_tail}
+        there = {mark_of(block.name.key) for block in node.directory.records.blocks() if not block.name.is_tail}
         known = self.router.parts.index.marks(node.name)
         if known != there and any(worker.node is node for worker in self.alive):
             yield "I12", f"the index knows {'nothing' if known is None else len(known)} of {len(there)} on {node.name}"
 
     def _left_on(self, node: Node) -> Iterator[tuple[str, str]]:
-        status = node.directory.status()
+        status = node.directory.records.status()
         num_draining = 0 if self._may_owe_slots else status.counts.draining
         counts = {
             "leases": status.num_leases,
@@ -399,7 +399,7 @@ class World:
             "slots in use": status.counts.owned + status.counts.published,
         }
         yield from (("I5", f"{node.name} has {count} {what}") for what, count in counts.items() if count)
-        yield from (("I1", f"{node.name}: {problem}") for problem in node.directory.check())
+        yield from (("I1", f"{node.name}: {problem}") for problem in node.directory.records.check())
 
     @property
     def _may_owe_slots(self) -> bool:
@@ -425,7 +425,7 @@ class World:
         """I3, I4 and I7: every block that can be found is what it is said to be."""
         struck = {fault.kind for fault in self.run.struck}
         for node in self.nodes:
-            for block in node.directory.blocks():
+            for block in node.directory.records.blocks():
                 payload = node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
                 if Kind.FLIP not in struck:
                     self.watch.expect_whole(payload, block)

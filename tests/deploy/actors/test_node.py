@@ -47,7 +47,7 @@ def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
     node = NodeActor(to_json(config))
     assert not any(json.loads(asyncio.run(node.start())).values())
     client = DirectoryClient(config.store.directory_path)
-    assert client.info().arena_path == config.arena_path
+    assert client.attach().arena_path == config.arena_path
     client.close()
     asyncio.run(node.stop())
     assert not os.path.exists(config.arena_path)
@@ -326,5 +326,5 @@ def num_kept(client: DirectoryClient, first: int = 1000) -> int:
     other, own = cover(NamespaceRoot(b"o" * 32), range(first, first + 32), 4), names_of(48, first)
     for names in (other, own[:8], own[8:]):
         client.commit("w", committed(client.reserve("w", names, None).slots, names), None)
-    assert client.check() == []
-    return sum(client.exists([name.key for name in other]))
+    assert client.records.check() == []
+    return sum(client.records.exists([name.key for name in other]))

@@ -1,0 +1,181 @@
+"""The books of a node's arena: the blocks in its slots, the claims on them, and what is remembered of lost ones.
+
+    Directory ── claims on slots ──▶          ┌─ ledger, proofs: the index        ─┐
+                                     Books ───┤  claims: leases, holds, reservations├── one lock
+    Records ─── records of blocks ─▶          └─ copies, sessions, tombstones, log ─┘
+
+A block enters and leaves the index here only, so that copies, sessions, tombstones and events follow it.
+"""
+
+import secrets
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from kv_store.eviction.order import EvictionOrder, Priority
+from kv_store.eviction.policy import EvictionPolicy
+from kv_store.frame import CHECKSUM_BYTES
+from kv_store.ledger import Ledger
+from kv_store.node.claims import Claims
+from kv_store.node.copies import Copies, WriteQueues
+from kv_store.node.directory_port import Block
+from kv_store.node.event_log import BlockEventLog
+from kv_store.node.sessions import KeepLimits, Sessions
+from kv_store.node.tombstones import Loss, Tombstones
+from wire.ids import BlockKey, SlotId
+from wire.names import BlockName
+from wire.tier import COLD_TIERS, EventKind, Tier, Write
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Books:
+    """The books of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
+
+    order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.WriteQueues`. keeps: bounds on hints.
+    num_events: places of the log.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        clock: Callable[[], float],
+        *,
+        order: type[EvictionOrder[SlotId]],
+        policy: Callable[[int], EvictionPolicy],
+        high_water: float,
+        writes: Mapping[Tier, Write],
+        keeps: KeepLimits,
+        num_events: int,
+    ) -> None:
+        self.epoch = secrets.token_hex(8)
+        self.ledger = Ledger(num_slots, order, policy, self._bury_evicted)
+        self.claims = Claims(self.ledger, clock)
+        self.queues = WriteQueues(self.ledger, writes, high_water)
+        self.copies = Copies(self.ledger, self.queues)
+        self.sessions = Sessions(self.ledger, self.copies, clock, keeps)
+        self.tombstones = Tombstones(num_slots, self.ledger.order.policy_name, clock)
+        self.log = BlockEventLog(num_events)
+        self.num_read = Counter[bool]()
+        self.owners: dict[bytes, int] = {}
+        self._proofs = _Proofs(num_slots)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.claims.expire()
+        self.sessions.expire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
+        """Finds the slots of the keys that are indexed."""
+        return [slot for key in keys if (slot := self.ledger.find(key)) is not None]
+
+    def block(self, slot: SlotId) -> Block:
+        """Returns the block of an indexed slot."""
+        key, parent = self.ledger.key_of(slot), self.ledger.order.parent_of(slot)
+        assert key is not None, "the slot is not indexed"
+        assert parent is not None, "the slot is not indexed"
+        proof = self._proofs.get(slot)
+        name = BlockName(key, parent, proof.tokens_digest, proof.root_digest, self.copies.is_tail(slot))
+        return Block(slot, name, proof.checksum)
+
+    def blocks(self) -> list[Block]:
+        """Returns the indexed blocks."""
+        return [self.block(slot) for slot in self.ledger.pages if self.ledger.key_of(slot) is not None]
+
+    def proof(self, slot: SlotId) -> "Proof":
+        return self._proofs.get(slot)
+
+    def index(self, block: Block) -> None:
+        """Indexes a block, unless another slot has it."""
+        priority = Priority.LEAST if block.name.is_tail else Priority.ONLY_COPY
+        owner = self.owners.get(block.name.root_digest, 0)
+        is_new = self.ledger.find(block.name.key) is None
+        if self.ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
+            self._proofs.put(block)
+            if not block.name.is_tail:
+                self.copies.index(block.slot)
+            if is_new and not block.name.is_tail:
+                self.tombstones.index(block.name)
+                self.log.note(EventKind.STORED, Tier.HOST, block.name.key)
+
+    def unindex(self, slots: Sequence[SlotId], loss: Loss) -> int:
+        """Takes blocks out of the index, remembers their loss, and counts them."""
+        for slot in slots:
+            self._bury(slot, loss)
+            self.ledger.unindex(slot)
+            self.forget(slot)
+        return len(slots)
+
+    def forget(self, slot: SlotId) -> None:
+        """Drops copies and session of a block that has left the index."""
+        self.copies.unindex(slot)
+        self.sessions.unindex(slot)
+
+    def touch(self, slots: Sequence[SlotId]) -> None:
+        """Counts a use of a prefix's blocks, in their order."""
+        self.copies.restore(slots)
+        for slot in reversed(slots):
+            self.ledger.order.touch(slot)
+
+    def _bury_evicted(self, slot: SlotId) -> None:
+        self._bury(slot, Loss.SHARE if self.ledger.order.is_beyond_share(slot) else Loss.ROOM)
+
+    def _bury(self, slot: SlotId, loss: Loss) -> None:
+        """Remembers an indexed full block that is about to be lost."""
+        key, parent = self.ledger.key_of(slot), self.ledger.order.parent_of(slot)
+        if key is not None and parent is not None and not self.copies.is_tail(slot):
+            self.tombstones.bury(key, parent, loss, self.copies.is_safe(slot, COLD_TIERS))
+            self.log.note(EventKind.REMOVED, Tier.HOST, key)
+
+
+class Proof(NamedTuple):
+    """Digests of a block's tokens and root, and the xxh3-128 of its payload."""
+
+    tokens_digest: bytes
+    root_digest: bytes
+    checksum: bytes
+
+
+class _Proofs:
+    """The proofs of the blocks in slots, in flat memory.
+
+    An object each would take several times as much, and every collection of garbage would visit them all.
+    """
+
+    _PROOF = struct.Struct(f"32s32s{CHECKSUM_BYTES}s")
+
+    def __init__(self, num_slots: int) -> None:
+        self._proofs = bytearray(num_slots * self._PROOF.size)
+
+    def put(self, block: Block) -> None:
+        proof = Proof(block.name.tokens_digest, block.name.root_digest, block.checksum)
+        self._PROOF.pack_into(self._proofs, block.slot * self._PROOF.size, *proof)
+
+    def get(self, slot: SlotId) -> Proof:
+        return Proof(*self._PROOF.unpack_from(self._proofs, slot * self._PROOF.size))
+
+
+class _Owner(Protocol):
+    _books: Books
+
+
+Owner = TypeVar("Owner", bound=_Owner)
+
+
+def exclusive(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+    """Runs a method within the context of its object's books."""
+
+    @wraps(method)
+    def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._books:
+            return method(self, *args, **kwargs)
+
+    return run

@@ -1,0 +1,126 @@
+"""The records of a node's arena: events of its blocks, causes of misses, sessions, copies in cold tiers, and usage."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from kv_store.node.books import Books, exclusive
+from kv_store.node.directory_port import Block, DirectoryStatus, KeepHint, RecordsPort
+from kv_store.node.event_log import EVENT_TIERS, MAX_PAGE_BLOCKS, BlockEvents, EventCursor, EventPage
+from wire.ids import BlockKey
+from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, Tier, runs_of
+
+
+class Records(RecordsPort):
+    """Answers and notes about the blocks of the arena that `books` are of; thread-safe."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self.bell = books.log.bell
+
+    @exclusive
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [self._books.ledger.find(key) is not None for key in keys]
+
+    @exclusive
+    def retain(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
+        books, order = self._books, self._books.ledger.order
+        found = books.find(dict.fromkeys(keys))
+        own = [slot for slot in found if books.proof(slot).root_digest == hint.namespace]
+        books.touch(own)
+        full = [slot for slot in own if not books.copies.is_tail(slot)]
+        owner, num_slots = books.owners.get(hint.namespace, 0), books.ledger.num_pages
+        return books.sessions.note(hint, full, min(num_slots, order.max_owned.get(owner, num_slots)))
+
+    @exclusive
+    def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
+        asked = dict(zip(keys, parents, strict=False))
+        lost = {key: asked[key] for key in asked if self._books.ledger.find(key) is None}
+        causes = self._books.tombstones.why(lost)
+        return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 0, 1)]
+
+    @exclusive
+    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey]) -> int:
+        copied = {slot: key for key in keys if (slot := self._books.ledger.find(key)) is not None}
+        marked = [slot for slot in copied if self._books.copies.add(tier, slot)]
+        for slot in marked:
+            self._books.log.note(EventKind.STORED, tier, copied[slot])
+        return len(marked)
+
+    @exclusive
+    def note_cold(self, cold: FarStatus) -> None:
+        """Notes a cold tier as its writer finds it, for the processes that only read there."""
+        self._books.queues.status_of[cold.tier] = cold
+
+    @exclusive
+    def leave(self) -> int:
+        """Has each block that only this arena has written to a cold tier, from now on; counts such blocks."""
+        return self._books.queues.want_all()
+
+    @exclusive
+    def set_shares(self, shares: Mapping[bytes, float]) -> None:
+        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first."""
+        owners, ledger = self._books.owners, self._books.ledger
+        for digest in shares:
+            owners.setdefault(digest, len(owners) + 1)
+        ledger.order.max_owned = {owners[digest]: int(share * ledger.num_pages) for digest, share in shares.items()}
+        for block in self._books.blocks():
+            ledger.order.set_owner(block.slot, owners.get(block.name.root_digest, 0))
+
+    @exclusive
+    def events(self, after: EventCursor) -> EventPage:
+        log, epoch, num_slots = self._books.log, self._books.epoch, self._books.ledger.num_pages
+        number, slot = log.number, after.slot
+        is_known = after.epoch == epoch and log.reaches(after.number)
+        if not is_known or not 0 <= slot < num_slots:
+            return self._with_slots(after, 0, [BlockEvents(EventKind.CLEARED, tier, []) for tier in EVENT_TIERS])
+        events = log.after(after.number, MAX_PAGE_BLOCKS)
+        if slot and number - after.number <= MAX_PAGE_BLOCKS:
+            return self._with_slots(after, slot, events)
+        last = min(number, after.number + MAX_PAGE_BLOCKS)
+        return EventPage(after, EventCursor(epoch, last, slot), events)
+
+    def wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
+        news = threading.Event()
+        with self.bell.waking(news.set):
+            return self._has_events(after) or news.wait(wait_s)
+
+    @exclusive
+    def status(self) -> DirectoryStatus:
+        books = self._books
+        return DirectoryStatus(
+            counts=books.ledger.counts(),
+            num_leases=len(books.claims.leases),
+            num_holds=len(books.claims.holds),
+            num_kept=books.sessions.num_kept,
+            epoch=books.epoch,
+            hits=books.num_read[True],
+            misses=books.num_read[False],
+            evictions=books.ledger.num_evicted,
+            cold=list(books.queues.status_of.values()),
+        )
+
+    @exclusive
+    def blocks(self) -> list[Block]:
+        """Returns the indexed blocks."""
+        return self._books.blocks()
+
+    @exclusive
+    def check(self) -> list[str]:
+        parts = (self._books.ledger, self._books.copies, self._books.sessions, self._books.claims)
+        return [problem for part in parts for problem in part.check()]
+
+    @exclusive
+    def _has_events(self, after: EventCursor) -> bool:
+        return after != EventCursor(self._books.epoch, self._books.log.number)
+
+    def _with_slots(self, after: EventCursor, first: int, events: list[BlockEvents]) -> EventPage:
+        """Adds a part of a snapshot to all events that there are, so that it holds with them."""
+        copies, ledger = self._books.copies, self._books.ledger
+        slots = ledger.pages[first : first + MAX_PAGE_BLOCKS]
+        full = [slot for slot in slots if not copies.is_tail(slot)]
+        there = {slot: key for slot in full if (key := ledger.key_of(slot)) is not None}
+        for tier in EVENT_TIERS:
+            keys = [key for slot, key in there.items() if tier is Tier.HOST or copies.has(tier, slot)]
+            events += [BlockEvents(EventKind.STORED, tier, keys)] if keys else []
+        next_slot = (first + len(slots)) % ledger.num_pages
+        return EventPage(after, EventCursor(self._books.epoch, self._books.log.number, next_slot), events)

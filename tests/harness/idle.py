@@ -1,0 +1,13 @@
+"""The blocks of an arena that no process uses just now."""
+
+from collections.abc import Callable
+
+from kv_store.node.directory import Directory
+from kv_store.node.directory_port import Block
+
+
+def visit_idle(directory: Directory, visit: Callable[[list[Block]], None]) -> None:
+    """Shows the indexed blocks that no process reads or writes; none begins to before `visit` returns."""
+    books = directory._books
+    with books:
+        visit([block for block in books.blocks() if not books.ledger.num_transfers(block.slot)])
