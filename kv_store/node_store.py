@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
+from kv_store.administration import ArenaShelf, Shelf
 from kv_store.block_store import StoreStatus
 from kv_store.costs import Costs
 from kv_store.device_pool import DevicePool
@@ -130,6 +131,10 @@ class NodeStore:
 
     def events(self, after: EventCursor) -> EventPage:
         return self._directory.events(after)
+
+    @property
+    def shelves(self) -> Sequence[Shelf]:
+        return [ArenaShelf(self._directory), *self._far.cold]
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status

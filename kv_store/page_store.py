@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 
+from kv_store.administration import Shelf
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
@@ -70,6 +71,10 @@ class PageStore:
 
     def events(self, after: EventCursor) -> EventPage:
         raise StoreError("a store without a directory has no events")
+
+    @property
+    def shelves(self) -> Sequence[Shelf]:
+        return ()
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, self._tiers.status(), self._pool.layout.block_bytes)

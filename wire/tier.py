@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import groupby
 
+from wire.ids import BlockKey
+
 
 class Tier(StrEnum):
     """Nearest first."""
@@ -104,6 +106,19 @@ _ADVICE = {
 def advice(tier: str, state: str) -> str:
     """Returns the way out of a tier's state; "" if it is clear, or nothing can be done."""
     return _ADVICE.get((Tier(tier), state), "")
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block as a tier has it. namespace: the digest of its root; empty where the value is no frame.
+
+    num_bytes: with the frame around it. idle_s: since its last use.
+    """
+
+    key: BlockKey
+    namespace: bytes
+    num_bytes: int
+    idle_s: float
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+from kv_store.administration import Selection, Shelf, Tally, clear, find
 from kv_store.block_store import BlockStore, StoreStatus
 from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError
 from wire.ids import AttemptId
+from wire.tier import StoredBlock
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,27 @@ class AsyncStore:
             if page.cursor != after or now_s() >= until_s:
                 return page
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def count(self, selection: Selection) -> Tally:
+        """Counts the selected blocks of every tier below the workers' pages."""
+        return await self._tally(selection, find)
+
+    async def clear(self, selection: Selection) -> Tally:
+        """Clears the selected blocks from these tiers, nearest first, and counts them."""
+        return await self._tally(selection, clear)
+
+    async def _tally(
+        self, selection: Selection, step: Callable[[Shelf, Selection], Iterator[Sequence[StoredBlock]]]
+    ) -> Tally:
+        tally = Tally(selection)
+        for shelf in self._store.shelves:
+            pages = step(shelf, selection)
+            try:
+                while (blocks := await self._call(partial(next, pages, None))) is not None:
+                    tally.add(shelf.tier, blocks)
+            except StoreError as error:
+                tally.problems.append(f"{shelf.tier}: {error.message}")
+        return tally
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and passes on the attempts that have none.

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -78,10 +79,17 @@ class ColdWriter:
                 if self._is_over or time.monotonic() > until or not self._cold.put(block.name, payload, block.checksum):
                     break
                 written.append(block.name.key)
+            self._take_back(written)
         finally:
             held = self._directory.release(batch.lease_id)
             self._directory.note_cold(self._cold.status())
         return self._directory.mark_cold(self._cold.tier, written) if held else 0
+
+    def _take_back(self, written: Sequence[BlockKey]) -> None:
+        """Deletes copies of leased blocks that were unindexed meanwhile: cleared, purged, or found corrupt."""
+        here = self._directory.exists(written)
+        if gone := [key for key, is_here in zip(written, here, strict=True) if not is_here]:
+            self._cold.delete(gone)
 
     def _run(self) -> None:
         while not self.is_stopping:

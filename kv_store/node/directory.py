@@ -11,6 +11,7 @@ import secrets
 import struct
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits, Sessions
 from kv_store.node.tombstones import Loss, Tombstones
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
-from wire.tier import COLD_TIERS, Cause, EventKind, FarStatus, Miss, MissRun, Tier, Write, runs_of
+from wire.tier import COLD_TIERS, Cause, EventKind, FarStatus, Miss, MissRun, StoredBlock, Tier, Write, runs_of
 
 _MAX_HELD_SHARE = 0.25
 """Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
@@ -112,6 +113,8 @@ class Directory(DirectoryPort):
         self._cold: dict[Tier, FarStatus] = {}
         self._owners: dict[bytes, int] = {}
         self._max_held = num_slots * _MAX_HELD_SHARE
+        self._clock = clock
+        self._used_s = array("f", bytes(4 * num_slots))
         self._lock = threading.Lock()
 
     def info(self) -> DirectoryInfo:
@@ -182,6 +185,24 @@ class Directory(DirectoryPort):
     @_exclusive
     def delete(self, keys: Sequence[BlockKey]) -> int:
         return self._unindex(self._find(keys), Loss.PURGED)
+
+    @_exclusive
+    def keys(self, first_slot: int, num_slots: int) -> list[BlockKey]:
+        slots = self._ledger.pages[max(0, first_slot) : max(0, first_slot) + max(0, num_slots)]
+        return [key for slot in slots if (key := self._ledger.key_of(slot)) is not None]
+
+    @_exclusive
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        now_s, num_bytes = self._clock(), self._info.block_bytes
+        found = {key: slot for key in keys if (slot := self._ledger.find(key)) is not None}
+        return [
+            StoredBlock(key, self._blocks.root_digest(slot), num_bytes, max(0.0, now_s - self._used_s[slot]))
+            for key, slot in found.items()
+        ]
+
+    @_exclusive
+    def clear(self, keys: Sequence[BlockKey]) -> int:
+        return self._unindex(self._find(keys), Loss.CLEARED)
 
     @_exclusive
     def retain(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
@@ -331,7 +352,8 @@ class Directory(DirectoryPort):
         """Remembers an indexed full block that is about to be lost."""
         key, parent = self._ledger.key_of(slot), self._ledger.order.parent_of(slot)
         if key is not None and parent is not None and not self._copies.is_tail(slot):
-            self._tombstones.bury(key, parent, loss, self._copies.is_safe(slot, COLD_TIERS))
+            is_copied = loss is not Loss.CLEARED and self._copies.is_safe(slot, COLD_TIERS)
+            self._tombstones.bury(key, parent, loss, is_copied)
             self._log.note(EventKind.REMOVED, Tier.HOST, key)
 
     def _indexed(self) -> list[Block]:
@@ -357,6 +379,7 @@ class Directory(DirectoryPort):
         is_new = self._ledger.find(block.name.key) is None
         if self._ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
             self._blocks.put(block)
+            self._used_s[block.slot] = self._clock()
             if not block.name.is_tail:
                 self._copies.index(block.slot)
             if is_new and not block.name.is_tail:
@@ -365,8 +388,10 @@ class Directory(DirectoryPort):
 
     def _touch(self, slots: Sequence[SlotId]) -> None:
         self._copies.restore(slots)
+        now_s = self._clock()
         for slot in reversed(slots):
             self._ledger.order.touch(slot)
+            self._used_s[slot] = now_s
 
 
 class _Blocks:

@@ -22,7 +22,7 @@ from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
-from wire.tier import FarStatus, LedgerCounts, MissRun, Tier
+from wire.tier import FarStatus, LedgerCounts, MissRun, StoredBlock, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
 
 MAX_TTL_S = 3600.0
@@ -338,6 +338,18 @@ class DirectoryPort:
         """
 
     @_carried
+    def keys(self, first_slot: int, num_slots: int, /) -> list[BlockKey]:
+        """Lists the keys of the blocks in some slots, tails included."""
+
+    @_carried
+    def describe(self, keys: Sequence[BlockKey], /) -> list[StoredBlock]:
+        """Describes the blocks that are in the arena, without counting a use."""
+
+    @_carried
+    def clear(self, keys: Sequence[BlockKey], /) -> int:
+        """Unindexes and counts blocks for the operator. A reader's lease and a request's hold keep the slot."""
+
+    @_carried
     def status(self) -> DirectoryStatus: ...
 
     @_carried
@@ -354,6 +366,9 @@ class Greeting:
 
 CALLS = ServiceCodec(DirectoryPort)
 CALLS_OF_ANY_EPOCH = frozenset(
-    ("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "events", "status", "check")
+    (
+        *("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "events", "status", "check"),
+        *("keys", "describe", "clear"),
+    )
 )
 GREETING = ServiceCodec(Greeting)

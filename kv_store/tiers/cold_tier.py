@@ -9,15 +9,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from kv_store.administration import Shelf
 from kv_store.connection import Breaker
 from kv_store.frame import FrameSeal
-from wire.errors import ForgedFrame, WireError
+from wire.errors import ForgedFrame, StoreError, WireError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.names import BlockName
 from wire.tier import FarStatus, Tier
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class BlockSource(Protocol):
     def close(self) -> None: ...
 
 
-class ColdTier(BlockSource, Protocol):
+class ColdTier(BlockSource, Shelf, Protocol):
     """A source that takes blocks, too."""
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
@@ -68,7 +71,8 @@ class FramedTier(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def delete(self, keys: Sequence[BlockKey]) -> None: ...
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
+        """Deletes values; False if that failed."""
 
     @abstractmethod
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
@@ -95,6 +99,18 @@ class FramedTier(ABC):
         if is_stored:
             self._count("written")
         return is_stored
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._remove(keys)
+
+    def clear(self, keys: Sequence[BlockKey]) -> None:
+        self._answer(self._remove(keys) or None)
+
+    def _answer(self, answer: T | None) -> T:
+        """Returns the answer to a call. Raises StoreError if there is none."""
+        if answer is None:
+            raise StoreError(f"tier {self.tier} did not answer")
+        return answer
 
     def status(self) -> FarStatus:
         with self._lock:

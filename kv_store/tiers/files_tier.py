@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import cycle, islice
@@ -13,13 +13,13 @@ from mmap import mmap
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kv_store.frame import FRONT_BYTES
+from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
 from kv_store.tiers.cold_tier import FramedTier
-from kv_store.tiers.folder import Folder, Found, StoredFile
+from kv_store.tiers.folder import SHARDS, Folder, Found, StoredFile
 from wire.errors import ConfigError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import StoredBlock, Tier
 
 MIN_BLOCKS = 8
 _OPEN_TIMEOUT_S = 10.0
@@ -28,6 +28,8 @@ _CLOSE_TIMEOUT_S = 2.0
 _FULL_FOR_S = 1.0
 _RENEW_EVERY = 256
 _BYTES_AHEAD = 4 << 20
+_DESCRIBED = 32
+"""Files that one call looks into: reads of blocks wait behind it."""
 _REFUSALS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -80,8 +82,16 @@ class FilesTier(FramedTier):
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._ask(lambda folder: [folder.has(key) for key in keys], [False] * len(keys))
 
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._ask(lambda folder: folder.remove(keys), None)
+    def key_pages(self) -> Iterator[Sequence[BlockKey]]:
+        for shard in SHARDS:
+            keys = self._answer(self._ask(partial(_keys_of, shard), None))
+            yield from (keys[first : first + _DESCRIBED] for first in range(0, len(keys), _DESCRIBED))
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        return self._answer(self._ask(partial(_describe, keys), None))
+
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
+        return self._ask(lambda folder: folder.remove(keys), False)
 
     def close(self) -> None:
         """Waits a while for calls under way; a thread whose call hangs keeps the folder open."""
@@ -272,6 +282,20 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+
+
+def _keys_of(shard: str, folder: Folder) -> list[BlockKey]:
+    names = (file.path.partition("/")[2] for file in folder.shard_files(shard))
+    return [BlockKey(bytes.fromhex(name)) for name in names if not name.startswith(".")]
+
+
+def _describe(keys: Sequence[BlockKey], folder: Folder) -> list[StoredBlock]:
+    found = ((key, folder.head(key, HEAD_BYTES)) for key in keys)
+    return [
+        StoredBlock(key, namespace_of(one.head), one.num_bytes, max(0.0, time.time() - one.used_ns / 1e9))
+        for key, one in found
+        if one is not None
+    ]
 
 
 def _read(key: BlockKey, into: memoryview, folder: Folder) -> Found:

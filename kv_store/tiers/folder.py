@@ -27,6 +27,7 @@ _OPENS_AS_NO_FILE = (errno.ELOOP, errno.ENXIO)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ENTRY = (FileNotFoundError, NotADirectoryError)
 """The second one: a file, or a link, lies where a folder should."""
+SHARDS = tuple(f"{number:02x}" for number in range(256))
 _OWN_NAME = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]+")
 
 
@@ -45,6 +46,15 @@ class StoredFile:
     used_ns: int
     num_bytes: int
     path: str
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """A file's last use, its size, and its first bytes."""
+
+    used_ns: int
+    num_bytes: int
+    head: bytes
 
 
 class Folder:
@@ -113,8 +123,17 @@ class Folder:
         with self._shard(key) as shard, _written_aside(shard, *parts) as path:
             os.rename(path, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
 
-    def remove(self, keys: Iterable[BlockKey]) -> None:
-        """Removes the entries under some keys, but for folders that are not empty."""
+    def head(self, key: BlockKey, num_bytes: int) -> StoredHead | None:
+        """Reads the first bytes of a regular file, which counts as no use; None if there is none."""
+        with suppress(*_NO_ENTRY), self._shard(key) as shard:
+            found = os.stat(key.hex(), dir_fd=shard, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode):
+                with _closing(os.open(key.hex(), _READ_FLAGS, dir_fd=shard)) as file:
+                    return StoredHead(found.st_mtime_ns, found.st_size, os.pread(file, num_bytes, 0))
+        return None
+
+    def remove(self, keys: Iterable[BlockKey]) -> bool:
+        """Removes the entries under some keys, but for folders that are not empty. Returns True."""
         for key in keys:
             with suppress(*_NO_ENTRY), self._shard(key) as shard:
                 try:
@@ -122,16 +141,21 @@ class Folder:
                 except IsADirectoryError:
                     with suppress(OSError):
                         os.rmdir(key.hex(), dir_fd=shard)
+        return True
 
     def files(self) -> Iterator[StoredFile]:
         """Lists frames, unfinished ones too, and nothing that another program keeps here."""
-        for shard in (f"{number:02x}" for number in range(256)):
-            with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
-                for entry in filter(lambda entry: _OWN_NAME.fullmatch(entry.name), entries):
-                    with suppress(FileNotFoundError):
-                        file = entry.stat(follow_symlinks=False)
-                        if not stat.S_ISDIR(file.st_mode):
-                            yield StoredFile(file.st_mtime_ns, file.st_size, f"{shard}/{entry.name}")
+        for shard in SHARDS:
+            yield from self.shard_files(shard)
+
+    def shard_files(self, shard: str) -> Iterator[StoredFile]:
+        """Lists the frames whose keys begin with two hex digits, as `files` does."""
+        with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
+            for entry in filter(lambda entry: _OWN_NAME.fullmatch(entry.name), entries):
+                with suppress(FileNotFoundError):
+                    file = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(file.st_mode):
+                        yield StoredFile(file.st_mtime_ns, file.st_size, f"{shard}/{entry.name}")
 
     def remove_file(self, file: StoredFile) -> None:
         """Removes a file of the listing if it is still there."""

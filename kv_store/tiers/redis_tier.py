@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -13,13 +13,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
+from kv_store.administration import PAGE_BLOCKS
 from kv_store.connection import receive_exactly
-from kv_store.frame import FRONT_BYTES
+from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import StoredBlock, Tier
 
 PREFIX = b"baton:kv:"
 _PROBE = b"baton:probe"
@@ -73,9 +74,33 @@ class RedisTier(FramedTier):
             found += self._ask(partial(self._exist, batch), [False] * len(batch))
         return found
 
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        for batch in _rounds(keys, _KEYS_PER_ROUND):
-            self._ask(partial(self._redis.unlink, *(PREFIX + key for key in batch)), 0)
+    def key_pages(self) -> Iterator[Sequence[BlockKey]]:
+        cursor: int | None = None
+        while cursor != 0:
+            look = partial(self._redis.scan, cursor or 0, match=PREFIX + b"*", count=PAGE_BLOCKS)
+            cursor, found = self._answer(self._ask(look, None))
+            yield [BlockKey(one.removeprefix(PREFIX)) for one in found]
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        return self._answer(self._ask(partial(self._describe, keys), None))
+
+    def _describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        """Describes the values of some keys; a value that is no text of bytes counts none."""
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for stored in (PREFIX + key for key in keys):
+                pipeline.object("IDLETIME", stored).strlen(stored).getrange(stored, 0, HEAD_BYTES - 1)
+            answers = iter(pipeline.execute(raise_on_error=False))
+        told = zip(keys, zip(answers, answers, answers, strict=True), strict=True)
+        return [
+            StoredBlock(key, namespace_of(_or_else(head, b"")), _or_else(num_bytes, 0), _or_else(idle_s, 0))
+            for key, (idle_s, num_bytes, head) in told
+            if num_bytes != 0
+        ]
+
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
+        batches = [[PREFIX + key for key in batch] for batch in _rounds(keys, _KEYS_PER_ROUND)]
+        answers = [self._ask(partial(self._redis.unlink, *batch), None) for batch in batches]
+        return None not in answers
 
     def close(self) -> None:
         if self._probe is not None:
@@ -237,6 +262,11 @@ class _Replies(_Exchange):
         if line.startswith((b"$", b"-WRONGTYPE")):
             return b""
         raise _error_of(line)
+
+
+def _or_else(answer: T | ResponseError | None, otherwise: T) -> T:
+    """Returns an answer, or `otherwise` for the server's refusal: of idle times where it evicts by frequency."""
+    return otherwise if answer is None or isinstance(answer, ResponseError) else answer
 
 
 def _error_of(line: bytes) -> ResponseError:

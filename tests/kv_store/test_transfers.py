@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kv_store.administration import Shelf
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
@@ -75,6 +76,10 @@ class FakeStore:
 
     def events(self, after: EventCursor) -> EventPage:
         return EventPage(after, after, [])
+
+    @property
+    def shelves(self) -> Sequence[Shelf]:
+        return ()
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, [], 0)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kv_store.administration import Shelf
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
@@ -61,6 +62,10 @@ class SlowStore:
         if self.is_away:
             raise StoreError("the directory does not answer")
         return EventPage(after, self.place or after, [])
+
+    @property
+    def shelves(self) -> Sequence[Shelf]:
+        return ()
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)

@@ -113,6 +113,7 @@ class KeyRing:
         """Goes by these keys from now on."""
         self._by_id = {key.id: key for key in listed.keys if not key.is_revoked}
         self._is_open = not listed.keys
+        self.tenants, self.shares = {key.tenant for key in listed.keys}, listed.shares
 
     def admit(self, credentials: Sequence[str], scope: Scope) -> Key:
         """Returns the key of a call. Raises Unauthenticated, or PermissionDenied for a key without the scope.
