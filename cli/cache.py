@@ -1,9 +1,8 @@
 """`baton cache`: shows what arenas, Redis and files hold, and clears it, by tenant, model or prompt."""
 
 import argparse
-import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, render
 from deploy.local.client import call_operator, find_cluster
@@ -39,7 +38,6 @@ def add_parser(commands: Subparsers) -> None:
         prompt = one.add_mutually_exclusive_group()
         prompt.add_argument("--prompt", type=str, metavar="TEXT", help="only the blocks of this prompt")
         prompt.add_argument("--token-ids", type=str, metavar="FILE", help="the same, by a file of its token ids")
-        one.add_argument("--json", action="store_true", help="for scripts")
     clearing.add_argument("--everything", action="store_true", help="all blocks, of unknown namespaces too")
     clearing.add_argument("--dry-run", action="store_true", help="show what would be cleared, and clear nothing")
 
@@ -58,10 +56,7 @@ def run_clear(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace, method: str, nothing: str) -> int:
     """Prints what a call answers; 1 where a worker or a tier did not answer."""
     contents: cluster_pb2.CacheContents = call_operator(find_cluster(args.name), method, request_of(args), TIMEOUT_S)
-    if args.json:
-        print(json.dumps(to_object(contents)))
-    else:
-        print(escaped(render_contents(contents) or nothing))
+    print(escaped(render_contents(contents) or nothing))
     return 1 if contents.problems else 0
 
 
@@ -87,22 +82,11 @@ def read_ids(path: Path) -> list[int]:
     return [int(word) for word in words]
 
 
-def to_object(contents: cluster_pb2.CacheContents) -> dict[str, Any]:
-    """Returns the object that `--json` prints."""
-    names = ("tier", "node_id", "tenant", "model", "blocks", "bytes", "newest_s", "oldest_s")
-    rows = [
-        {name: getattr(row, name) for name in names} | {"share": row.share if row.HasField("share") else None}
-        for row in contents.rows
-    ]
-    told = {name: getattr(contents, name) for name in ("prompt_blocks", "dropped_pages")}
-    return {"rows": rows, **told, "problems": list(contents.problems)}
-
-
 def render_contents(contents: cluster_pb2.CacheContents) -> str:
     """Renders the rows, then what a prompt has, what devices lost, and problems."""
-    held: dict[tuple[str, str], int] = {}
+    held = Counter[tuple[str, str]]()
     for row in contents.rows:
-        held[row.tier, row.node_id] = held.get((row.tier, row.node_id), 0) + row.bytes
+        held[row.tier, row.node_id] += row.bytes
     cells = [_cells(row, held[row.tier, row.node_id]) for row in contents.rows]
     parts = [render(HEAD, cells)] if cells else []
     parts += [f"the prompt has {contents.prompt_blocks} blocks"] if contents.prompt_blocks else []
@@ -113,6 +97,6 @@ def render_contents(contents: cluster_pb2.CacheContents) -> str:
 def _cells(row: cluster_pb2.CacheRow, num_tier_bytes: int) -> tuple[str, ...]:
     part = f"{100 * row.bytes / num_tier_bytes:.0f} %" if num_tier_bytes else NOT_KNOWN
     share = f"{100 * row.share:.0f} %" if row.HasField("share") else NOT_KNOWN
-    names = (row.tier, *(one or NOT_KNOWN for one in (row.node_id, row.tenant, row.model)))
+    names = (one or NOT_KNOWN for one in (row.tier, row.node_id, row.tenant, row.model))
     used = (f"{age_s:.0f} s ago" for age_s in (row.newest_s, row.oldest_s))
     return (*names, str(row.blocks), format_bytes(row.bytes), part, share, *used)

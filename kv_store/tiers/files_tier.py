@@ -290,12 +290,8 @@ def _keys_of(shard: str, folder: Folder) -> list[BlockKey]:
 
 
 def _describe(keys: Sequence[BlockKey], folder: Folder) -> list[StoredBlock]:
-    found = ((key, folder.head(key, HEAD_BYTES)) for key in keys)
-    return [
-        StoredBlock(key, namespace_of(one.head), one.num_bytes, max(0.0, time.time() - one.used_ns / 1e9))
-        for key, one in found
-        if one is not None
-    ]
+    found = [(key, *looked) for key in keys if (looked := folder.look(key, HEAD_BYTES)) is not None]
+    return [StoredBlock(key, namespace_of(head), file.num_bytes, file.idle_s) for key, file, head in found]
 
 
 def _read(key: BlockKey, into: memoryview, folder: Folder) -> Found:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,14 +48,10 @@ class StoredFile:
     num_bytes: int
     path: str
 
-
-@dataclass(frozen=True)
-class StoredHead:
-    """A file's last use, its size, and its first bytes."""
-
-    used_ns: int
-    num_bytes: int
-    head: bytes
+    @property
+    def idle_s(self) -> float:
+        """Returns the time since the last use, by this machine's clock."""
+        return max(0.0, time.time() - self.used_ns / 1e9)
 
 
 class Folder:
@@ -123,13 +120,14 @@ class Folder:
         with self._shard(key) as shard, _written_aside(shard, *parts) as path:
             os.rename(path, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
 
-    def head(self, key: BlockKey, num_bytes: int) -> StoredHead | None:
+    def look(self, key: BlockKey, num_bytes: int) -> tuple[StoredFile, bytes] | None:
         """Reads the first bytes of a regular file, which counts as no use; None if there is none."""
         with suppress(*_NO_ENTRY), self._shard(key) as shard:
             found = os.stat(key.hex(), dir_fd=shard, follow_symlinks=False)
             if stat.S_ISREG(found.st_mode):
                 with _closing(os.open(key.hex(), _READ_FLAGS, dir_fd=shard)) as file:
-                    return StoredHead(found.st_mtime_ns, found.st_size, os.pread(file, num_bytes, 0))
+                    head = os.pread(file, num_bytes, 0)
+                    return StoredFile(found.st_mtime_ns, found.st_size, _path_of(key)), head
         return None
 
     def remove(self, keys: Iterable[BlockKey]) -> bool:

@@ -161,17 +161,9 @@ class Line:
         """Waits for block events of the worker's node behind a place, a second at most. Raises as `info` does."""
         return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
 
-    async def count(self, selection: worker_pb2.BlockSelection, timeout_s: float) -> worker_pb2.Holdings:
-        """Counts blocks of the tiers of the worker's node. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask(count=selection), timeout_s)).holdings
-
-    async def clear(self, selection: worker_pb2.BlockSelection, timeout_s: float) -> worker_pb2.Holdings:
-        """Clears blocks from the tiers of the worker's node, and counts them. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask(clear=selection), timeout_s)).holdings
-
-    async def drop_pages(self, selection: worker_pb2.BlockSelection, timeout_s: float) -> worker_pb2.Holdings:
-        """Takes cached blocks from the worker's own index, and counts them. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask(drop_pages=selection), timeout_s)).holdings
+    async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
+        """Counts, clears or drops blocks of the worker or of its node. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask.FromString(question.SerializeToString()), timeout_s)).holdings
 
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
         """Ends choices of an attempt that is under way; the worker goes on with the others."""

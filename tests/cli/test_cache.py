@@ -1,4 +1,3 @@
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +66,25 @@ def test_a_table_has_each_tenant_its_part_and_its_share(
     server.contents = cluster_pb2.CacheContents(rows=ROWS)
     assert main(["cache", "ls"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == "host - acme m 3 3 KiB 75 % 25 % 4 s ago 90 s ago".split()
+    assert lines[1] == [
+        "host",
+        "-",
+        "acme",
+        "m",
+        "3",
+        "3",
+        "KiB",
+        "75",
+        "%",
+        "25",
+        "%",
+        "4",
+        "s",
+        "ago",
+        "90",
+        "s",
+        "ago",
+    ]
     assert lines[2][2] == "de\\x1b[31mfault"
     assert lines[3][:5] == ["files", "-", "-", "-", "2"]
     assert server.asked == [("list", cluster_pb2.CacheRequest())]
@@ -99,10 +116,6 @@ def test_problems_are_told_and_fail_the_command(server: CacheServer, capsys: pyt
         "5 cached pages of workers dropped",
         "problem: redis: away, and may hold more",
     ]
-    assert main(["cache", "ls", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {
-        "rows": [], "prompt_blocks": 7, "dropped_pages": 5, "problems": ["redis: away"],
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["1 2 3", "[1, 2, 3]", "1,2\n3\n"])

@@ -227,7 +227,7 @@ class CacheContents(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[CacheRow, _Mapping]]] = ..., dropped_pages: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CacheRow(_message.Message):
-    __slots__ = ("tier", "node_id", "tenant", "model", "blocks", "bytes", "newest_s", "oldest_s", "share")
+    __slots__ = ("tier", "node_id", "tenant", "model", "blocks", "bytes", "newest_s", "oldest_s", "share", "places")
     TIER_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,7 @@ class CacheRow(_message.Message):
     NEWEST_S_FIELD_NUMBER: _ClassVar[int]
     OLDEST_S_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     node_id: str
     tenant: str
@@ -246,4 +247,5 @@ class CacheRow(_message.Message):
     newest_s: float
     oldest_s: float
     share: float
-    def __init__(self, tier: _Optional[str] = ..., node_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., newest_s: _Optional[float] = ..., oldest_s: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...
+    places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[str] = ..., node_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., newest_s: _Optional[float] = ..., oldest_s: _Optional[float] = ..., share: _Optional[float] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
