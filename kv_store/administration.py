@@ -5,16 +5,26 @@
 Stores know tenants and models by the digest of their namespace root alone; no token, text or root is read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kv_store.node.directory_port import DirectoryPort
 from wire.ids import BlockKey
 from wire.tier import StoredBlock, Tier
 
 PAGE_BLOCKS = 256
+
+
+class HasBytes(Protocol):
+    """A value of a known size."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=HasBytes)
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,17 @@ def clear(shelf: Shelf, selection: Selection) -> Iterator[list[StoredBlock]]:
         yield blocks
 
 
+def beyond(oldest: Sequence[Sized], max_bytes: float) -> list[Sized]:
+    """Lists what to evict of blocks or files, the oldest first, so that the others have at most `max_bytes`."""
+    num_bytes, victims = sum(one.num_bytes for one in oldest), list[Sized]()
+    for one in oldest:
+        if num_bytes <= max_bytes:
+            break
+        victims.append(one)
+        num_bytes -= one.num_bytes
+    return victims
+
+
 class ArenaShelf:
     """The arena behind a directory, as a shelf."""
 
@@ -72,6 +93,9 @@ class ArenaShelf:
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         self._directory.clear(keys)
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        """Does nothing: an arena evicts as it is written to."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from wire.layout import KVLayout
 
 _LEASE_TTL_S = 10.0
 _JOIN_TIMEOUT_S = 10.0
+_SWEEP_EVERY_S = 60.0
 _NO_BLOCK = BlockKey(bytes(32))
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class ColdWriter:
         self._interval_s = interval_s
         self._is_stopping = threading.Event()
         self._end = 0.0
+        self._next_sweep = 0.0
         self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
 
     @property
@@ -100,6 +102,9 @@ class ColdWriter:
 
     def _try_to_write(self) -> int:
         try:
+            if time.monotonic() >= self._next_sweep:
+                self._next_sweep = time.monotonic() + _SWEEP_EVERY_S
+                self._cold.sweep(self._directory.shares)
             return self.write_some()
         except Exception:
             log.exception("writing to tier %s failed", self._cold.tier)

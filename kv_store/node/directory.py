@@ -111,6 +111,7 @@ class Directory(DirectoryPort):
         self._blocks = _Blocks(self._ledger, self._copies)
         self._sessions = Sessions(self._ledger, self._copies, clock, keeps)
         self._cold: dict[Tier, FarStatus] = {}
+        self.shares: Mapping[bytes, float] = {}
         self._owners: dict[bytes, int] = {}
         self._max_held = num_slots * _MAX_HELD_SHARE
         self._clock = clock
@@ -251,7 +252,11 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first."""
+        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first.
+
+        Writers hold cold tiers to the same shares.
+        """
+        self.shares = shares
         for digest in shares:
             self._owners.setdefault(digest, len(self._owners) + 1)
         self._ledger.order.max_owned = {

@@ -7,7 +7,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol, TypeVar
 
@@ -53,6 +53,13 @@ class ColdTier(BlockSource, Shelf, Protocol):
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         """Stores a block; False if that failed."""
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        """Evicts what is expired, and while little room is left, what is beyond the shares. Raises StoreError.
+
+        shares: of the tier's bytes, by the digests of namespaces, from now on: each namespace's own go first beyond it.
+        For the node's service, from time to time.
+        """
 
 
 class FramedTier(ABC):
@@ -178,6 +185,6 @@ class FramedTier(ABC):
         if was_refusing:
             log.warning("tier %s takes blocks again", self.tier)
 
-    def _count(self, outcome: str) -> None:
+    def _count(self, outcome: str, num: int = 1) -> None:
         with self._lock:
-            self._counted[outcome] += 1
+            self._counted[outcome] += num

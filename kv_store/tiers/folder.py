@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from wire.ids import BlockKey
 
@@ -61,8 +62,8 @@ class Folder:
     last change: of its writing, and of each reading, which sets it.
     """
 
-    def __init__(self, path: str, clock: Callable[[], float]) -> None:
-        """Makes the folder if only it is missing. `clock` is monotonic, in seconds."""
+    def __init__(self, path: str, clock: Callable[[], float], ttl_s: float = inf) -> None:
+        """Makes the folder if only it is missing. `clock` is monotonic, in seconds. ttl_s: of a file, since its use."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         self.path = path
@@ -70,6 +71,11 @@ class Folder:
         self._close = weakref.finalize(self, os.close, self._folder)
         self._clock = clock
         self._seen_lock = (0, 0.0)
+        self._ttl_s = ttl_s
+
+    def is_expired(self, used_ns: int) -> bool:
+        """Returns whether a file with that last use is beyond its time to live, by this machine's clock."""
+        return time.time() - used_ns / 1e9 > self._ttl_s
 
     def try_to_write(self) -> None:
         """Raises OSError if files cannot be written; a full file system may pass, and is no hindrance to readers."""
@@ -91,7 +97,11 @@ class Folder:
         return False
 
     def has(self, key: BlockKey) -> bool:
-        """Returns whether the file system shows an entry under a key."""
+        """Returns whether the file system shows an entry under a key that is not expired."""
+        if self._ttl_s < inf:
+            with suppress(*_NO_ENTRY):
+                found = os.stat(_path_of(key), dir_fd=self._folder, follow_symlinks=False)
+                return not self.is_expired(found.st_mtime_ns)
         return os.access(_path_of(key), os.F_OK, dir_fd=self._folder, follow_symlinks=False)
 
     def read(self, key: BlockKey, into: memoryview) -> Found:
@@ -101,6 +111,8 @@ class Folder:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode) or found.st_size != len(into):
                     return Found.OTHER
+                if self.is_expired(found.st_mtime_ns):
+                    return Found.NOTHING
                 if os.preadv(file, [into], 0) != len(into):
                     raise OSError(errno.EIO, "a file has become shorter")
                 with suppress(OSError):

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from kv_store.frame import FRONT_BYTES, HEAD_BYTES, MAC_KEY_BYTES, namespace_of
 from kv_store.tiers.cold_tier import FramedTier
@@ -38,6 +38,9 @@ class MemoryTier(FramedTier):
         with self._lock:
             found = {key: frame for key in keys if (frame := self.frames.get(key)) is not None}
         return [StoredBlock(key, namespace_of(one[:HEAD_BYTES]), len(one), 0.0) for key, one in found.items()]
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        """Does nothing: it has neither times to live nor shares."""
 
     def _remove(self, keys: Sequence[BlockKey]) -> bool:
         with self._lock:

@@ -1,7 +1,7 @@
 """A worker's way to the cold tier, with faults to order."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from kv_store.tiers.cold_tier import ColdTier
 from wire.ids import BlockKey
@@ -57,6 +57,9 @@ class ColdGate:
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         self._tier.clear(keys)
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        self._tier.sweep(shares)
 
     def status(self) -> FarStatus:
         return self._tier.status()
