@@ -7,7 +7,8 @@ Only the router can tell whose a namespace is: stores know digests of roots, whi
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
@@ -20,6 +21,8 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import KeyRing
 
+TOKENS_AROUND = 8
+"""Shown before and behind the place where two prompts differ."""
 TIMEOUT_S = 120.0
 """Of one node: it lists Redis and files a page at a time, and an engine may be in a long step."""
 
@@ -53,12 +56,35 @@ class StoreAdministration:
         contents.problems.extend(problem for told in dropped for problem in told.problems)
         return contents
 
+    async def compare(self, request: cluster_pb2.ComparePromptsRequest) -> cluster_pb2.PromptComparison:
+        """Compares two prompts as a tenant's requests would name them. Raises as `count` does."""
+        tenant, texts = request.tenant or DEFAULT_TENANT, (request.first, request.second)
+        _require_tenants([tenant])
+        named = [await self._dispatcher.name_blocks(pb.GenerateRequest(text=one), tenant) for one in texts]
+        ids, keys = [one.prompt_ids for one in named], [one.keys for one in named]
+        num_tokens, shared = _num_same(*ids), keys[0][: _num_same(*keys)]
+        around = slice(max(0, num_tokens - TOKENS_AROUND), num_tokens + TOKENS_AROUND)
+        shown = [self._dispatcher.detokenize(pb.DetokenizeRequest(token_ids=one[around])).text for one in ids]
+        selection = worker_pb2.BlockSelection(keys=shared)
+        told = await self._of_nodes(worker_pb2.Ask(count=selection)) if shared else {}
+        contents = self._contents(selection, told)
+        return cluster_pb2.PromptComparison(
+            first_tokens=len(ids[0]),
+            second_tokens=len(ids[1]),
+            shared_tokens=num_tokens,
+            first_text=shown[0],
+            second_text=shown[1],
+            block_size=self._config.model.layout.block_size,
+            shared_blocks=len(shared),
+            held=contents.rows,
+            problems=contents.problems,
+        )
+
     async def _select(self, request: cluster_pb2.CacheRequest) -> worker_pb2.BlockSelection:
         if request.everything and request != cluster_pb2.CacheRequest(everything=True):
             raise InvalidRequest("everything", "goes without tenant, model and prompt")
         tenants = [request.tenant] if request.HasField("tenant") else []
-        if not all(map(TENANT.fullmatch, tenants)):
-            raise InvalidRequest("tenant", "not the name of a tenant")
+        _require_tenants(tenants)
         if request.HasField("model") and request.model != self._config.model.name:
             raise ModelNotFound(f"no blocks are known to be of that model: known is {self._config.model.name}")
         if (prompt := request.WhichOneof("prompt")) is not None:
@@ -104,6 +130,16 @@ class StoreAdministration:
                 share=self._keys.shares.get(tenant),
                 places=one.places,
             )
+
+
+def _require_tenants(tenants: Sequence[str]) -> None:
+    if not all(map(TENANT.fullmatch, tenants)):
+        raise InvalidRequest("tenant", "not the name of a tenant")
+
+
+def _num_same(first: Sequence[object], second: Sequence[object]) -> int:
+    """Counts the equal values that two sequences begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 async def _ask(member: Member, question: worker_pb2.Ask) -> worker_pb2.Holdings:

@@ -24,12 +24,20 @@ class CacheServer(FakeServer):
         super().__init__()
         self.asked: list[tuple[str, cluster_pb2.CacheRequest]] = []
         self.contents = cluster_pb2.CacheContents()
+        self.compared: list[cluster_pb2.ComparePromptsRequest] = []
+        self.comparison = cluster_pb2.PromptComparison()
 
     def ListCache(self, request: cluster_pb2.CacheRequest, context: Any) -> cluster_pb2.CacheContents:  # noqa: N802
         return self._answer("list", request, context)
 
     def ClearCache(self, request: cluster_pb2.CacheRequest, context: Any) -> cluster_pb2.CacheContents:  # noqa: N802
         return self._answer("clear", request, context)
+
+    def ComparePrompts(  # noqa: N802
+        self, request: cluster_pb2.ComparePromptsRequest, context: Any
+    ) -> cluster_pb2.PromptComparison:
+        self.compared.append(request)
+        return self.comparison
 
     def _answer(self, what: str, request: cluster_pb2.CacheRequest, context: Any) -> cluster_pb2.CacheContents:
         assert dict(context.invocation_metadata())[TOKEN_METADATA] == "secret"
@@ -148,3 +156,28 @@ def test_a_clear_wants_to_be_told_what(arguments: list[str], server: CacheServer
 def test_a_file_that_is_not_there_is_told(server: CacheServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "ls", "--token-ids", "/nosuch"]) == 1
     assert "/nosuch" in capsys.readouterr().err
+
+
+def test_two_prompts_are_compared(server: CacheServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.comparison = cluster_pb2.PromptComparison(
+        first_tokens=20, second_tokens=30, shared_tokens=17, first_text="a Mon\x1bday", second_text="a Tue",
+        block_size=16, shared_blocks=1, problems=["p0: away"],
+        held=[cluster_pb2.CacheRow(tier="host", node_id="n1", places=[5, 0, 1, 2, 7])],
+    )  # fmt: skip
+    assert main(["why", "--prompt", "A", "--prompt", "B", "--tenant", "acme"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "the first 17 of 20 and 30 tokens are the same",
+        "they differ from token 17 on:",
+        "  A: ...'a Mon\\x1bday'...",
+        "  B: ...'a Tue'...",
+        "1 blocks of 16 tokens have one name in both",
+        "  host of n1: blocks 0 to 2, 5, 7",
+        "problem: p0: away, and may hold more",
+    ]
+    assert server.compared == [cluster_pb2.ComparePromptsRequest(tenant="acme", first="A", second="B")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--prompt", "a"], ["r", "--prompt", "a", "--prompt", "b"]])
+def test_why_wants_a_request_or_two_prompts(arguments: list[str], server: CacheServer) -> None:
+    assert main(["why", *arguments]) == 2
+    assert server.compared == []

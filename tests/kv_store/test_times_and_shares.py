@@ -56,7 +56,7 @@ class Folder:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    server = RedisProcess(tmp_path, ("--maxmemory-policy", "allkeys-lru"), "")
+    server = RedisProcess(tmp_path, ("--maxmemory-policy", "noeviction"), "")
     server.start()
     yield server
     server.kill()

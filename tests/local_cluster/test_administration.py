@@ -219,3 +219,30 @@ async def test_what_selects_nothing_right_is_refused(
 async def test_a_model_that_nobody_knows_is_refused(cluster: Administered) -> None:
     with pytest.raises(ModelNotFound):
         await cluster.clear(model="other")
+
+
+async def test_two_prompts_are_compared_by_tokens_blocks_and_where_these_are(cluster: Administered) -> None:
+    first, second = "You are a helpful agent. " * 4 + "Monday", "You are a helpful agent. " * 4 + "Tuesday"
+    await cluster.serve(prompt=(*first.encode(),))
+    await cluster.clear(token_ids=pb.TokenIds(ids=first[:16].encode()))
+    compared = await cluster.router.administration.compare(
+        cluster_pb2.ComparePromptsRequest(first=first, second=second)
+    )
+    assert (compared.first_tokens, compared.second_tokens, compared.shared_tokens) == (106, 107, 100)
+    assert (compared.first_text, compared.second_text) == (" agent. Monday", " agent. Tuesday")
+    assert (compared.block_size, compared.shared_blocks) == (16, 6)
+    assert {row.tier: [*row.places] for row in compared.held} == {"host": [1, 2, 3, 4, 5], "files": [1, 2, 3, 4, 5]}
+    assert not (await cluster.router.administration.compare(
+        cluster_pb2.ComparePromptsRequest(first=first, second=second, tenant="acme")
+    )).held  # fmt: skip
+
+
+async def test_prompts_that_share_nothing_and_equal_ones(cluster: Administered) -> None:
+    compare = cluster.router.administration.compare
+    apart = await compare(cluster_pb2.ComparePromptsRequest(first="one", second="two"))
+    assert (apart.shared_tokens, apart.shared_blocks, apart.first_text) == (0, 0, "one")
+    same = await compare(cluster_pb2.ComparePromptsRequest(first="the same", second="the same"))
+    assert (same.shared_tokens, same.shared_blocks) == (8, 1), "the tail has one name, too"
+    for asked in ({"first": "a"}, {"first": "a", "second": "b", "tenant": "A/B"}):
+        with pytest.raises(InvalidRequest):
+            await compare(cluster_pb2.ComparePromptsRequest(**asked))

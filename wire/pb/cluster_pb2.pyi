@@ -249,3 +249,35 @@ class CacheRow(_message.Message):
     share: float
     places: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tier: _Optional[str] = ..., node_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., newest_s: _Optional[float] = ..., oldest_s: _Optional[float] = ..., share: _Optional[float] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ComparePromptsRequest(_message.Message):
+    __slots__ = ("tenant", "first", "second")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    first: str
+    second: str
+    def __init__(self, tenant: _Optional[str] = ..., first: _Optional[str] = ..., second: _Optional[str] = ...) -> None: ...
+
+class PromptComparison(_message.Message):
+    __slots__ = ("first_tokens", "second_tokens", "shared_tokens", "first_text", "second_text", "block_size", "shared_blocks", "held", "problems")
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TEXT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: int
+    second_tokens: int
+    shared_tokens: int
+    first_text: str
+    second_text: str
+    block_size: int
+    shared_blocks: int
+    held: _containers.RepeatedCompositeFieldContainer[CacheRow]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, first_tokens: _Optional[int] = ..., second_tokens: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., first_text: _Optional[str] = ..., second_text: _Optional[str] = ..., block_size: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[CacheRow, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...

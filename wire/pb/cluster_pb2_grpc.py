@@ -91,6 +91,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.CacheRequest.SerializeToString,
                 response_deserializer=cluster__pb2.CacheContents.FromString,
                 _registered_method=True)
+        self.ComparePrompts = channel.unary_unary(
+                '/baton.v1.Cluster/ComparePrompts',
+                request_serializer=cluster__pb2.ComparePromptsRequest.SerializeToString,
+                response_deserializer=cluster__pb2.PromptComparison.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -176,6 +181,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ComparePrompts(self, request, context):
+        """Tells from which token on two prompts differ, and which of the blocks that they share are held where now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -233,6 +245,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ClearCache,
                     request_deserializer=cluster__pb2.CacheRequest.FromString,
                     response_serializer=cluster__pb2.CacheContents.SerializeToString,
+            ),
+            'ComparePrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComparePrompts,
+                    request_deserializer=cluster__pb2.ComparePromptsRequest.FromString,
+                    response_serializer=cluster__pb2.PromptComparison.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -532,6 +549,33 @@ class Cluster:
             '/baton.v1.Cluster/ClearCache',
             cluster__pb2.CacheRequest.SerializeToString,
             cluster__pb2.CacheContents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComparePrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ComparePrompts',
+            cluster__pb2.ComparePromptsRequest.SerializeToString,
+            cluster__pb2.PromptComparison.FromString,
             options,
             channel_credentials,
             insecure,
