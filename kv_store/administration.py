@@ -1,6 +1,6 @@
-"""What the tiers of a node hold, by namespace, and its withdrawal: by pages of keys, so that no call holds up others.
+"""Contents of a node's tiers by namespace, and their withdrawal: by pages of keys, so that no call holds up others.
 
-    Shelf.key_pages ─▶ Shelf.describe ─▶ the blocks of a Selection ─▶ Tally, once they are cleared where that is asked
+    ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for ─▶ Tally
 
 Stores know tenants and models by the digest of their namespace root alone; no token, text or root is read.
 """
@@ -35,7 +35,7 @@ class Selection:
     namespaces: frozenset[bytes] = frozenset()
 
 
-class Shelf(Protocol):
+class ListableTier(Protocol):
     """A tier whose blocks can be listed. Each call, and each step of `key_pages`, raises StoreError if it fails."""
 
     tier: Tier
@@ -50,18 +50,18 @@ class Shelf(Protocol):
         """Deletes blocks."""
 
 
-def find(shelf: Shelf, selection: Selection) -> Iterator[list[StoredBlock]]:
-    """Yields the selected blocks of a shelf, a page at a time."""
-    pages = iter(_pages(selection.keys)) if selection.keys else shelf.key_pages()
+def find(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]]:
+    """Yields the selected blocks of a tier, a page at a time."""
+    pages = iter(_pages(selection.keys)) if selection.keys else tier.key_pages()
     for keys in pages:
-        found = shelf.describe(keys)
+        found = tier.describe(keys)
         yield [one for one in found if not selection.namespaces or one.namespace in selection.namespaces]
 
 
-def clear(shelf: Shelf, selection: Selection) -> Iterator[list[StoredBlock]]:
-    """Clears the selected blocks of a shelf, and yields them, a page at a time."""
-    for blocks in find(shelf, selection):
-        shelf.clear([one.key for one in blocks])
+def clear(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]]:
+    """Clears the selected blocks of a tier, and yields them, a page at a time."""
+    for blocks in find(tier, selection):
+        tier.clear([one.key for one in blocks])
         yield blocks
 
 
@@ -76,8 +76,8 @@ def beyond(oldest: Sequence[Sized], max_bytes: float) -> list[Sized]:
     return victims
 
 
-class ArenaShelf:
-    """The arena behind a directory, as a shelf."""
+class HostTier:
+    """The arena behind a directory, as a tier."""
 
     tier = Tier.HOST
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.administration import Shelf
+from kv_store.administration import ListableTier
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
 from wire.ids import AttemptId, PageId
@@ -66,7 +66,7 @@ class BlockStore(Protocol):
         """Lists events of the host tier's blocks behind a place. Raises StoreError where nothing tells them."""
 
     @property
-    def shelves(self) -> Sequence[Shelf]:
+    def listable_tiers(self) -> Sequence[ListableTier]:
         """The tiers whose blocks can be listed and cleared, nearest first; for another thread than the others."""
 
     def status(self) -> StoreStatus: ...

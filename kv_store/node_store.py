@@ -16,7 +16,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
-from kv_store.administration import ArenaShelf, Shelf
+from kv_store.administration import HostTier, ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.costs import Costs
 from kv_store.device_pool import DevicePool
@@ -133,8 +133,8 @@ class NodeStore:
         return self._directory.events(after)
 
     @property
-    def shelves(self) -> Sequence[Shelf]:
-        return [ArenaShelf(self._directory), *self._far.cold]
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        return [HostTier(self._directory), *self._far.cold]
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from kv_store.administration import Shelf
+from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
@@ -73,7 +73,7 @@ class PageStore:
         raise StoreError("a store without a directory has no events")
 
     @property
-    def shelves(self) -> Sequence[Shelf]:
+    def listable_tiers(self) -> Sequence[ListableTier]:
         return ()
 
     def status(self) -> StoreStatus:

@@ -1,9 +1,9 @@
-"""What the cluster's tiers hold, by tenant and model, and its withdrawal, for the operator.
+"""Contents of the cluster's tiers by tenant and model, and their withdrawal, for the operator.
 
     CacheRequest ─▶ BlockSelection ─ drop_pages ─▶ each worker
                                    ─ count, clear ─▶ a worker of each node ─▶ its arena, Redis, files
 
-Only the router can tell whose a namespace is: stores know digests of roots, which nobody can make without the secret.
+Only the router can name the tenant of a namespace: stores know digests of roots, and roots take the secret to make.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ TIMEOUT_S = 120.0
 
 
 class StoreAdministration:
-    """Counts and clears what tiers hold. What does not answer is a problem of the answer, and no error.
+    """Counts and clears the blocks of tiers. A node or tier that does not answer is a problem of the answer, no error.
 
     The namespaces that it can name are of the model that is served, for each tenant that a key was made for.
     """

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from kv_store.administration import Selection, Shelf, Tally, clear, find
+from kv_store.administration import ListableTier, Selection, Tally, clear, find
 from kv_store.block_store import BlockStore, StoreStatus
 from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError
@@ -58,16 +58,16 @@ class AsyncStore:
         return await self._tally(selection, clear)
 
     async def _tally(
-        self, selection: Selection, step: Callable[[Shelf, Selection], Iterator[Sequence[StoredBlock]]]
+        self, selection: Selection, step: Callable[[ListableTier, Selection], Iterator[Sequence[StoredBlock]]]
     ) -> Tally:
         tally = Tally(selection)
-        for shelf in self._store.shelves:
-            pages = step(shelf, selection)
+        for tier in self._store.listable_tiers:
+            pages = step(tier, selection)
             try:
                 while (blocks := await self._call(partial(next, pages, None))) is not None:
-                    tally.add(shelf.tier, blocks)
+                    tally.add(tier.tier, blocks)
             except StoreError as error:
-                tally.problems.append(f"{shelf.tier}: {error.message}")
+                tally.problems.append(f"{tier.tier}: {error.message}")
         return tally
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:

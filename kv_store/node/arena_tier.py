@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 
-from kv_store.administration import ArenaShelf
+from kv_store.administration import HostTier
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -19,7 +19,7 @@ _ME = "library"
 _LEASE_TTL_S = 60.0
 
 
-class ArenaTier(ArenaShelf):
+class ArenaTier(HostTier):
     """A ColdTier that keeps the most recently used blocks in at most `max_bytes` of memory. For one thread.
 
     A held block is not evicted until its hold ends. Raises ConfigError if not one block fits.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol, TypeVar
 
-from kv_store.administration import Shelf
+from kv_store.administration import ListableTier
 from kv_store.connection import Breaker
 from kv_store.frame import FrameSeal
 from wire.errors import ForgedFrame, StoreError, WireError
@@ -48,7 +48,7 @@ class BlockSource(Protocol):
     def close(self) -> None: ...
 
 
-class ColdTier(BlockSource, Shelf, Protocol):
+class ColdTier(BlockSource, ListableTier, Protocol):
     """A source that takes blocks, too."""
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:

@@ -109,7 +109,7 @@ class FilesTier(FramedTier):
         self._room.sweep()
 
     def _evict(self, folder: Folder, oldest: Sequence[StoredFile], num_bytes: int) -> int:
-        """Removes expired files, and until `num_bytes` bytes are free: first those beyond a share, else the oldest.
+        """Removes expired files, and until `num_bytes` bytes are free files beyond a share, then the oldest.
 
         Returns the number of bytes freed.
         """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_store.administration import PAGE_BLOCKS, ArenaShelf, Selection, Tally, clear, find
+from kv_store.administration import PAGE_BLOCKS, HostTier, Selection, Tally, clear, find
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Hold
 from tests.harness.fake_clock import FakeClock
@@ -21,7 +21,7 @@ class Books:
     def __init__(self, num_slots: int = 600) -> None:
         self.clock = FakeClock()
         self.directory = Directory(num_slots, self.clock, block_bytes=4096)
-        self.shelf = ArenaShelf(self.directory)
+        self.tier = HostTier(self.directory)
 
     def publish(self, names: list[BlockName]) -> None:
         slots = self.directory.reserve("w", names, None).slots
@@ -29,7 +29,7 @@ class Books:
 
     def tally(self, selection: Selection) -> Tally:
         tally = Tally(selection)
-        for page in find(self.shelf, selection):
+        for page in find(self.tier, selection):
             tally.add(Tier.HOST, page)
         return tally
 
@@ -62,7 +62,7 @@ def test_a_clear_takes_one_namespace_and_why_says_so() -> None:
     books, names = Books(), names_of(4 * 300)
     books.publish(names)
     books.publish(OTHERS)
-    cleared = [one for page in clear(books.shelf, Selection(namespaces=frozenset([digest_of(OTHER)]))) for one in page]
+    cleared = [one for page in clear(books.tier, Selection(namespaces=frozenset([digest_of(OTHER)]))) for one in page]
     assert {one.key for one in cleared} == {name.key for name in OTHERS}
     assert not any(books.directory.exists([name.key for name in OTHERS]))
     assert all(books.directory.exists([name.key for name in names]))
@@ -120,7 +120,7 @@ def test_a_copy_made_of_a_block_that_is_cleared_meanwhile_is_taken_back(clears: 
 
 
 def test_a_tier_that_does_not_answer_is_told() -> None:
-    class Away(ArenaShelf):
+    class Away(HostTier):
         def clear(self, keys: object) -> None:
             raise StoreError("away")
 

@@ -138,7 +138,7 @@ def test_a_full_folder_evicts_what_is_beyond_a_share_first(tmp_path: Path) -> No
     folder.tier.close()
 
 
-def test_a_folder_with_room_evicts_nobody(tmp_path: Path) -> None:
+def test_a_folder_with_room_evicts_nothing(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, num_blocks=1000), others(24)
     for name in other:
         assert put_one(folder.tier, name)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.administration import Shelf
+from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
@@ -78,7 +78,7 @@ class FakeStore:
         return EventPage(after, after, [])
 
     @property
-    def shelves(self) -> Sequence[Shelf]:
+    def listable_tiers(self) -> Sequence[ListableTier]:
         return ()
 
     def status(self) -> StoreStatus:

@@ -116,7 +116,7 @@ async def test_a_prompt_of_another_tenant_is_out_of_reach(cluster: Administered)
     assert (await cluster.serve(ACME)) == {Tier.DEVICE: 96}
 
 
-async def test_everything_is_cleared_with_what_nobody_knows(cluster: Administered, tmp_path: Path) -> None:
+async def test_everything_is_cleared_with_blocks_of_no_known_tenant(cluster: Administered, tmp_path: Path) -> None:
     await cluster.serve()
     stranger = tmp_path / "ab" / ("ab" * 32)
     stranger.parent.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ async def test_what_selects_nothing_right_is_refused(
     assert (await cluster.count())["host", "default"] == 7
 
 
-async def test_a_model_that_nobody_knows_is_refused(cluster: Administered) -> None:
+async def test_a_model_that_is_not_known_is_refused(cluster: Administered) -> None:
     with pytest.raises(ModelNotFound):
         await cluster.clear(model="other")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.administration import Shelf
+from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
@@ -64,7 +64,7 @@ class SlowStore:
         return EventPage(after, self.place or after, [])
 
     @property
-    def shelves(self) -> Sequence[Shelf]:
+    def listable_tiers(self) -> Sequence[ListableTier]:
         return ()
 
     def status(self) -> StoreStatus:
