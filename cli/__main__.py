@@ -23,6 +23,7 @@ COMMANDS = {
     "requests": "cli.requests",
     "abort": "cli.requests",
     "why": "cli.requests",
+    "cache": "cli.cache",
     "down": "cli.down",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",

@@ -28,7 +28,7 @@ LIMITS: dict[str, tuple[Callable[[str], Any], str]] = {
     "requests_per_minute": (int, "requests that may begin in a minute"),
     "tokens_per_minute": (int, "tokens of prompts and answers in a minute"),
     "max_open_requests": (int, "requests at a time"),
-    "arena_share": (float, "part of each node's arena, above 0 to 1, beyond which the tenant's blocks go first"),
+    "arena_share": (float, "part of each tier, above 0 to 1, beyond which the tenant's blocks there go first"),
 }
 
 

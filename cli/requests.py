@@ -3,12 +3,15 @@
 import argparse
 import time
 from collections.abc import Sequence
+from itertools import count, groupby
 
+from cli.cache import TIMEOUT_S
 from cli.generate import render_steps
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, read_count, render
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from wire.convert import misses_from_pb
+from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.tier import words_of
@@ -18,7 +21,8 @@ Shows the last requests that ended, well or not, of all tenants: what each came 
 time went. With an id, all about the last request of it: where each millisecond went. Never a prompt or an answer."""
 WHY = """\
 Shows why blocks of a prompt were not cached when its request came: runs of blocks with one cause each, of a request
-among the router's last ones. Never a prompt or its tokens."""
+among the router's last ones. Never a prompt or its tokens. With two prompts, from which token on they differ, and which
+of the blocks that they share are held where now."""
 ABORT = """\
 Ends one running request; its client gets CANCELLED, over HTTP 499, and what it has is freed. Returns when its id is
 free again."""
@@ -35,7 +39,9 @@ def add_parser(commands: Subparsers) -> None:
     aborting = add_command(commands, "abort", "end one request", ABORT, abort)
     aborting.add_argument("request_id", metavar="REQUEST_ID", type=str, help=ID)
     asking = add_command(commands, "why", "show why a prompt's blocks were not cached", WHY, why)
-    asking.add_argument("request_id", metavar="REQUEST_ID", type=str, help=ID)
+    asking.add_argument("request_id", nargs="?", metavar="REQUEST_ID", type=str, help=ID)
+    asking.add_argument("--prompt", action="append", default=[], metavar="TEXT", type=str, help="one of two to compare")
+    asking.add_argument("--tenant", default="", type=str, help="whose prompts these are (default: default)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +66,14 @@ def _list(cluster: str, asked: cluster_pb2.ListRequestsRequest) -> Sequence[clus
 
 
 def why(args: argparse.Namespace) -> int:
-    print(escaped(render_misses(find_request(args.name, args.request_id))))
+    if (len(args.prompt), args.request_id is None) not in ((0, False), (2, True)):
+        raise InvalidRequest("--prompt", "wanted twice, or else the id of a request")
+    if args.prompt:
+        asked = cluster_pb2.ComparePromptsRequest(tenant=args.tenant, first=args.prompt[0], second=args.prompt[1])
+        compared = call_operator(find_cluster(args.name), "ComparePrompts", asked, TIMEOUT_S)
+        print(escaped(render_comparison(compared)))
+    else:
+        print(escaped(render_misses(find_request(args.name, args.request_id))))
     return 0
 
 
@@ -90,6 +103,29 @@ def _row(ended: cluster_pb2.EndedRequest) -> tuple[str, ...]:
 
 def _outcome(ended: cluster_pb2.EndedRequest) -> str:
     return ": ".join(filter(None, (ended.reason or ended.outcome, ended.message)))
+
+
+def render_comparison(compared: cluster_pb2.PromptComparison) -> str:
+    """Renders where two prompts differ, and where the blocks that they share are held."""
+    num_tokens, num_blocks = compared.shared_tokens, compared.shared_blocks
+    lines = [f"the first {num_tokens} of {compared.first_tokens} and {compared.second_tokens} tokens are the same"]
+    if num_tokens < max(compared.first_tokens, compared.second_tokens):
+        shown = (
+            f"  {name}: ...{text!r}..."
+            for name, text in zip("AB", (compared.first_text, compared.second_text), strict=True)
+        )
+        lines += [f"they differ from token {num_tokens} on:", *shown]
+    lines += [f"{num_blocks} blocks of {compared.block_size} tokens have one name in both"]
+    lines += [f"  {row.tier}{row.node_id and f' of {row.node_id}'}: {_ranges(row.places)}" for row in compared.held]
+    lines += ["  no tier holds any of them now"] if num_blocks and not compared.held else []
+    return "\n".join([*lines, *(f"problem: {one}, and may hold more" for one in compared.problems)])
+
+
+def _ranges(places: Sequence[int]) -> str:
+    """Renders places, runs of them by their ends."""
+    nth = count()
+    runs = (list(run) for _, run in groupby(sorted(places), key=lambda place: place - next(nth)))
+    return "blocks " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def render_misses(ended: cluster_pb2.EndedRequest) -> str:

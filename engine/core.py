@@ -11,6 +11,7 @@ A sequence has a row of `DecodeRows` from its first step in DECODE on. While all
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 
@@ -44,7 +45,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, RequestExists
-from wire.ids import AttemptId
+from wire.ids import AttemptId, BlockKey
 from wire.sampling import Logprobs
 
 MAX_SCORED_TOKENS = 512
@@ -184,6 +185,10 @@ class EngineCore:
             num_guessed_tokens=self._speculator.num_guessed,
             num_accepted_tokens=self._speculator.num_accepted,
         )
+
+    def drop_cached(self, keys: Seq[BlockKey]) -> int:
+        """Takes blocks out of the device's index, these or else all, and counts them. Sequences keep their pages."""
+        return self._cache.unindex(keys)
 
     def check(self) -> list[str]:
         """Lists the faults of the pool's books; an empty list is a clean bill."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_store.administration import ListableTier
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
@@ -59,6 +60,10 @@ class BlockStore(Protocol):
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Ends the holds of requests."""
+
+    @property
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        """The tiers whose blocks can be listed and cleared, nearest first; for another thread than the others."""
 
     def status(self) -> StoreStatus: ...
 

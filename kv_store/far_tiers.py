@@ -103,7 +103,7 @@ class FarTiers:
         clock: Callable[[], float],
         costs: Costs,
     ) -> None:
-        self._cold = list(cold)
+        self.cold = list(cold)
         self.costs = costs
         self._make_peer = peer
         self._peers: OrderedDict[str, BlockSource] = OrderedDict()
@@ -112,14 +112,14 @@ class FarTiers:
     def sources(self, addresses: Sequence[str]) -> list[BlockSource]:
         """Returns the nodes at these addresses and the cold tiers. Closes the least recently used of too many nodes."""
         if self._make_peer is None:
-            return [*self._cold]
+            return [*self.cold]
         for address in addresses:
             if address not in self._peers:
                 self._peers[address] = self._make_peer(address)
             self._peers.move_to_end(address)
         while len(self._peers) > max(_MAX_PEERS, len(addresses)):
             self._peers.popitem(last=False)[1].close()
-        return [*(self._peers[address] for address in addresses), *self._cold]
+        return [*(self._peers[address] for address in addresses), *self.cold]
 
     def locate(
         self, names: Sequence[BlockName], sources: Sequence[BlockSource], deadline: float
@@ -136,7 +136,7 @@ class FarTiers:
             yield from (found.get(name.key) for name in asked)
 
     def status(self) -> list[FarStatus]:
-        return [*self._peers_status(), *(tier.status() for tier in self._cold)]
+        return [*self._peers_status(), *(tier.status() for tier in self.cold)]
 
     def _peers_status(self) -> list[FarStatus]:
         """Sums the counts of all nodes, if there is any."""

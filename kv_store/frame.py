@@ -33,11 +33,19 @@ _MAGIC = b"BTKV"
 _VERSION = 2
 _CODEC = "raw"
 _NONCE = bytes(12)
+_OWNER = slice(114, 146)
+"""The place of the root's digest: key, parent and the token ids' digest before it take 34 bytes each."""
+HEAD_BYTES = _OWNER.stop
 
 
 def checksum_of(payload: memoryview) -> bytes:
     """Computes the xxh3-128 of a payload."""
     return xxhash.xxh3_128_digest(payload)
+
+
+def namespace_of(head: bytes) -> bytes:
+    """Returns the root's digest that the first HEAD_BYTES of a frame tell, unproven; empty where that is no frame."""
+    return head[_OWNER] if len(head) == HEAD_BYTES and head.startswith(_MAGIC) else b""
 
 
 def mac_key_of(secret: bytes) -> bytes:

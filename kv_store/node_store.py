@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
+from kv_store.administration import HostTier, ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.costs import Costs
 from kv_store.device_pool import DevicePool
@@ -123,6 +124,10 @@ class NodeStore:
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
+
+    @property
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        return [HostTier(self._directory), *self._far.cold]
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._directory.records.status

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 
+from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
@@ -65,6 +66,10 @@ class PageStore:
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         pass
+
+    @property
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        return ()
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, self._tiers.status(), self._pool.layout.block_bytes)

@@ -81,5 +81,9 @@ class Unread:
         if self._unasked is not None:
             return replace(self._unasked, age_s=miss.age_s)
         if name.key == self._hole:
-            return Miss(Cause.EVICTED, f"{miss.how}; its copy in a cold tier is gone", miss.age_s)
+            return Miss(
+                Cause.EVICTED,
+                f"{miss.how}; its copy in a cold tier is gone: evicted, cleared or expired (ttl)",
+                miss.age_s,
+            )
         return Miss(Cause.BEHIND)

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from prometheus_client import CollectorRegistry
 
+from router.administration import StoreAdministration
 from router.block_index import BlockIndex
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
@@ -85,6 +86,7 @@ class Router:
         )
         admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
         self.dispatcher = Dispatcher(services, root_of, admission, config.streams, self._limits)
+        self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))

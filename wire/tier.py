@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import groupby
 
+from wire.ids import BlockKey
+
 
 class Tier(StrEnum):
     """Nearest first."""
@@ -36,13 +38,17 @@ class Write(StrEnum):
 
 @dataclass(frozen=True)
 class ColdSettings:
-    """A cold tier's settings. place: the URL of a server, or the path of a folder; empty for memory of a process."""
+    """A cold tier's settings. place: the URL of a server, or the path of a folder; empty for memory of a process.
+
+    ttl_s: since a block's last use; 0 for no end.
+    """
 
     tier: Tier
     place: str
     write: Write
     timeout_s: float
     max_bytes: int = 0
+    ttl_s: float = 0.0
 
 
 def host_memory(max_bytes: int) -> ColdSettings:
@@ -68,7 +74,8 @@ class FarStatus:
     """A far tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
 
     Counts of blocks since the start of this client. `forged` ones had a right checksum and a wrong MAC; `refused` ones
-    the client tried to write in vain. `errors` are of calls.
+    the client tried to write in vain. `errors` are of calls. `evicted`: to make room, beyond a share, or by their time
+    to live, by this client and not by a server itself.
     """
 
     tier: Tier
@@ -80,6 +87,7 @@ class FarStatus:
     forged: int = 0
     written: int = 0
     refused: int = 0
+    evicted: int = 0
 
     @property
     def write_errors(self) -> int:
@@ -88,7 +96,7 @@ class FarStatus:
 
 
 READ_COUNTS = ("hits", "misses", "errors", "corrupt", "forged")
-WRITE_COUNTS = ("written", "refused", "write_errors")
+WRITE_COUNTS = ("written", "refused", "write_errors", "evicted")
 FAR_COUNTS = READ_COUNTS + WRITE_COUNTS
 """Counts of a FarStatus: the first of workers, which read, the last of the node's service, which writes."""
 
@@ -104,6 +112,19 @@ _ADVICE = {
 def advice(tier: str, state: str) -> str:
     """Returns the way out of a tier's state; "" if it is clear, or nothing can be done."""
     return _ADVICE.get((Tier(tier), state), "")
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block as a tier has it. namespace: the digest of its root; empty where the value is no frame.
+
+    num_bytes: with the frame around it. idle_s: since its last use.
+    """
+
+    key: BlockKey
+    namespace: bytes
+    num_bytes: int
+    idle_s: float
 
 
 @dataclass(frozen=True)

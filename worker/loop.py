@@ -1,6 +1,6 @@
 """The thread that owns the engine: take commands, step, hand the outcome over.
 
-WorkerService ─ Add, Abort, EndChoice, CheckBooks ─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
+WorkerService ─ Add, Abort, EndChoice, Consult ─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
 WorkerService ◀──────────── a StepOutcome ────────────────── WorkerLoop ◀─ StepOutput
 """
 
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from engine.core import EngineCore
 from engine.events import Event, Failed, Finished, StepOutput
@@ -21,6 +22,8 @@ from engine.request import EngineRequest
 from wire.errors import BatonError, Unavailable
 from wire.ids import AttemptId
 from wire.sampling import FinishReason
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +58,17 @@ class EndChoice:
 
 
 @dataclass(frozen=True)
-class CheckBooks:
-    """The command to list the faults of the engine's books, between two steps."""
+class Consult(Generic[T]):
+    """The command to do short work with the engine, between two steps."""
 
-    answer: Future[list[str]]
+    work: Callable[[EngineCore], T]
+    answer: Future[T]
 
     def obey(self, engine: EngineCore) -> None:
-        """Answers, with the error of a check that fails. Does nothing if nothing awaits the answer any more."""
+        """Answers, with the error of work that fails. Does nothing if nothing awaits the answer any more."""
         if self.answer.set_running_or_notify_cancel():
             try:
-                self.answer.set_result(engine.check())
+                self.answer.set_result(self.work(engine))
             except Exception as error:
                 self.answer.set_exception(error)
 
@@ -73,7 +77,7 @@ class CheckBooks:
             self.answer.set_exception(error)
 
 
-Command = Add | Abort | EndChoice | CheckBooks
+Command = Add | Abort | EndChoice | Consult[Any]
 
 
 class Inbox:
@@ -248,7 +252,7 @@ class WorkerLoop:
             case EndChoice(attempt, index):
                 if self._engine.end(attempt, index):
                     outcome.events.append(Finished(attempt, index, FinishReason.STOP))
-            case CheckBooks():
+            case Consult():
                 command.obey(self._engine)
 
     def _recover(self, failure: Exception, outcome: StepOutcome) -> None:
@@ -294,7 +298,7 @@ class WorkerLoop:
         for command in self._commands:
             if isinstance(command, Add):
                 outcome.added.append(command.request)
-            elif isinstance(command, CheckBooks):
+            elif isinstance(command, Consult):
                 command.refuse(stopped)
         self._deliver(outcome)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
+from kv_store.administration import Selection, Tally
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
@@ -16,7 +17,7 @@ from wire.convert import (
     sampling_from_pb,
 )
 from wire.errors import BatonError, ConfigError, InvalidRequest
-from wire.ids import MAX_SESSION_LEN, AttemptId, NamespaceRoot, is_attempt_id
+from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.names import PublicPart, digest_of, session_of
 from wire.pb import worker_pb2
@@ -78,6 +79,26 @@ def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:
 
 def cursor_from_pb(message: worker_pb2.EventCursor) -> EventCursor:
     return EventCursor(message.epoch, message.number, message.slot)
+
+
+def selection_from_pb(message: worker_pb2.BlockSelection) -> Selection:
+    return Selection(tuple(map(BlockKey, message.keys)), frozenset(message.namespaces))
+
+
+def tally_to_pb(tally: Tally) -> worker_pb2.Holdings:
+    holdings = [
+        worker_pb2.Holding(
+            tier=one.tier,
+            namespace=one.namespace,
+            blocks=one.num_blocks,
+            bytes=one.num_bytes,
+            newest_s=one.newest_s,
+            oldest_s=one.oldest_s,
+            places=one.places,
+        )
+        for one in tally.holdings
+    ]
+    return worker_pb2.Holdings(holdings=holdings, problems=tally.problems)
 
 
 def events_to_pb(page: EventPage) -> worker_pb2.EventPage:

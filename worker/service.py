@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from typing import TypeVar
 
 from engine.core import EngineCore
 from engine.grammar.grammars import NO_GRAMMARS, Grammars
@@ -13,12 +14,15 @@ from wire.convert import error_to_pb
 from wire.errors import BatonError, Unavailable, Unsupported
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
+from wire.tier import Tier
 from worker.attempts import Attempts
 from worker.job import Behaviour
 from worker.line import WorkerLine
-from worker.loop import CheckBooks, EngineWatch, Inbox, StepOutcome, WorkerLoop
-from worker.messages import cursor_from_pb, events_to_pb, status_to_pb
+from worker.loop import Consult, EngineWatch, Inbox, StepOutcome, WorkerLoop
+from worker.messages import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb, tally_to_pb
 from worker.store import AsyncStore
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +133,14 @@ class WorkerService:
                 case "events":
                     page = await self._store.events(cursor_from_pb(ask.events.after))
                     answer.events.CopyFrom(events_to_pb(page))
+                case "count":
+                    answer.holdings.CopyFrom(tally_to_pb(await self._store.count(selection_from_pb(ask.count))))
+                case "clear":
+                    answer.holdings.CopyFrom(tally_to_pb(await self._store.clear(selection_from_pb(ask.clear))))
+                case "drop_pages":
+                    keys = selection_from_pb(ask.drop_pages).keys
+                    num_dropped = await self._consult(lambda engine: engine.drop_cached(keys))
+                    answer.holdings.holdings.add(tier=Tier.DEVICE, blocks=num_dropped)
                 case _:
                     raise Unsupported("this worker does not know that question")
         except BatonError as error:
@@ -145,16 +157,23 @@ class WorkerService:
         self._on_broken()
 
     async def _check_engine(self) -> list[str]:
-        answer: Future[list[str]] = Future()
-        if not self._loop.put(CheckBooks(answer)):
-            return ["the engine's thread has ended"]
+        try:
+            return await self._consult(EngineCore.check)
+        except Unavailable as error:
+            return [error.message]
+
+    async def _consult(self, work: Callable[[EngineCore], T]) -> T:
+        """Has the engine's thread do short work between two steps. Raises Unavailable."""
+        answer: Future[T] = Future()
+        if not self._loop.put(Consult(work, answer)):
+            raise Unavailable("the engine's thread has ended")
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await asyncio.wrap_future(answer)
-        except TimeoutError:
-            return [f"the engine's thread has been in one step for {CHECK_TIMEOUT_S} s"]
-        except Unavailable:
-            return ["the engine's thread has ended"]
+        except TimeoutError as error:
+            raise Unavailable(f"the engine's thread has been in one step for {CHECK_TIMEOUT_S} s") from error
+        except Unavailable as error:
+            raise Unavailable("the engine's thread has ended") from error
 
     def _deliver(self, outcome: StepOutcome) -> None:
         """Hands a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""

@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+from kv_store.administration import ListableTier, Selection, Tally, clear, find
 from kv_store.block_store import BlockStore, StoreStatus
 from kv_store.node.directory_port import RecordsPort
 from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError
 from wire.ids import AttemptId
+from wire.tier import StoredBlock
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,27 @@ class AsyncStore:
                 await asyncio.sleep(min(LOOK_PAUSE_S, max(0.0, until_s - now_s())))
             page = await self._call(lambda: self._records.events(after))
         return page
+
+    async def count(self, selection: Selection) -> Tally:
+        """Counts the selected blocks of every tier below the workers' pages."""
+        return await self._tally(selection, find)
+
+    async def clear(self, selection: Selection) -> Tally:
+        """Clears the selected blocks from these tiers, nearest first, and counts them."""
+        return await self._tally(selection, clear)
+
+    async def _tally(
+        self, selection: Selection, step: Callable[[ListableTier, Selection], Iterator[Sequence[StoredBlock]]]
+    ) -> Tally:
+        tally = Tally(selection)
+        for tier in self._store.listable_tiers:
+            pages = step(tier, selection)
+            try:
+                while (blocks := await self._call(partial(next, pages, None))) is not None:
+                    tally.add(tier.tier, blocks)
+            except StoreError as error:
+                tally.problems.append(f"{tier.tier}: {error.message}")
+        return tally
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and passes on the attempts that have none.

@@ -266,7 +266,7 @@ def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSet
         (Tier.FILES, files.folder, files.write, files),
     )
     return tuple(
-        ColdSettings(tier, place, Write(write), settings.timeout_ms / 1000, settings.max_bytes)
+        ColdSettings(tier, place, Write(write), settings.timeout_ms / 1000, settings.max_bytes, settings.ttl_s or 0.0)
         for tier, place, write, settings in tiers
         if place is not None
     )

@@ -147,22 +147,25 @@ class RedisSettings:
     """The tier `redis`: `own` starts a server, `off` goes without, a URL uses a server that is there.
 
     write: of `wire.tier.Write`; None is "demoted" for an own server, which ends with the cluster, "all" for another.
+    ttl_s: of a block, since its last use; None for no end.
     """
 
     url: str = "own"
     max_bytes: int = 256 * MIB
     timeout_ms: int = 50
     write: str | None = None
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True)
 class FilesSettings:
-    """The tier `files`, off without a folder. write: of `wire.tier.Write`."""
+    """The tier `files`, off without a folder. write: of `wire.tier.Write`. ttl_s: as of RedisSettings."""
 
     folder: str | None = None
     max_bytes: int = 16384 * MIB
     timeout_ms: int = 200
     write: str = "all"
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "redis.max_bytes": (16 * MIB, 1 << 50),
     "files.max_bytes": (16 * MIB, 1 << 60),
     **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},
+    **{f"{each}.ttl_s": (1, 1e9) for each in ("redis", "files")},
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "http.port": (0, 65535),
     "http.gateways": (1, 16),

@@ -21,7 +21,7 @@ from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
-from wire.ids import PageId
+from wire.ids import BlockKey, PageId
 from wire.layout import Window
 from wire.names import BlockName
 from wire.tier import Tier
@@ -221,6 +221,14 @@ class KVCache:
         kv.delayed = []
         if names:
             self._begin(Purge(names, peers=sequence.request.peers))
+
+    def unindex(self, keys: Seq[BlockKey]) -> int:
+        """Unindexes the pages of some keys, or else all; counts them."""
+        found = [*map(self._ledger.find, keys)] if keys else self._ledger.pages
+        pages = [page for page in found if page is not None and self._ledger.key_of(page) is not None]
+        for page in pages:
+            self._ledger.unindex(page)
+        return len(pages)
 
     def retain(self, sequences: Seq[Sequence]) -> None:
         """Passes on the hint of a request that is over, with the blocks of the choices that began."""

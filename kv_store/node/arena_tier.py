@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 
+from kv_store.administration import HostTier
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -12,26 +13,24 @@ from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey
 from wire.layout import KVLayout
 from wire.names import BlockName
-from wire.tier import FarStatus, Tier
+from wire.tier import FarStatus
 
 _ME = "library"
 _LEASE_TTL_S = 60.0
 
 
-class ArenaTier:
+class ArenaTier(HostTier):
     """A ColdTier that keeps the most recently used blocks in at most `max_bytes` of memory. For one thread.
 
     A held block is not evicted until its hold ends. Raises ConfigError if not one block fits.
     """
-
-    tier = Tier.HOST
 
     def __init__(self, layout: KVLayout, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         if max_bytes < layout.block_bytes:
             raise ConfigError(f"host_memory: a block of this model takes {layout.block_bytes} bytes")
         num_slots = max_bytes // layout.block_bytes
         self._payload_bytes = layout.payload_bytes
-        self._directory = Directory(num_slots, clock, block_bytes=layout.block_bytes)
+        super().__init__(Directory(num_slots, clock, block_bytes=layout.block_bytes))
         self._arena = Arena.anonymous(layout.block_bytes, num_slots)
         self._counted = Counter[str]()
 

@@ -10,6 +10,7 @@ A block enters and leaves the index here only, so that copies, sessions, tombsto
 import secrets
 import struct
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -62,7 +63,10 @@ class Books:
         self.log = BlockEventLog(num_events)
         self.num_read = Counter[bool]()
         self.owners: dict[bytes, int] = {}
+        self.shares: Mapping[bytes, float] = {}
         self._proofs = _Proofs(num_slots)
+        self._clock = clock
+        self._used_s = array("f", bytes(4 * num_slots))
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
@@ -93,6 +97,10 @@ class Books:
     def proof(self, slot: SlotId) -> "Proof":
         return self._proofs.get(slot)
 
+    def idle_s(self, slot: SlotId) -> float:
+        """Counts the seconds since the last use of an indexed block."""
+        return max(0.0, self._clock() - self._used_s[slot])
+
     def index(self, block: Block) -> None:
         """Indexes a block, unless another slot has it."""
         priority = Priority.LEAST if block.name.is_tail else Priority.ONLY_COPY
@@ -100,6 +108,7 @@ class Books:
         is_new = self.ledger.find(block.name.key) is None
         if self.ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
             self._proofs.put(block)
+            self._used_s[block.slot] = self._clock()
             if not block.name.is_tail:
                 self.copies.index(block.slot)
             if is_new and not block.name.is_tail:
@@ -122,8 +131,10 @@ class Books:
     def touch(self, slots: Sequence[SlotId]) -> None:
         """Counts a use of a prefix's blocks, in their order."""
         self.copies.restore(slots)
+        now_s = self._clock()
         for slot in reversed(slots):
             self.ledger.order.touch(slot)
+            self._used_s[slot] = now_s
 
     def _bury_evicted(self, slot: SlotId) -> None:
         self._bury(slot, Loss.SHARE if self.ledger.order.is_beyond_share(slot) else Loss.ROOM)
@@ -132,7 +143,8 @@ class Books:
         """Remembers an indexed full block that is about to be lost."""
         key, parent = self.ledger.key_of(slot), self.ledger.order.parent_of(slot)
         if key is not None and parent is not None and not self.copies.is_tail(slot):
-            self.tombstones.bury(key, parent, loss, self.copies.is_safe(slot, COLD_TIERS))
+            is_copied = loss is not Loss.CLEARED and self.copies.is_safe(slot, COLD_TIERS)
+            self.tombstones.bury(key, parent, loss, is_copied)
             self.log.note(EventKind.REMOVED, Tier.HOST, key)
 
 

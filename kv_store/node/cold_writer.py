@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -12,6 +13,7 @@ from wire.layout import KVLayout
 
 _LEASE_TTL_S = 10.0
 _JOIN_TIMEOUT_S = 10.0
+_SWEEP_EVERY_S = 60.0
 _NO_BLOCK = BlockKey(bytes(32))
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class ColdWriter:
         self._interval_s = interval_s
         self._is_stopping = threading.Event()
         self._end = 0.0
+        self._next_sweep = 0.0
         self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
 
     @property
@@ -78,10 +81,17 @@ class ColdWriter:
                 if self._is_over or time.monotonic() > until or not self._cold.put(block.name, payload, block.checksum):
                     break
                 written.append(block.name.key)
+            self._take_back(written)
         finally:
             held = self._directory.release(batch.lease_id)
             self._directory.records.note_cold(self._cold.status())
         return self._directory.records.mark_cold(self._cold.tier, written) if held else 0
+
+    def _take_back(self, written: Sequence[BlockKey]) -> None:
+        """Deletes copies of leased blocks that were unindexed meanwhile: cleared, purged, or found corrupt."""
+        here = self._directory.records.exists(written)
+        if gone := [key for key, is_here in zip(written, here, strict=True) if not is_here]:
+            self._cold.delete(gone)
 
     def _run(self) -> None:
         while not self.is_stopping:
@@ -92,6 +102,9 @@ class ColdWriter:
 
     def _try_to_write(self) -> int:
         try:
+            if time.monotonic() >= self._next_sweep:
+                self._next_sweep = time.monotonic() + _SWEEP_EVERY_S
+                self._cold.sweep(self._directory.records.shares)
             return self.write_some()
         except Exception:
             log.exception("writing to tier %s failed", self._cold.tier)

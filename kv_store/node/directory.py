@@ -70,7 +70,7 @@ class Directory(DirectoryPort):
         self._claims = self._books.claims
         self._info = DirectoryInfo(self._books.epoch, arena_path, num_slots, block_bytes)
         self._max_held = num_slots * _MAX_HELD_SHARE
-        self.records = Records(self._books)
+        self.records = Records(self._books, block_bytes)
 
     def attach(self) -> DirectoryInfo:
         return self._info
@@ -140,6 +140,10 @@ class Directory(DirectoryPort):
     @exclusive
     def delete(self, keys: Sequence[BlockKey]) -> int:
         return self._books.unindex(self._books.find(keys), Loss.PURGED)
+
+    @exclusive
+    def clear(self, keys: Sequence[BlockKey]) -> int:
+        return self._books.unindex(self._books.find(keys), Loss.CLEARED)
 
     @exclusive
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: float) -> list[AttemptId]:

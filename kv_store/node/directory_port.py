@@ -22,7 +22,7 @@ from kv_store.node.event_log import EventCursor, EventPage
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey, SlotId
 from wire.names import BlockName
-from wire.tier import FarStatus, LedgerCounts, MissRun, Tier
+from wire.tier import FarStatus, LedgerCounts, MissRun, StoredBlock, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
 
 MAX_TTL_S = 3600.0
@@ -306,6 +306,14 @@ class RecordsPort(_Calls):
         """
 
     @_carried
+    def keys(self, first_slot: int, num_slots: int, /) -> list[BlockKey]:
+        """Lists the keys of the blocks in some slots, tails included."""
+
+    @_carried
+    def describe(self, keys: Sequence[BlockKey], /) -> list[StoredBlock]:
+        """Describes the blocks that are in the arena, without counting a use."""
+
+    @_carried
     def status(self) -> DirectoryStatus: ...
 
     @_carried
@@ -364,6 +372,10 @@ class DirectoryPort(_Calls):
         """Unindexes blocks, whatever their bytes, and counts them."""
 
     @_carried
+    def clear(self, keys: Sequence[BlockKey], /) -> int:
+        """Unindexes and counts blocks for the operator. A reader's lease and a request's hold keep the slot."""
+
+    @_carried
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:
         """Prolongs the holds of attempts to `ttl_s` seconds from now; returns the attempts that hold no block.
 
@@ -401,7 +413,7 @@ CALLS = ServiceCodec(DirectoryPort, RecordsPort)
 CALLS_OF_ANY_EPOCH = frozenset(
     (
         *("attach", "exists", "delete", "renew", "release_holds", "mark_cold"),
-        *("events", "wait_for_events", "status", "check"),
+        *("events", "wait_for_events", "status", "check", "keys", "describe", "clear"),
     )
 )
 GREETING = ServiceCodec(Greeting)

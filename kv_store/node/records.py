@@ -7,14 +7,15 @@ from kv_store.node.books import Books, exclusive
 from kv_store.node.directory_port import Block, DirectoryStatus, KeepHint, RecordsPort
 from kv_store.node.event_log import EVENT_TIERS, MAX_PAGE_BLOCKS, BlockEvents, EventCursor, EventPage
 from wire.ids import BlockKey
-from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, Tier, runs_of
+from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, StoredBlock, Tier, runs_of
 
 
 class Records(RecordsPort):
     """Answers and notes about the blocks of the arena that `books` are of; thread-safe."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, block_bytes: int = 0) -> None:
         self._books = books
+        self._block_bytes = block_bytes
         self.bell = books.log.bell
 
     @exclusive
@@ -56,9 +57,17 @@ class Records(RecordsPort):
         """Has each block that only this arena has written to a cold tier, from now on; counts such blocks."""
         return self._books.queues.want_all()
 
+    @property
+    def shares(self) -> Mapping[bytes, float]:
+        return self._books.shares
+
     @exclusive
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first."""
+        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first.
+
+        Writers hold cold tiers to the same shares.
+        """
+        self._books.shares = shares
         owners, ledger = self._books.owners, self._books.ledger
         for digest in shares:
             owners.setdefault(digest, len(owners) + 1)
@@ -98,6 +107,20 @@ class Records(RecordsPort):
             evictions=books.ledger.num_evicted,
             cold=list(books.queues.status_of.values()),
         )
+
+    @exclusive
+    def keys(self, first_slot: int, num_slots: int) -> list[BlockKey]:
+        slots = self._books.ledger.pages[max(0, first_slot) : max(0, first_slot) + max(0, num_slots)]
+        return [key for slot in slots if (key := self._books.ledger.key_of(slot)) is not None]
+
+    @exclusive
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        books = self._books
+        found = {key: slot for key in keys if (slot := books.ledger.find(key)) is not None}
+        return [
+            StoredBlock(key, books.proof(slot).root_digest, self._block_bytes, books.idle_s(slot))
+            for key, slot in found.items()
+        ]
 
     @exclusive
     def blocks(self) -> list[Block]:

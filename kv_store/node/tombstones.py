@@ -20,6 +20,7 @@ class Loss(IntEnum):
     SHARE = 1
     CORRUPT = 2
     PURGED = 3
+    CLEARED = 4
 
 
 _MANNERS = {
@@ -27,6 +28,7 @@ _MANNERS = {
     Loss.SHARE: "its tenant was beyond its share of the arena, by {policy}",
     Loss.CORRUPT: "its checksum was wrong",
     Loss.PURGED: "purged after logits that were not finite",
+    Loss.CLEARED: "cleared by the operator, from every tier",
 }
 _COPIED = 0x80
 

@@ -7,17 +7,20 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from kv_store.administration import ListableTier
 from kv_store.connection import Breaker
 from kv_store.frame import FrameSeal
-from wire.errors import ForgedFrame, WireError
+from wire.errors import ForgedFrame, StoreError, WireError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.names import BlockName
 from wire.tier import FarStatus, Tier
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +48,18 @@ class BlockSource(Protocol):
     def close(self) -> None: ...
 
 
-class ColdTier(BlockSource, Protocol):
+class ColdTier(BlockSource, ListableTier, Protocol):
     """A source that takes blocks, too."""
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         """Stores a block; False if that failed."""
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        """Evicts what is expired, and while little room is left, what is beyond the shares. Raises StoreError.
+
+        shares: of the tier's bytes, by the digests of namespaces, from now on: each namespace's own go first beyond it.
+        For the node's service, from time to time.
+        """
 
 
 class FramedTier(ABC):
@@ -68,7 +78,8 @@ class FramedTier(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def delete(self, keys: Sequence[BlockKey]) -> None: ...
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
+        """Deletes values; False if that failed."""
 
     @abstractmethod
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
@@ -95,6 +106,18 @@ class FramedTier(ABC):
         if is_stored:
             self._count("written")
         return is_stored
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._remove(keys)
+
+    def clear(self, keys: Sequence[BlockKey]) -> None:
+        self._answer(self._remove(keys) or None)
+
+    def _answer(self, answer: T | None) -> T:
+        """Returns the answer to a call. Raises StoreError if there is none."""
+        if answer is None:
+            raise StoreError(f"tier {self.tier} did not answer")
+        return answer
 
     def status(self) -> FarStatus:
         with self._lock:
@@ -162,6 +185,6 @@ class FramedTier(ABC):
         if was_refusing:
             log.warning("tier %s takes blocks again", self.tier)
 
-    def _count(self, outcome: str) -> None:
+    def _count(self, outcome: str, num: int = 1) -> None:
         with self._lock:
-            self._counted[outcome] += 1
+            self._counted[outcome] += num

@@ -11,9 +11,11 @@ from wire.tier import ColdSettings, Tier
 
 _MAKERS: dict[Tier, Callable[[ColdSettings, KVLayout, bytes], ColdTier]] = {
     Tier.HOST: lambda settings, layout, _: ArenaTier(layout, settings.max_bytes),
-    Tier.REDIS: lambda settings, layout, mac_key: RedisTier(settings.place, layout, mac_key, settings.timeout_s),
+    Tier.REDIS: lambda settings, layout, mac_key: RedisTier(
+        settings.place, layout, mac_key, settings.timeout_s, ttl_s=settings.ttl_s
+    ),
     Tier.FILES: lambda settings, layout, mac_key: FilesTier(
-        settings.place, layout, mac_key, settings.timeout_s, settings.max_bytes
+        settings.place, layout, mac_key, settings.timeout_s, settings.max_bytes, ttl_s=settings.ttl_s
     ),
 }
 

@@ -5,21 +5,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import cycle, islice
+from math import inf
 from mmap import mmap
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kv_store.frame import FRONT_BYTES
+from kv_store.administration import beyond
+from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
 from kv_store.tiers.cold_tier import FramedTier
-from kv_store.tiers.folder import Folder, Found, StoredFile
+from kv_store.tiers.folder import SHARDS, Folder, Found, StoredFile
 from wire.errors import ConfigError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import StoredBlock, Tier
 
 MIN_BLOCKS = 8
 _OPEN_TIMEOUT_S = 10.0
@@ -28,6 +30,8 @@ _CLOSE_TIMEOUT_S = 2.0
 _FULL_FOR_S = 1.0
 _RENEW_EVERY = 256
 _BYTES_AHEAD = 4 << 20
+_DESCRIBED = 32
+"""Files that one call looks into: reads of blocks wait behind it."""
 _REFUSALS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -51,7 +55,8 @@ class FilesTier(FramedTier):
     Several nodes may use one folder: one at a time makes room, and each further one may exceed `max_bytes` by a
     twentieth. Raises ConfigError if the folder is none that files can be written to, or too few blocks fit. A mount
     that hangs, is read-only or out of reach just now is no hindrance to a start. A folder that is removed or replaced
-    meanwhile costs one error, and is opened again.
+    meanwhile costs one error, and is opened again. ttl_s: since a block's last use, by this machine's clock; 0 for no
+    end.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class FilesTier(FramedTier):
         timeout_s: float,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        ttl_s: float = 0.0,
     ) -> None:
         super().__init__(Tier.FILES, layout, mac_key, clock)
         frame_bytes = self._seal.frame_bytes
@@ -70,9 +76,11 @@ class FilesTier(FramedTier):
         self._timeout_s = timeout_s
         num_buffers = max(2, min(16, _BYTES_AHEAD // frame_bytes))
         self._buffers = [memoryview(mmap(-1, frame_bytes)) for _ in range(num_buffers)]  # on page boundaries: faster
-        self._open = partial(Folder, folder, clock)
+        self._open = partial(Folder, folder, clock, ttl_s or inf)
         self._folder: Folder | None = None
-        self._room = _Room(self._opened, max_bytes, frame_bytes, clock)
+        self._room = _Room(self._opened, self._evict, max_bytes, frame_bytes, clock)
+        self._shares: Mapping[bytes, float] = {}
+        self._owners: dict[str, bytes] = {}
         self._calls = _CallThread("files")
         self._hanging: Future[Any] | None = None
         self._begin_use(folder)
@@ -80,13 +88,53 @@ class FilesTier(FramedTier):
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._ask(lambda folder: [folder.has(key) for key in keys], [False] * len(keys))
 
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._ask(lambda folder: folder.remove(keys), None)
+    def key_pages(self) -> Iterator[Sequence[BlockKey]]:
+        for shard in SHARDS:
+            keys = self._answer(self._ask(partial(_keys_of, shard), None))
+            yield from (keys[first : first + _DESCRIBED] for first in range(0, len(keys), _DESCRIBED))
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        return self._answer(self._ask(partial(_describe, keys), None))
+
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
+        return self._ask(lambda folder: folder.remove(keys), False)
 
     def close(self) -> None:
         """Waits a while for calls under way; a thread whose call hangs keeps the folder open."""
         if all([self._calls.close(), self._room.close()]) and self._folder is not None:
             self._folder.close()
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        self._shares = shares
+        self._room.sweep()
+
+    def _evict(self, folder: Folder, oldest: Sequence[StoredFile], num_bytes: int) -> int:
+        """Removes expired files, and until `num_bytes` bytes are free files beyond a share, then the oldest.
+
+        Returns the number of bytes freed.
+        """
+        num_freed = 0
+        victims = [file for file in oldest if folder.is_expired(file.used_ns)]
+        num_expired = len(victims)
+        if num_bytes > 0:
+            victims += [*self._beyond_shares(folder, oldest), *oldest]
+        for number, file in enumerate(dict.fromkeys(victims)):
+            if number >= num_expired and num_freed >= num_bytes:
+                break
+            folder.remove_file(file)
+            self._count("evicted")
+            num_freed += file.num_bytes
+            if number % _RENEW_EVERY == 0:
+                folder.renew_lock()
+        return num_freed
+
+    def _beyond_shares(self, folder: Folder, oldest: Sequence[StoredFile]) -> Iterator[StoredFile]:
+        if self._shares:
+            known = self._owners
+            self._owners = {one.path: known.get(one.path) or _owner_of(one, folder) for one in oldest}
+        for namespace, share in self._shares.items():
+            own = [file for file in oldest if self._owners[file.path] == namespace]
+            yield from beyond(own, share * self._room.max_bytes)
 
     def _begin_use(self, path: str) -> None:
         """Opens the folder and tries to write there. Raises ConfigError for what will not pass by itself."""
@@ -185,15 +233,23 @@ class _Room:
     """
 
     def __init__(
-        self, folder: Callable[[], Folder], max_bytes: int, frame_bytes: int, clock: Callable[[], float]
+        self,
+        folder: Callable[[], Folder],
+        evict: Callable[[Folder, Sequence[StoredFile], int], int],
+        max_bytes: int,
+        frame_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
+        """evict: removes files of a folder, given by age, until so many bytes are free, and counts the bytes freed."""
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._evict = evict
+        self.max_bytes = max_bytes
         self._frame_bytes = frame_bytes
         self._step_bytes = max(max_bytes // 20, frame_bytes)
         self._clock = clock
         self._calls = _CallThread("files-room")
         self._counting: Future[int] | None = None
+        self._sweeping: Future[int] | None = None
         self._left_bytes = 0
         self._next_count = 0.0
 
@@ -205,6 +261,11 @@ class _Room:
             return False
         self._left_bytes -= self._frame_bytes
         return True
+
+    def sweep(self) -> None:
+        """Begins to remove what is to go, unless that is under way."""
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = self._calls.begin(self._make_room)
 
     def close(self) -> bool:
         return self._calls.close()
@@ -219,28 +280,19 @@ class _Room:
                 self._next_count = 0.0
 
     def _make_room(self) -> int:
-        """Removes the least recently used files if little room is left; returns the bytes that may be written."""
+        """Removes expired files, and others if little room is left; returns the bytes that may be written."""
         folder = self._folder()
         files = list(folder.files())
         num_bytes = sum(file.num_bytes for file in files)
-        if num_bytes > self._max_bytes - self._step_bytes and folder.try_lock():
+        oldest = sorted(files)
+        is_full = num_bytes > self.max_bytes - self._step_bytes
+        if (is_full or folder.is_expired(oldest[0].used_ns if oldest else time.time_ns())) and folder.try_lock():
             try:
-                num_bytes -= self._evict(folder, sorted(files), num_bytes - self._max_bytes + 2 * self._step_bytes)
+                num_wanted = num_bytes - self.max_bytes + 2 * self._step_bytes if is_full else 0
+                num_bytes -= self._evict(folder, oldest, num_wanted)
             finally:
                 folder.unlock()
-        return max(0, min(self._step_bytes, self._max_bytes - num_bytes))
-
-    def _evict(self, folder: Folder, oldest: Sequence[StoredFile], num_bytes: int) -> int:
-        """Removes files until `num_bytes` bytes are free; returns the number of bytes freed."""
-        num_freed = 0
-        for number, file in enumerate(oldest):
-            if num_freed >= num_bytes:
-                break
-            folder.remove_file(file)
-            num_freed += file.num_bytes
-            if number % _RENEW_EVERY == 0:
-                folder.renew_lock()
-        return num_freed
+        return max(0, min(self._step_bytes, self.max_bytes - num_bytes))
 
 
 class _CallThread:
@@ -272,6 +324,23 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+
+
+def _keys_of(shard: str, folder: Folder) -> list[BlockKey]:
+    names = (file.path.partition("/")[2] for file in folder.shard_files(shard))
+    return [BlockKey(bytes.fromhex(name)) for name in names if not name.startswith(".")]
+
+
+def _owner_of(file: StoredFile, folder: Folder) -> bytes:
+    """Reads the namespace of a frame; of an unfinished one it is empty."""
+    name = file.path.partition("/")[2]
+    looked = None if name.startswith(".") else folder.look(BlockKey(bytes.fromhex(name)), HEAD_BYTES)
+    return b"" if looked is None else namespace_of(looked[1])
+
+
+def _describe(keys: Sequence[BlockKey], folder: Folder) -> list[StoredBlock]:
+    found = [(key, *looked) for key in keys if (looked := folder.look(key, HEAD_BYTES)) is not None]
+    return [StoredBlock(key, namespace_of(head), file.num_bytes, file.idle_s) for key, file, head in found]
 
 
 def _read(key: BlockKey, into: memoryview, folder: Folder) -> Found:

@@ -10,11 +10,13 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from wire.ids import BlockKey
 
@@ -27,6 +29,7 @@ _OPENS_AS_NO_FILE = (errno.ELOOP, errno.ENXIO)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ENTRY = (FileNotFoundError, NotADirectoryError)
 """The second one: a file, or a link, lies where a folder should."""
+SHARDS = tuple(f"{number:02x}" for number in range(256))
 _OWN_NAME = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]+")
 
 
@@ -46,6 +49,11 @@ class StoredFile:
     num_bytes: int
     path: str
 
+    @property
+    def idle_s(self) -> float:
+        """Returns the time since the last use, by this machine's clock."""
+        return max(0.0, time.time() - self.used_ns / 1e9)
+
 
 class Folder:
     """An open folder, until `close` or its collection. Calls may block as the file system does, and raise OSError.
@@ -54,8 +62,8 @@ class Folder:
     last change: of its writing, and of each reading, which sets it.
     """
 
-    def __init__(self, path: str, clock: Callable[[], float]) -> None:
-        """Makes the folder if only it is missing. `clock` is monotonic, in seconds."""
+    def __init__(self, path: str, clock: Callable[[], float], ttl_s: float = inf) -> None:
+        """Makes the folder if only it is missing. `clock` is monotonic, in seconds. ttl_s: of a file, since its use."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         self.path = path
@@ -63,6 +71,11 @@ class Folder:
         self._close = weakref.finalize(self, os.close, self._folder)
         self._clock = clock
         self._seen_lock = (0, 0.0)
+        self._ttl_s = ttl_s
+
+    def is_expired(self, used_ns: int) -> bool:
+        """Returns whether a file with that last use is beyond its time to live, by this machine's clock."""
+        return time.time() - used_ns / 1e9 > self._ttl_s
 
     def try_to_write(self) -> None:
         """Raises OSError if files cannot be written; a full file system may pass, and is no hindrance to readers."""
@@ -84,7 +97,11 @@ class Folder:
         return False
 
     def has(self, key: BlockKey) -> bool:
-        """Returns whether the file system shows an entry under a key."""
+        """Returns whether the file system shows an entry under a key that is not expired."""
+        if self._ttl_s < inf:
+            with suppress(*_NO_ENTRY):
+                found = os.stat(_path_of(key), dir_fd=self._folder, follow_symlinks=False)
+                return not self.is_expired(found.st_mtime_ns)
         return os.access(_path_of(key), os.F_OK, dir_fd=self._folder, follow_symlinks=False)
 
     def read(self, key: BlockKey, into: memoryview) -> Found:
@@ -94,6 +111,8 @@ class Folder:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode) or found.st_size != len(into):
                     return Found.OTHER
+                if self.is_expired(found.st_mtime_ns):
+                    return Found.NOTHING
                 if os.preadv(file, [into], 0) != len(into):
                     raise OSError(errno.EIO, "a file has become shorter")
                 with suppress(OSError):
@@ -113,8 +132,18 @@ class Folder:
         with self._shard(key) as shard, _written_aside(shard, *parts) as path:
             os.rename(path, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
 
-    def remove(self, keys: Iterable[BlockKey]) -> None:
-        """Removes the entries under some keys, but for folders that are not empty."""
+    def look(self, key: BlockKey, num_bytes: int) -> tuple[StoredFile, bytes] | None:
+        """Reads the first bytes of a regular file, which counts as no use; None if there is none."""
+        with suppress(*_NO_ENTRY), self._shard(key) as shard:
+            found = os.stat(key.hex(), dir_fd=shard, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode):
+                with _closing(os.open(key.hex(), _READ_FLAGS, dir_fd=shard)) as file:
+                    head = os.pread(file, num_bytes, 0)
+                    return StoredFile(found.st_mtime_ns, found.st_size, _path_of(key)), head
+        return None
+
+    def remove(self, keys: Iterable[BlockKey]) -> bool:
+        """Removes the entries under some keys, but for folders that are not empty. Returns True."""
         for key in keys:
             with suppress(*_NO_ENTRY), self._shard(key) as shard:
                 try:
@@ -122,16 +151,21 @@ class Folder:
                 except IsADirectoryError:
                     with suppress(OSError):
                         os.rmdir(key.hex(), dir_fd=shard)
+        return True
 
     def files(self) -> Iterator[StoredFile]:
         """Lists frames, unfinished ones too, and nothing that another program keeps here."""
-        for shard in (f"{number:02x}" for number in range(256)):
-            with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
-                for entry in filter(lambda entry: _OWN_NAME.fullmatch(entry.name), entries):
-                    with suppress(FileNotFoundError):
-                        file = entry.stat(follow_symlinks=False)
-                        if not stat.S_ISDIR(file.st_mode):
-                            yield StoredFile(file.st_mtime_ns, file.st_size, f"{shard}/{entry.name}")
+        for shard in SHARDS:
+            yield from self.shard_files(shard)
+
+    def shard_files(self, shard: str) -> Iterator[StoredFile]:
+        """Lists the frames whose keys begin with two hex digits, as `files` does."""
+        with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
+            for entry in filter(lambda entry: _OWN_NAME.fullmatch(entry.name), entries):
+                with suppress(FileNotFoundError):
+                    file = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(file.st_mode):
+                        yield StoredFile(file.st_mtime_ns, file.st_size, f"{shard}/{entry.name}")
 
     def remove_file(self, file: StoredFile) -> None:
         """Removes a file of the listing if it is still there."""

@@ -2,13 +2,13 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
-from kv_store.frame import FRONT_BYTES, MAC_KEY_BYTES
+from kv_store.frame import FRONT_BYTES, HEAD_BYTES, MAC_KEY_BYTES, namespace_of
 from kv_store.tiers.cold_tier import FramedTier
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import StoredBlock, Tier
 
 
 class MemoryTier(FramedTier):
@@ -29,10 +29,24 @@ class MemoryTier(FramedTier):
         with self._lock:
             return [key in self.frames for key in keys]
 
-    def delete(self, keys: Sequence[BlockKey]) -> None:
+    def key_pages(self) -> Iterator[Sequence[BlockKey]]:
+        with self._lock:
+            keys = [*self.frames]
+        yield keys
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        with self._lock:
+            found = {key: frame for key in keys if (frame := self.frames.get(key)) is not None}
+        return [StoredBlock(key, namespace_of(one[:HEAD_BYTES]), len(one), 0.0) for key, one in found.items()]
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        """Does nothing: it has neither times to live nor shares."""
+
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
         with self._lock:
             for key in keys:
                 self.frames.pop(key, None)
+        return True
 
     def close(self) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -13,13 +13,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
+from kv_store.administration import PAGE_BLOCKS, Selection, beyond, find
 from kv_store.connection import receive_exactly
-from kv_store.frame import FRONT_BYTES
+from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import StoredBlock, Tier
 
 PREFIX = b"baton:kv:"
 _PROBE = b"baton:probe"
@@ -28,6 +29,7 @@ _KEYS_PER_ROUND = 1024
 _BYTES_IN_FLIGHT = 8 << 20
 _READ_BYTES = 256 << 10
 _MAX_LINE_BYTES = 512
+_LITTLE_ROOM = 0.9
 _GREETING_TIMEOUT_S = 2.0
 _VALUE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
@@ -47,7 +49,7 @@ class RedisTier(FramedTier):
     Once it has refused three writes in a row, as a full one or a replica does, one write every two seconds is tried.
 
     timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in
-    vain, once; a block that takes longer is cheaper to compute.
+    vain, once; a block that takes longer is cheaper to compute. ttl_s: since a block's last use; 0 for no end.
     Raises ConfigError for an invalid URL, or credentials that the server refuses; a server that is away is no error.
     """
 
@@ -58,8 +60,10 @@ class RedisTier(FramedTier):
         mac_key: bytes,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        ttl_s: float = 0.0,
     ) -> None:
         super().__init__(Tier.REDIS, layout, mac_key, clock)
+        self._ttl_ms = int(ttl_s * 1000)
         self._redis = _connect(url, timeout_s)
         self._is_silent = False
         self._probe: threading.Thread | None = None
@@ -73,9 +77,33 @@ class RedisTier(FramedTier):
             found += self._ask(partial(self._exist, batch), [False] * len(batch))
         return found
 
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        for batch in _rounds(keys, _KEYS_PER_ROUND):
-            self._ask(partial(self._redis.unlink, *(PREFIX + key for key in batch)), 0)
+    def key_pages(self) -> Iterator[Sequence[BlockKey]]:
+        cursor: int | None = None
+        while cursor != 0:
+            look = partial(self._redis.scan, cursor or 0, match=PREFIX + b"*", count=PAGE_BLOCKS)
+            cursor, found = self._answer(self._ask(look, None))
+            yield [BlockKey(one.removeprefix(PREFIX)) for one in found]
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        return self._answer(self._ask(partial(self._describe, keys), None))
+
+    def _describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        """Describes the values of some keys; a value that is no text of bytes counts none."""
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for stored in (PREFIX + key for key in keys):
+                pipeline.object("IDLETIME", stored).strlen(stored).getrange(stored, 0, HEAD_BYTES - 1)
+            answers = iter(pipeline.execute(raise_on_error=False))
+        told = zip(keys, zip(answers, answers, answers, strict=True), strict=True)
+        return [
+            StoredBlock(key, namespace_of(_or_else(head, b"")), _or_else(num_bytes, 0), _or_else(idle_s, 0))
+            for key, (idle_s, num_bytes, head) in told
+            if num_bytes != 0
+        ]
+
+    def _remove(self, keys: Sequence[BlockKey]) -> bool:
+        batches = [[PREFIX + key for key in batch] for batch in _rounds(keys, _KEYS_PER_ROUND)]
+        answers = [self._ask(partial(self._redis.unlink, *batch), None) for batch in batches]
+        return None not in answers
 
     def close(self) -> None:
         if self._probe is not None:
@@ -96,6 +124,8 @@ class RedisTier(FramedTier):
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
         payloads = iter(into)
         for batch in _rounds(keys, max(1, _BYTES_IN_FLIGHT // self._seal.frame_bytes)):
+            if self._ttl_ms:
+                self._ask(partial(self._prolong, batch), None)
             make = partial(_Replies, self._redis.connection_pool, batch, self._seal.frame_bytes)
             if (replies := self._ask(make, None)) is None:
                 return
@@ -105,13 +135,32 @@ class RedisTier(FramedTier):
                         return
                     yield front
 
+    def _prolong(self, keys: Sequence[BlockKey]) -> None:
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.pexpire(PREFIX + key, self._ttl_ms)
+            pipeline.execute()
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        asked = partial(self._redis.info, "memory")
+        memory: dict[str, int] = self._answer(self._ask(asked, None)) if shares else {}
+        max_bytes = memory.get("maxmemory", 0)
+        if not max_bytes or memory["used_memory"] < _LITTLE_ROOM * max_bytes:
+            return
+        stored = [one for page in find(self, Selection(namespaces=frozenset(shares))) for one in page]
+        stored.sort(key=lambda one: -one.idle_s)
+        for namespace, share in shares.items():
+            victims = beyond([one for one in stored if one.namespace == namespace], share * max_bytes)
+            self.clear([one.key for one in victims])
+            self._count("evicted", len(victims))
+
     def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
         return self._ask(lambda: self._set(key, b"".join((front, payload))), False)
 
     def _set(self, key: BlockKey, frame: bytes) -> bool:
         """Stores a value; False if the server answers, but refuses it."""
         try:
-            self._redis.set(PREFIX + key, frame)
+            self._redis.set(PREFIX + key, frame, px=self._ttl_ms or None)
         except ResponseError as error:
             self._turned_away(error)
             return False
@@ -237,6 +286,11 @@ class _Replies(_Exchange):
         if line.startswith((b"$", b"-WRONGTYPE")):
             return b""
         raise _error_of(line)
+
+
+def _or_else(answer: T | ResponseError | None, otherwise: T) -> T:
+    """Returns an answer, or `otherwise` for the server's refusal: of idle times where it evicts by frequency."""
+    return otherwise if answer is None or isinstance(answer, ResponseError) else answer
 
 
 def _error_of(line: bytes) -> ResponseError:

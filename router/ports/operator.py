@@ -102,6 +102,17 @@ class ClusterApi(ClusterServicer):
                     cursors[one.node_id] = one.page.cursor
                     yield one.page
 
+    async def ListCache(self, request: cluster_pb2.CacheRequest, context: Context) -> cluster_pb2.CacheContents:  # noqa: N802
+        return await self._router.administration.count(request)
+
+    async def ClearCache(self, request: cluster_pb2.CacheRequest, context: Context) -> cluster_pb2.CacheContents:  # noqa: N802
+        return await self._router.administration.clear(request)
+
+    async def ComparePrompts(  # noqa: N802
+        self, request: cluster_pb2.ComparePromptsRequest, context: Context
+    ) -> cluster_pb2.PromptComparison:
+        return await self._router.administration.compare(request)
+
     async def _add_report(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""
         events = self._router.watch.events

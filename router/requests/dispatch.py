@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,14 @@ from router.requests.attempt import AdmittedRequest, Services
 from router.requests.flow import Flow
 from router.requests.outbox import Outbox, ReplyWriter
 from router.requests.tokenizing import NO_PREFIXES
-from router.requests.validator import ServingLimits, require_known, require_may_fit, valid_text, validate
+from router.requests.validator import (
+    PreparedPrompt,
+    ServingLimits,
+    require_known,
+    require_may_fit,
+    valid_text,
+    validate,
+)
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.convert import reason_from_pb
@@ -180,6 +187,14 @@ class Dispatcher:
         pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
         return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)), ANYONE)
 
+    async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> PreparedPrompt:
+        """Tokenizes a prompt and names its blocks as a tenant's, for the operator. Raises as `tokenize` does."""
+        prompts, limits = self._services.prompts, self._limits()
+        valid = validate(request, limits)
+        require_may_fit(valid.prompt, prompts.codec, limits)
+        async with self._in_time():
+            return await prompts.prepare(valid, limits, self.root_of(tenant), lambda: None)
+
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
         prompts, limits = self._services.prompts, self._limits()
@@ -190,12 +205,8 @@ class Dispatcher:
             self._quotas.require_room(caller, clock())
             self._quotas.enter(caller, clock())
             try:
-                async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
+                async with self._in_time():
                     return await prompts.tokenize(prompt, limits, self.root_of(caller.tenant))
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"the text was not tokenized within {max_s:g} s, the limit (router.max_deadline_s)"
-                ) from error
             finally:
                 self._quotas.leave(caller, 0, clock())
 
@@ -267,6 +278,17 @@ class Dispatcher:
         self._admission.leave(request_id)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Bounds the time for which a text is tokenized. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
+                yield
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the text was not tokenized within {max_s:g} s, the limit (router.max_deadline_s)"
+            ) from error
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:

@@ -161,6 +161,10 @@ class Line:
         """Waits for block events of the worker's node behind a place, a second at most. Raises as `info` does."""
         return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
 
+    async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
+        """Counts, clears or drops blocks of the worker or of its node. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask.FromString(question.SerializeToString()), timeout_s)).holdings
+
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
         """Ends choices of an attempt that is under way; the worker goes on with the others."""
         self._outgoing.end_choices(attempt, indices)

@@ -110,11 +110,11 @@ async def test_a_run_exports_all_that_dashboard_and_alerts_read() -> None:
         metric, label = VARIABLE.fullmatch(DASHBOARD["templating"]["list"][1]["query"]).groups()  # type: ignore[union-attr]
         assert label in exported.labels[metric]
         await door.client.close()
-    dashed = [*faults("x", 'sum by (shelf) (baton_pool_size{role="x"}) + baton_lost', exported)]
+    dashed = [*faults("x", 'sum by (tier) (baton_pool_size{role="x"}) + baton_lost', exported)]
     assert dashed == [
         "x: no role of baton_pool_size is x",
         "x: baton_lost is not exported",
-        "x: no metric has the label shelf",
+        "x: no metric has the label tier",
     ]
 
 

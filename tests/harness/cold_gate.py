@@ -1,12 +1,12 @@
 """A worker's way to the cold tier, with faults to order."""
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from kv_store.tiers.cold_tier import ColdTier
 from wire.ids import BlockKey
 from wire.names import BlockName
-from wire.tier import FarStatus
+from wire.tier import FarStatus, StoredBlock
 
 MAX_WAIT_S = 10.0
 
@@ -48,6 +48,18 @@ class ColdGate:
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._tier.delete(keys)
+
+    def key_pages(self) -> Iterator[Sequence[BlockKey]]:
+        return self._tier.key_pages()
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        return self._tier.describe(keys)
+
+    def clear(self, keys: Sequence[BlockKey]) -> None:
+        self._tier.clear(keys)
+
+    def sweep(self, shares: Mapping[bytes, float]) -> None:
+        self._tier.sweep(shares)
 
     def status(self) -> FarStatus:
         return self._tier.status()

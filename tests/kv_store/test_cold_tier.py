@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import redis
 
+from kv_store.administration import Selection, Tally, clear, find
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
-from wire.names import BlockName
+from wire.ids import NamespaceRoot
+from wire.names import BlockName, cover, digest_of
 
 
 @dataclass
@@ -216,3 +218,46 @@ def test_the_twin_is_bounded_and_keeps_what_is_used() -> None:
     cold.get(one)
     cold.put(three)
     assert tier.exists([one.key, two.key, three.key]) == [True, False, True]
+
+
+def test_what_is_there_is_listed_with_its_namespace_and_cleared(cold: Cold) -> None:
+    names, other = names_of(4 * 300), cover(NamespaceRoot(b"O" * 32), range(8), LAYOUT.block_size)
+    for name in (*names, *other):
+        cold.put(name)
+    whole = sum(map(len, filter(None, map(cold.stored, (*names, *other)))))
+    listed = [one for page in find(cold.tier, Selection()) for one in page]
+    assert {one.key for one in listed} == {name.key for name in (*names, *other)}
+    assert sum(one.num_bytes for one in listed) == whole
+    assert all(0 <= one.idle_s < 60 for one in listed)
+    theirs = Selection(namespaces=frozenset([digest_of(NamespaceRoot(b"O" * 32))]))
+    tally = Tally(theirs)
+    for page in clear(cold.tier, theirs):
+        tally.add(cold.tier.tier, page)
+    [holding] = tally.holdings
+    assert (holding.num_blocks, holding.namespace, holding.places) == (2, other[0].root_digest, [])
+    assert [cold.get(name) for name in other] == [None, None]
+    assert cold.get(names[7]) == payload_of(names[7])
+
+
+def test_named_blocks_are_found_by_their_places_and_cleared_alone(cold: Cold) -> None:
+    names = names_of(16)
+    for name in names[1:3]:
+        cold.put(name)
+    named = Selection(tuple(name.key for name in names[:3]))
+    tally = Tally(named)
+    for page in find(cold.tier, named):
+        tally.add(cold.tier.tier, page)
+    assert [one.places for one in tally.holdings] == [[1, 2]]
+    assert [len(page) for page in clear(cold.tier, Selection((names[1].key,)))] == [1]
+    assert cold.tier.exists([name.key for name in names]) == [False, False, True, False]
+
+
+@pytest.mark.parametrize("value", [b"", b"BTKV", b"x" * 5000, b"BTKV" + b"\xff" * 5000])
+def test_a_value_that_is_no_frame_is_cleared_with_all_and_has_no_tenant(cold: Cold, value: bytes) -> None:
+    [name] = names_of(4)
+    cold.tamper(name, value)
+    mine = Selection(namespaces=frozenset([name.root_digest]))
+    assert [one for page in clear(cold.tier, mine) for one in page] == []
+    listed = [one for page in clear(cold.tier, Selection()) for one in page]
+    assert [one.key for one in listed] == [name.key] or not value
+    assert all(one.namespace != name.root_digest for one in listed)

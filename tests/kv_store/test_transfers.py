@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.transfers import (
@@ -71,6 +72,10 @@ class FakeStore:
         return []
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None: ...
+
+    @property
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        return ()
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, [], 0)

@@ -89,7 +89,10 @@ def test_an_evicted_block_whose_cold_copy_is_gone_says_so(one: One) -> None:
     one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names])
     fill(one)
     first, second = one.why(names)
-    assert first == Miss(Cause.EVICTED, "to make room, by least recent use; its copy in a cold tier is gone")
+    assert first == Miss(
+        Cause.EVICTED,
+        "to make room, by least recent use; its copy in a cold tier is gone: evicted, cleared or expired (ttl)",
+    )
     assert second == Miss(Cause.BEHIND)
 
 

@@ -24,8 +24,8 @@ from worker.loop import (
     MAX_IDLE_S,
     Abort,
     Add,
-    CheckBooks,
     Command,
+    Consult,
     EndChoice,
     Inbox,
     StepOutcome,
@@ -110,7 +110,7 @@ class Driver:
 
     def check(self) -> list[str]:
         answer: Future[list[str]] = Future()
-        assert self.loop.put(CheckBooks(answer))
+        assert self.loop.put(Consult(EngineCore.check, answer))
         self.loop.run_once()
         return answer.result(0.0)
 
@@ -300,14 +300,14 @@ def test_stopping_ends_everything(threaded: Driver) -> None:
     threaded.wait_until(lambda: bool(threaded.tokens(attempt)))
     assert threaded.loop.stop(TIMEOUT_S)
     assert isinstance(threaded.aborted[attempt], Unavailable)
-    assert not threaded.loop.put(CheckBooks(Future()))
+    assert not threaded.loop.put(Consult(EngineCore.check, Future()))
     assert not threaded.broken.is_set()
 
 
 def test_what_is_in_the_inbox_at_the_end_is_answered(driver: Driver) -> None:
     attempt = driver.begin("r")
     answer: Future[list[str]] = Future()
-    driver.loop.put(CheckBooks(answer))
+    driver.loop.put(Consult(EngineCore.check, answer))
     driver.loop.abandon()
     driver.loop.start()
     assert driver.loop.stop(TIMEOUT_S)

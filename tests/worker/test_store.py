@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import KeepHint
@@ -52,6 +53,10 @@ class SlowStore:
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         assert self.may_answer.wait(20.0)
         self.released += attempt_ids
+
+    @property
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        return ()
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)

@@ -199,3 +199,85 @@ class WatchBlocksRequest(_message.Message):
     AFTER_FIELD_NUMBER: _ClassVar[int]
     after: _containers.MessageMap[str, _worker_pb2.EventCursor]
     def __init__(self, after: _Optional[_Mapping[str, _worker_pb2.EventCursor]] = ...) -> None: ...
+
+class CacheRequest(_message.Message):
+    __slots__ = ("tenant", "model", "text", "token_ids", "everything")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    text: str
+    token_ids: _inference_pb2.TokenIds
+    everything: bool
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., everything: _Optional[bool] = ...) -> None: ...
+
+class CacheContents(_message.Message):
+    __slots__ = ("rows", "dropped_pages", "prompt_blocks", "problems")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[CacheRow]
+    dropped_pages: int
+    prompt_blocks: int
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rows: _Optional[_Iterable[_Union[CacheRow, _Mapping]]] = ..., dropped_pages: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CacheRow(_message.Message):
+    __slots__ = ("tier", "node_id", "tenant", "model", "blocks", "bytes", "newest_s", "oldest_s", "share", "places")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_S_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    node_id: str
+    tenant: str
+    model: str
+    blocks: int
+    bytes: int
+    newest_s: float
+    oldest_s: float
+    share: float
+    places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[str] = ..., node_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., newest_s: _Optional[float] = ..., oldest_s: _Optional[float] = ..., share: _Optional[float] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ComparePromptsRequest(_message.Message):
+    __slots__ = ("tenant", "first", "second")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    first: str
+    second: str
+    def __init__(self, tenant: _Optional[str] = ..., first: _Optional[str] = ..., second: _Optional[str] = ...) -> None: ...
+
+class PromptComparison(_message.Message):
+    __slots__ = ("first_tokens", "second_tokens", "shared_tokens", "first_text", "second_text", "block_size", "shared_blocks", "held", "problems")
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TEXT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: int
+    second_tokens: int
+    shared_tokens: int
+    first_text: str
+    second_text: str
+    block_size: int
+    shared_blocks: int
+    held: _containers.RepeatedCompositeFieldContainer[CacheRow]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, first_tokens: _Optional[int] = ..., second_tokens: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., first_text: _Optional[str] = ..., second_text: _Optional[str] = ..., block_size: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[CacheRow, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -81,6 +81,21 @@ class ClusterStub:
                 request_serializer=cluster__pb2.WatchBlocksRequest.SerializeToString,
                 response_deserializer=worker__pb2.EventPage.FromString,
                 _registered_method=True)
+        self.ListCache = channel.unary_unary(
+                '/baton.v1.Cluster/ListCache',
+                request_serializer=cluster__pb2.CacheRequest.SerializeToString,
+                response_deserializer=cluster__pb2.CacheContents.FromString,
+                _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/baton.v1.Cluster/ClearCache',
+                request_serializer=cluster__pb2.CacheRequest.SerializeToString,
+                response_deserializer=cluster__pb2.CacheContents.FromString,
+                _registered_method=True)
+        self.ComparePrompts = channel.unary_unary(
+                '/baton.v1.Cluster/ComparePrompts',
+                request_serializer=cluster__pb2.ComparePromptsRequest.SerializeToString,
+                response_deserializer=cluster__pb2.PromptComparison.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -151,6 +166,28 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCache(self, request, context):
+        """Counts what arenas, Redis and files hold, by tenant and model, as each node finds it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearCache(self, request, context):
+        """Withdraws blocks from every tier and worker, and counts what each lost. A request that runs keeps the pages that it
+        uses and gets the same tokens; it may write blocks of its own prompt again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComparePrompts(self, request, context):
+        """Tells from which token on two prompts differ, and which of the blocks that they share are held where now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +235,21 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.WatchBlocks,
                     request_deserializer=cluster__pb2.WatchBlocksRequest.FromString,
                     response_serializer=worker__pb2.EventPage.SerializeToString,
+            ),
+            'ListCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCache,
+                    request_deserializer=cluster__pb2.CacheRequest.FromString,
+                    response_serializer=cluster__pb2.CacheContents.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=cluster__pb2.CacheRequest.FromString,
+                    response_serializer=cluster__pb2.CacheContents.SerializeToString,
+            ),
+            'ComparePrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComparePrompts,
+                    request_deserializer=cluster__pb2.ComparePromptsRequest.FromString,
+                    response_serializer=cluster__pb2.PromptComparison.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -443,6 +495,87 @@ class Cluster:
             '/baton.v1.Cluster/WatchBlocks',
             cluster__pb2.WatchBlocksRequest.SerializeToString,
             worker__pb2.EventPage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ListCache',
+            cluster__pb2.CacheRequest.SerializeToString,
+            cluster__pb2.CacheContents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ClearCache',
+            cluster__pb2.CacheRequest.SerializeToString,
+            cluster__pb2.CacheContents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComparePrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ComparePrompts',
+            cluster__pb2.ComparePromptsRequest.SerializeToString,
+            cluster__pb2.PromptComparison.FromString,
             options,
             channel_credentials,
             insecure,

@@ -185,16 +185,56 @@ class Error(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., ids: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("number", "info", "status", "events")
+    __slots__ = ("number", "info", "status", "events", "count", "clear", "drop_pages")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    DROP_PAGES_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: GetInfo
     status: GetStatus
     events: GetEvents
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ..., events: _Optional[_Union[GetEvents, _Mapping]] = ...) -> None: ...
+    count: BlockSelection
+    clear: BlockSelection
+    drop_pages: BlockSelection
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ..., events: _Optional[_Union[GetEvents, _Mapping]] = ..., count: _Optional[_Union[BlockSelection, _Mapping]] = ..., clear: _Optional[_Union[BlockSelection, _Mapping]] = ..., drop_pages: _Optional[_Union[BlockSelection, _Mapping]] = ...) -> None: ...
+
+class BlockSelection(_message.Message):
+    __slots__ = ("keys", "namespaces")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    namespaces: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespaces: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("tier", "namespace", "blocks", "bytes", "newest_s", "oldest_s", "places")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_S_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    namespace: bytes
+    blocks: int
+    bytes: int
+    newest_s: float
+    oldest_s: float
+    places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[str] = ..., namespace: _Optional[bytes] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., newest_s: _Optional[float] = ..., oldest_s: _Optional[float] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Holdings(_message.Message):
+    __slots__ = ("holdings", "problems")
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetInfo(_message.Message):
     __slots__ = ()
@@ -245,18 +285,20 @@ class GetStatus(_message.Message):
     def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
 class WorkerReply(_message.Message):
-    __slots__ = ("number", "info", "status", "error", "events")
+    __slots__ = ("number", "info", "status", "error", "events", "holdings")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: WorkerInfo
     status: WorkerStatus
     error: Error
     events: EventPage
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ...) -> None: ...
+    holdings: Holdings
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes")

@@ -30,7 +30,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Allowance:
-    """Bounds on the use of a key; None is no bound. arena_share: the part of each arena its tenant keeps, 0 to 1."""
+    """Bounds on the use of a key; None is no bound. arena_share: the part of each tier its tenant keeps, 0 to 1."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -75,7 +75,7 @@ class KeyList:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns each tenant's share of an arena, the smallest of its keys' where several have one."""
+        """Returns each tenant's share of arenas and cold tiers, the smallest of its keys' where several have one."""
         given = [(key.tenant, key.allowance.arena_share) for key in self.keys if not key.is_revoked]
         by_size = sorted(((share, tenant) for tenant, share in given if share is not None), reverse=True)
         return {tenant: share for share, tenant in by_size}
@@ -113,6 +113,7 @@ class KeyRing:
         """Goes by these keys from now on."""
         self._by_id = {key.id: key for key in listed.keys if not key.is_revoked}
         self._is_open = not listed.keys
+        self.tenants, self.shares = {key.tenant for key in listed.keys}, listed.shares
 
     def admit(self, credentials: Sequence[str], scope: Scope) -> Key:
         """Returns the key of a call. Raises Unauthenticated, or PermissionDenied for a key without the scope.
