@@ -6,7 +6,7 @@ A further tier of framed values is a `FramedTier` with the methods that reach it
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Protocol
@@ -18,6 +18,8 @@ from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.names import BlockName
 from wire.tier import FarStatus, Tier
+
+MAX_LOST = 4096
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,12 @@ class ColdTier(BlockSource, Protocol):
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         """Stores a block; False if that failed."""
 
+    def take_lost(self) -> list[BlockKey]:
+        """Returns keys that this process evicted, or that the tier answered not to have, since the last call.
+
+        At most the latest MAX_LOST; none that a tier at fault could not answer for.
+        """
+
 
 class FramedTier(ABC):
     """The common part of cold tiers that keep frames: it seals, verifies and counts them. Thread-safe.
@@ -65,6 +73,7 @@ class FramedTier(ABC):
         self._writes = Breaker(clock)
         self._refusal = ""
         self._counted = Counter[str]()
+        self._lost: deque[BlockKey] = deque(maxlen=MAX_LOST)
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -96,6 +105,9 @@ class FramedTier(ABC):
             self._count("written")
         return is_stored
 
+    def take_lost(self) -> list[BlockKey]:
+        return [self._lost.popleft() for _ in range(len(self._lost))]
+
     def status(self) -> FarStatus:
         with self._lock:
             return FarStatus(self.tier, self._state, **self._counted)
@@ -122,6 +134,11 @@ class FramedTier(ABC):
             return None
         self._count("hits")
         return checksum
+
+    def _note_found(self, keys: Sequence[BlockKey], found: Sequence[bool]) -> list[bool]:
+        """Notes the keys that the tier has answered not to have."""
+        self._lost.extend(key for key, is_there in zip(keys, found, strict=True) if not is_there)
+        return [*found]
 
     def _reject(self, key: BlockKey, reason: str) -> None:
         self._count(reason)

@@ -72,13 +72,13 @@ class FilesTier(FramedTier):
         self._buffers = [memoryview(mmap(-1, frame_bytes)) for _ in range(num_buffers)]  # on page boundaries: faster
         self._open = partial(Folder, folder, clock)
         self._folder: Folder | None = None
-        self._room = _Room(self._opened, max_bytes, frame_bytes, clock)
+        self._room = _Room(self._opened, max_bytes, frame_bytes, clock, self._lost.append)
         self._calls = _CallThread("files")
         self._hanging: Future[Any] | None = None
         self._begin_use(folder)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._ask(lambda folder: [folder.has(key) for key in keys], [False] * len(keys))
+        return self._ask(lambda folder: self._note_found(keys, [*map(folder.has, keys)]), [False] * len(keys))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._ask(lambda folder: folder.remove(keys), None)
@@ -185,13 +185,19 @@ class _Room:
     """
 
     def __init__(
-        self, folder: Callable[[], Folder], max_bytes: int, frame_bytes: int, clock: Callable[[], float]
+        self,
+        folder: Callable[[], Folder],
+        max_bytes: int,
+        frame_bytes: int,
+        clock: Callable[[], float],
+        on_eviction: Callable[[BlockKey], None],
     ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._frame_bytes = frame_bytes
         self._step_bytes = max(max_bytes // 20, frame_bytes)
         self._clock = clock
+        self._on_eviction = on_eviction
         self._calls = _CallThread("files-room")
         self._counting: Future[int] | None = None
         self._left_bytes = 0
@@ -238,6 +244,8 @@ class _Room:
                 break
             folder.remove_file(file)
             num_freed += file.num_bytes
+            if file.key is not None:
+                self._on_eviction(file.key)
             if number % _RENEW_EVERY == 0:
                 folder.renew_lock()
         return num_freed

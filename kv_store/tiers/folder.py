@@ -46,6 +46,12 @@ class StoredFile:
     num_bytes: int
     path: str
 
+    @property
+    def key(self) -> BlockKey | None:
+        """The key of a frame; None for an unfinished one."""
+        name = self.path.partition("/")[2]
+        return None if name.startswith(".") else BlockKey(bytes.fromhex(name))
+
 
 class Folder:
     """An open folder, until `close` or its collection. Calls may block as the file system does, and raise OSError.

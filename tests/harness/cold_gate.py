@@ -49,6 +49,9 @@ class ColdGate:
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._tier.delete(keys)
 
+    def take_lost(self) -> list[BlockKey]:
+        return self._tier.take_lost()
+
     def status(self) -> FarStatus:
         return self._tier.status()
 
