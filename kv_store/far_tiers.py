@@ -76,7 +76,7 @@ class Promotion:
         for tier in COLD_TIERS:  # other nodes may lose theirs
             keys = [block.name.key for source, block in self._promoted if source is tier]
             if keys:
-                self._directory.records.mark_cold(tier, keys)
+                self._directory.records.mark_cold(tier, keys, [])
         if self._blocks:
             self._directory.abandon(self._writer)
 
@@ -134,6 +134,10 @@ class FarTiers:
                 keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
                 found |= dict.fromkeys(compress(keys, self.costs.exists(source, keys) if keys else []), source)
             yield from (found.get(name.key) for name in asked)
+
+    def take_lost(self) -> dict[Tier, set[BlockKey]]:
+        """Returns keys that cold tiers were found not to have since the last call."""
+        return {tier.tier: {*tier.take_lost()} for tier in self.cold}
 
     def status(self) -> list[FarStatus]:
         return [*self._peers_status(), *(tier.status() for tier in self.cold)]

@@ -39,7 +39,7 @@ from wire.errors import ConfigError, StoreError
 from wire.ids import AttemptId, PageId, SlotId
 from wire.layout import KVLayout
 from wire.names import BlockName
-from wire.tier import Miss, Tier
+from wire.tier import Cause, Miss, Tier
 
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
@@ -104,7 +104,12 @@ class NodeStore:
     def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
         parents = [b"" if name.parent == name.root_digest else name.parent for name in names]
         runs = self._directory.records.why([name.key for name in names], parents)
-        return [run.miss for run in runs for _ in range(run.num_blocks)]
+        misses = [run.miss for run in runs for _ in range(run.num_blocks)]
+        copied = {name.key for name, miss in zip(names, misses, strict=False) if miss.cause is Cause.ELSEWHERE}
+        for tier, keys in self._far.take_lost().items():
+            if lost := keys & copied:
+                self._directory.records.mark_cold(tier, [], [*lost])
+        return misses
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         return self._or_else(0, lambda: self._write_through(names, pages, hold))

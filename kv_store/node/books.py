@@ -28,7 +28,7 @@ from kv_store.node.sessions import KeepLimits, Sessions
 from kv_store.node.tombstones import Loss, Tombstones
 from wire.ids import BlockKey, SlotId
 from wire.names import BlockName
-from wire.tier import COLD_TIERS, EventKind, Tier, Write
+from wire.tier import EventKind, Tier, Write
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,9 +143,11 @@ class Books:
         """Remembers an indexed full block that is about to be lost."""
         key, parent = self.ledger.key_of(slot), self.ledger.order.parent_of(slot)
         if key is not None and parent is not None and not self.copies.is_tail(slot):
-            is_copied = loss is not Loss.CLEARED and self.copies.is_safe(slot, COLD_TIERS)
-            self.tombstones.bury(key, parent, loss, is_copied)
-            self.log.note(EventKind.REMOVED, Tier.HOST, key)
+            copies = self.copies.tiers_of(slot)
+            is_cleared = loss is Loss.CLEARED
+            self.tombstones.bury(key, parent, loss, [] if is_cleared else copies)
+            for tier in (Tier.HOST, *(copies if is_cleared else ())):
+                self.log.note(EventKind.REMOVED, tier, key)
 
 
 class Proof(NamedTuple):

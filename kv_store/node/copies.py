@@ -96,7 +96,7 @@ class Copies:
         for slot in slots:
             if self._flags[slot]:
                 if self._flags[slot] & _READ or not self._ledger.num_references(slot):
-                    self._queues.put_by(Write.REUSED, slot, self._tiers_of(slot))
+                    self._queues.put_by(Write.REUSED, slot, self.tiers_of(slot))
                 self._flags[slot] |= _READ
 
     def add(self, tier: Tier, slot: SlotId) -> bool:
@@ -107,6 +107,15 @@ class Copies:
         self._queues.discard(slot, [tier])
         self._settle(slot)
         return True
+
+    def remove(self, tier: Tier, slot: SlotId) -> bool:
+        """Notes that a tier has lost its copy; False if it had none.
+
+        The block keeps its place in the order: one that is demoted again and again would fill a small tier in a circle.
+        """
+        had_copy = tier in self.tiers_of(slot)
+        self._flags[slot] &= ~_IN[tier]
+        return had_copy
 
     def supersede(self, slot: SlotId) -> None:
         """Has a full block evicted before others, and demoted to no tier, until it is read again."""
@@ -131,9 +140,9 @@ class Copies:
         """Returns whether the arena may lose a block: one of these tiers has it, or it is a tail."""
         return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
 
-    def has(self, tier: Tier, slot: SlotId) -> bool:
-        """Returns whether a tier was given a copy of an indexed block."""
-        return bool(self._flags[slot] & _IN[tier])
+    def tiers_of(self, slot: SlotId) -> list[Tier]:
+        """Lists the tiers that have a copy of an indexed block."""
+        return [tier for tier in COLD_TIERS if self._flags[slot] & _IN[tier]]
 
     def unindex(self, slot: SlotId) -> None:
         """Drops the flags of a block that is not indexed any more."""
@@ -158,6 +167,3 @@ class Copies:
         else:
             priority = Priority.COPIED if self.is_safe(slot, COLD_TIERS) else Priority.ONLY_COPY
         self._ledger.set_priority(slot, priority)
-
-    def _tiers_of(self, slot: SlotId) -> list[Tier]:
-        return [tier for tier in COLD_TIERS if self._flags[slot] & _IN[tier]]

@@ -287,15 +287,19 @@ class RecordsPort(_Calls):
         """
 
     @_carried
-    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey], /) -> int:
-        """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found."""
+    def mark_cold(self, tier: Tier, stored: Sequence[BlockKey], lost: Sequence[BlockKey], /) -> int:
+        """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found.
+
+        lost: keys that the tier has no more; the ones whose copies are not known of are ignored.
+        """
 
     @_carried
     def events(self, after: EventCursor, /) -> EventPage:
         """Lists events of full blocks behind a place, at once and at most `MAX_PAGE_BLOCKS`; it may list none.
 
         Of another epoch's place, or one that the log does not reach back to, all is CLEARED and a snapshot follows.
-        Of cold tiers only copies are told that are made of blocks in the arena, never their loss.
+        Of cold tiers only copies of blocks that are, or were of late, in the arena are told, and their loss once it is
+        noticed.
         """
 
     @_carried

@@ -40,11 +40,16 @@ class Records(RecordsPort):
         return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 0, 1)]
 
     @exclusive
-    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey]) -> int:
-        copied = {slot: key for key in keys if (slot := self._books.ledger.find(key)) is not None}
-        marked = [slot for slot in copied if self._books.copies.add(tier, slot)]
+    def mark_cold(self, tier: Tier, stored: Sequence[BlockKey], lost: Sequence[BlockKey]) -> int:
+        books, find = self._books, self._books.ledger.find
+        for key in lost:
+            slot = find(key)
+            if books.tombstones.lose_copy(key, tier) if slot is None else books.copies.remove(tier, slot):
+                books.log.note(EventKind.REMOVED, tier, key)
+        copied = {slot: key for key in stored if (slot := find(key)) is not None}
+        marked = [slot for slot in copied if books.copies.add(tier, slot)]
         for slot in marked:
-            self._books.log.note(EventKind.STORED, tier, copied[slot])
+            books.log.note(EventKind.STORED, tier, copied[slot])
         return len(marked)
 
     @exclusive
@@ -143,7 +148,7 @@ class Records(RecordsPort):
         full = [slot for slot in slots if not copies.is_tail(slot)]
         there = {slot: key for slot in full if (key := ledger.key_of(slot)) is not None}
         for tier in EVENT_TIERS:
-            keys = [key for slot, key in there.items() if tier is Tier.HOST or copies.has(tier, slot)]
+            keys = [key for slot, key in there.items() if tier is Tier.HOST or tier in copies.tiers_of(slot)]
             events += [BlockEvents(EventKind.STORED, tier, keys)] if keys else []
         next_slot = (first + len(slots)) % ledger.num_pages
         return EventPage(after, EventCursor(self._books.epoch, self._books.log.number, next_slot), events)

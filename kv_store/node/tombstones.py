@@ -5,12 +5,12 @@ The newest takes the place of the oldest. Both tables are open addressing: every
 """
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 
 from wire.ids import BlockKey
 from wire.names import BlockName
-from wire.tier import Cause, Miss
+from wire.tier import COLD_TIERS, Cause, Miss, Tier
 
 
 class Loss(IntEnum):
@@ -30,7 +30,8 @@ _MANNERS = {
     Loss.PURGED: "purged after logits that were not finite",
     Loss.CLEARED: "cleared by the operator, from every tier",
 }
-_COPIED = 0x80
+_IN = {tier: 0x80 >> nth for nth, tier in enumerate(COLD_TIERS)}
+_COPIED = sum(_IN.values())
 
 
 class Tombstones:
@@ -64,17 +65,25 @@ class Tombstones:
         if place:
             self._forget(place - 1)
 
-    def bury(self, key: bytes, parent: bytes, loss: Loss, is_copied: bool) -> None:
-        """Notes that a block is in the arena no longer. is_copied: a cold tier has it."""
+    def bury(self, key: bytes, parent: bytes, loss: Loss, copies: Iterable[Tier]) -> None:
+        """Notes that a block is in the arena no longer. copies: the cold tiers that have it."""
         place = self._next
         if self._keys[place]:
             self._forgotten_s = self._times_s[place]
             self._forget(place)
         self._keys[place], self._parents[place] = _mark(key), _mark(parent)
         self._times_s[place] = self._clock()
-        self._manners[place] = loss | (_COPIED if is_copied else 0)
+        self._manners[place] = loss | sum(_IN[tier] for tier in copies)
         self._places.put(_mark(key), place + 1)
         self._next = (place + 1) % len(self._keys)
+
+    def lose_copy(self, key: bytes, tier: Tier) -> bool:
+        """Notes that a cold tier has lost its copy of a lost block; False if it had none."""
+        place = self._places.get(_mark(key)) - 1
+        if place < 0 or not self._manners[place] & _IN[tier]:
+            return False
+        self._manners[place] &= ~_IN[tier]
+        return True
 
     def why(self, parent_of: Mapping[BlockKey, bytes]) -> dict[BlockKey, Miss]:
         """Finds the causes of blocks that the arena has not, of one prompt and in its order.

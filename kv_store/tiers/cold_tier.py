@@ -6,7 +6,7 @@ A further tier of framed values is a `FramedTier` with the methods that reach it
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol, TypeVar
@@ -21,6 +21,7 @@ from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 T = TypeVar("T")
+MAX_LOST = 4096
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,12 @@ class ColdTier(BlockSource, ListableTier, Protocol):
         For the node's service, from time to time.
         """
 
+    def take_lost(self) -> list[BlockKey]:
+        """Returns keys that this process evicted, or that the tier answered not to have, since the last call.
+
+        At most the latest MAX_LOST; none that a tier at fault could not answer for.
+        """
+
 
 class FramedTier(ABC):
     """The common part of cold tiers that keep frames: it seals, verifies and counts them. Thread-safe.
@@ -75,6 +82,7 @@ class FramedTier(ABC):
         self._writes = Breaker(clock)
         self._refusal = ""
         self._counted = Counter[str]()
+        self._lost: deque[BlockKey] = deque(maxlen=MAX_LOST)
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -112,12 +120,16 @@ class FramedTier(ABC):
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         self._answer(self._remove(keys) or None)
+        self._lost += keys
 
     def _answer(self, answer: T | None) -> T:
         """Returns the answer to a call. Raises StoreError if there is none."""
         if answer is None:
             raise StoreError(f"tier {self.tier} did not answer")
         return answer
+
+    def take_lost(self) -> list[BlockKey]:
+        return [self._lost.popleft() for _ in range(len(self._lost))]
 
     def status(self) -> FarStatus:
         with self._lock:
@@ -145,6 +157,11 @@ class FramedTier(ABC):
             return None
         self._count("hits")
         return checksum
+
+    def _note_found(self, keys: Sequence[BlockKey], found: Sequence[bool]) -> list[bool]:
+        """Notes the keys that the tier has answered not to have."""
+        self._lost.extend(key for key, is_there in zip(keys, found, strict=True) if not is_there)
+        return [*found]
 
     def _reject(self, key: BlockKey, reason: str) -> None:
         self._count(reason)

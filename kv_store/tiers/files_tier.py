@@ -86,7 +86,7 @@ class FilesTier(FramedTier):
         self._begin_use(folder)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._ask(lambda folder: [folder.has(key) for key in keys], [False] * len(keys))
+        return self._ask(lambda folder: self._note_found(keys, [*map(folder.has, keys)]), [False] * len(keys))
 
     def key_pages(self) -> Iterator[Sequence[BlockKey]]:
         for shard in SHARDS:
@@ -123,6 +123,7 @@ class FilesTier(FramedTier):
                 break
             folder.remove_file(file)
             self._count("evicted")
+            self._lost += [] if file.key is None else [file.key]
             num_freed += file.num_bytes
             if number % _RENEW_EVERY == 0:
                 folder.renew_lock()

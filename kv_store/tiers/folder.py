@@ -54,6 +54,12 @@ class StoredFile:
         """Returns the time since the last use, by this machine's clock."""
         return max(0.0, time.time() - self.used_ns / 1e9)
 
+    @property
+    def key(self) -> BlockKey | None:
+        """The key of a frame; None for an unfinished one."""
+        name = self.path.partition("/")[2]
+        return None if name.startswith(".") else BlockKey(bytes.fromhex(name))
+
 
 class Folder:
     """An open folder, until `close` or its collection. Calls may block as the file system does, and raise OSError.

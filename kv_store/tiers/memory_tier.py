@@ -27,7 +27,7 @@ class MemoryTier(FramedTier):
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self._lock:
-            return [key in self.frames for key in keys]
+            return self._note_found(keys, [key in self.frames for key in keys])
 
     def key_pages(self) -> Iterator[Sequence[BlockKey]]:
         with self._lock:
@@ -70,5 +70,5 @@ class MemoryTier(FramedTier):
             self.frames[key] = front + payload
             self.frames.move_to_end(key)
             while len(self.frames) > self._max_blocks:
-                self.frames.popitem(last=False)
+                self._lost.append(self.frames.popitem(last=False)[0])
         return True

@@ -119,7 +119,7 @@ class RedisTier(FramedTier):
             if answers.replace(_NO, b"").replace(_YES, b""):
                 raise _error_of(exchange.finish_line(bytes(answers)))
             exchange.num_left = 0
-            return [digit == _YES[1] for digit in answers[1 :: len(_NO)]]
+            return self._note_found(keys, [digit == _YES[1] for digit in answers[1 :: len(_NO)]])
 
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
         payloads = iter(into)

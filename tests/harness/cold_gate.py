@@ -61,6 +61,9 @@ class ColdGate:
     def sweep(self, shares: Mapping[bytes, float]) -> None:
         self._tier.sweep(shares)
 
+    def take_lost(self) -> list[BlockKey]:
+        return self._tier.take_lost()
+
     def status(self) -> FarStatus:
         return self._tier.status()
 

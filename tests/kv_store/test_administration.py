@@ -76,7 +76,7 @@ def test_a_clear_takes_one_namespace_and_why_says_so() -> None:
 def test_a_cleared_block_whose_copy_went_too_is_not_looked_for_elsewhere() -> None:
     books = Books()
     books.publish(OTHERS)
-    books.directory.records.mark_cold(Tier.REDIS, [OTHERS[0].key])
+    books.directory.records.mark_cold(Tier.REDIS, [OTHERS[0].key], [])
     books.directory.clear([OTHERS[0].key])
     [run] = books.directory.records.why([OTHERS[0].key], [b""])
     assert run.miss.cause is Cause.EVICTED

@@ -9,6 +9,7 @@ import pytest
 from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
+from kv_store.node.event_log import EventCursor
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock
@@ -16,7 +17,7 @@ from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
 from wire.ids import BlockKey
 from wire.names import BlockName
-from wire.tier import Tier, Write
+from wire.tier import EventKind, Tier, Write
 
 NUM_SLOTS = 16
 WAIT_S = 20.0
@@ -245,3 +246,18 @@ def test_nothing_is_left_to_finish_for_a_tier_that_fails() -> None:
     node.writer.finish(1000.0)
     node.writer.stop()
     assert node.cold.status().written == 0
+
+
+def test_what_a_tier_evicts_for_what_it_is_given_is_told(node: Node) -> None:
+    node.cold._max_blocks = 2
+    names = names_of(16)
+    node.publish(names)
+    while node.writer.write_some():
+        pass
+    events = node.directory.records.events(EventCursor(node.directory.attach().epoch)).events
+    there = set[BlockKey]()
+    for one in events:
+        if one.tier is node.cold.tier:
+            (there.update if one.kind is EventKind.STORED else there.difference_update)(one.keys)
+    assert there == {*node.cold.frames}
+    assert len(there) == 2

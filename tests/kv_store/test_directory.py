@@ -115,7 +115,7 @@ def test_events_tell_full_blocks_stored_copied_and_removed_in_order(served: Serv
     start = served.port.records.events(EventCursor()).cursor
     names = names_of(14)
     served.publish(names)
-    served.port.records.mark_cold(Tier.REDIS, keys(names[:2]))
+    served.port.records.mark_cold(Tier.REDIS, keys(names[:2]), [])
     served.port.delete(keys(names[2:3]))
     page = served.port.records.events(start)
     assert page.events == [
@@ -146,7 +146,7 @@ def test_an_eviction_is_an_event(served: Served) -> None:
 def test_a_place_of_another_epoch_leads_to_a_snapshot(served: Served, strange: EventCursor) -> None:
     names = names_of(10)
     served.publish(names)
-    served.port.records.mark_cold(Tier.FILES, keys(names[:1]))
+    served.port.records.mark_cold(Tier.FILES, keys(names[:1]), [])
     page = served.port.records.events(strange)
     assert [one.kind for one in page.events[:3]] == [EventKind.CLEARED] * 3
     assert {one.tier for one in page.events[:3]} == {Tier.HOST, *COLD_TIERS}
@@ -362,10 +362,10 @@ def crowded(tier_state: str = "up") -> tuple[Directory, list[BlockName]]:
 def test_a_hold_beyond_a_quarter_of_the_arena_ends_once_its_blocks_are_in_a_cold_tier() -> None:
     directory, names = crowded()
     assert written_next(directory, Tier.REDIS) == keys(names[:3])
-    directory.records.mark_cold(Tier.REDIS, keys(names[:2]))
+    directory.records.mark_cold(Tier.REDIS, keys(names[:2]), [])
     assert directory.renew([REQUEST], 10.0) == []
     assert written_next(directory, Tier.REDIS) == keys(names[2:3])
-    directory.records.mark_cold(Tier.REDIS, keys(names[2:3]))
+    directory.records.mark_cold(Tier.REDIS, keys(names[2:3]), [])
     assert directory.records.status().num_holds == 1, "it ends with a renewal, which tells the router"
     assert directory.renew([REQUEST], 10.0) == [REQUEST] == directory.renew([REQUEST], 10.0)
     assert (directory.records.status().num_holds, directory.records.exists(keys(names))) == (0, [True] * 4)
@@ -378,7 +378,7 @@ def test_a_hold_stays_where_no_cold_tier_answers() -> None:
     directory, names = crowded("broken")
     assert written_next(directory, Tier.REDIS) == []
     directory, names = crowded()
-    directory.records.mark_cold(Tier.REDIS, keys(names))
+    directory.records.mark_cold(Tier.REDIS, keys(names), [])
     directory.records.note_cold(FarStatus(Tier.REDIS, "broken"))
     assert directory.renew([REQUEST], 10.0) == []
 
@@ -389,7 +389,7 @@ def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
     names = names_of(8)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert written_next(directory, Tier.REDIS) == []
-    directory.records.mark_cold(Tier.REDIS, keys(names))
+    directory.records.mark_cold(Tier.REDIS, keys(names), [])
     assert directory.renew([REQUEST], 10.0) == []
 
 
@@ -483,7 +483,7 @@ def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
     names, others = names_of(16), names_of(16, first=1000)
     served.publish(names)
     served.publish(others)
-    assert served.port.records.mark_cold(Tier.REDIS, keys(others) + keys(names_of(4, first=5000))) == 4
+    assert served.port.records.mark_cold(Tier.REDIS, keys(others) + keys(names_of(4, first=5000)), []) == 4
     served.publish(names_of(16, first=2000))
     assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
     assert served.port.records.status().evictions == 4
@@ -499,7 +499,7 @@ def test_cold_candidates_are_the_oldest_full_blocks_above_the_mark() -> None:
     assert directory.records.status().counts.free == 2
     batch = directory.lease_cold(Tier.REDIS, 9, 5.0)
     assert keys([block.name for block in batch.blocks]) == keys([names[2]])
-    directory.records.mark_cold(Tier.REDIS, [names[2].key, names[3].key])
+    directory.records.mark_cold(Tier.REDIS, [names[2].key, names[3].key], [])
     assert directory.lease_cold(Tier.REDIS, 9, 5.0).blocks == []
     directory.release(batch.lease_id)
     served.publish(names_of(16, first=2000))
@@ -522,9 +522,9 @@ def test_all_full_blocks_are_offered_to_a_tier_that_gets_all() -> None:
     assert set(written_next(directory, Tier.FILES)) == set(keys(names[:3])), "a tail stays"
     assert len(written_next(directory, Tier.FILES, 2)) == 2
     assert written_next(directory, Tier.REDIS) == []
-    directory.records.mark_cold(Tier.REDIS, keys(names[:1]))
+    directory.records.mark_cold(Tier.REDIS, keys(names[:1]), [])
     assert set(written_next(directory, Tier.FILES)) == set(keys(names[:3])), "each tier for itself"
-    directory.records.mark_cold(Tier.FILES, keys(names[:2]))
+    directory.records.mark_cold(Tier.FILES, keys(names[:2]), [])
     assert written_next(directory, Tier.FILES) == keys(names[2:3])
     served.publish(names_of(4 * NUM_SLOTS, first=1000))
     assert directory.records.exists(keys(names)) == [False] * 4
@@ -556,7 +556,7 @@ def test_blocks_that_are_read_outside_of_a_hand_off_are_offered_to_a_tier_that_g
     directory.release_holds([AttemptId("a")])
     directory.release(directory.lease("prefill", keys(names[1:]), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == keys([names[2], names[1]])
-    directory.records.mark_cold(Tier.REDIS, keys(names[1:3]))
+    directory.records.mark_cold(Tier.REDIS, keys(names[1:3]), [])
     directory.release(directory.lease("prefill", keys(names), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == keys(names[:1])
     assert directory.records.check() == []
@@ -568,7 +568,7 @@ def test_a_block_with_a_copy_in_any_tier_is_cheap_to_lose() -> None:
     names, others = names_of(16), names_of(16, first=1000)
     served.publish(names)
     served.publish(others)
-    assert directory.records.mark_cold(Tier.FILES, keys(others)) == 4
+    assert directory.records.mark_cold(Tier.FILES, keys(others), []) == 4
     assert set(written_next(directory, Tier.REDIS)) == set(keys(names)), "no cold tier has these"
     served.publish(names_of(16, first=2000))
     assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
@@ -636,3 +636,29 @@ def test_a_wait_for_events_is_bounded(served: Served) -> None:
     place = served.port.records.events(EventCursor()).cursor
     assert not served.port.records.wait_for_events(place, 0.01)
     assert not served.directory.records.bell._wakes
+
+
+def test_the_loss_of_a_copy_is_an_event_once(served: Served) -> None:
+    names = names_of(10)
+    served.publish(names)
+    records = served.port.records
+    records.mark_cold(Tier.REDIS, keys(names[:2]), [])
+    place = records.events(EventCursor()).cursor
+    unknown = keys(names_of(4, first=5000))
+    assert records.mark_cold(Tier.REDIS, [], keys(names[1:3]) + unknown) == 0
+    records.mark_cold(Tier.REDIS, [], keys(names[1:2]))
+    records.mark_cold(Tier.FILES, [], keys(names[:1]))
+    page = records.events(place)
+    assert page.events == [BlockEvents(EventKind.REMOVED, Tier.REDIS, keys(names[1:2]))]
+    snapshot = {one.tier: one.keys for one in records.events(EventCursor()).events if one.keys}
+    assert snapshot == {Tier.HOST: keys(names[:2]), Tier.REDIS: keys(names[:1])}
+
+
+def test_a_block_whose_copy_is_lost_is_not_demoted_again_and_again() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), high_water=0.0)
+    names = names_of(8)
+    Served(directory, directory, FakeClock()).publish(names)
+    assert written_next(directory, Tier.REDIS) == keys(names[::-1])
+    directory.records.mark_cold(Tier.REDIS, keys(names), [])
+    directory.records.mark_cold(Tier.REDIS, [], keys(names))
+    assert written_next(directory, Tier.REDIS) == []

@@ -88,7 +88,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert all(self.arena[block.slot] == block.name.key for block in batch.blocks)
         assert not any(block.name.is_tail for block in batch.blocks)
         assert self.directory.release(batch.lease_id)
-        assert self.directory.records.mark_cold(tier, [block.name.key for block in batch.blocks]) == len(batch.blocks)
+        assert self.directory.records.mark_cold(tier, [block.name.key for block in batch.blocks], []) == len(
+            batch.blocks
+        )
 
     @rule(
         part=ranges, session=st.sampled_from([b"", b"1" * 32, b"2" * 32]), keep_s=st.sampled_from([None, 0.0, 2.0, 9e9])

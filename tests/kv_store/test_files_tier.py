@@ -18,6 +18,7 @@ from kv_store.tiers.folder import Folder
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
 from wire.errors import ConfigError
+from wire.ids import BlockKey
 from wire.names import BlockName
 
 AMPLE_S = 10.0
@@ -460,3 +461,26 @@ def test_room_for_too_few_blocks_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"files\.max_bytes"):
         FilesTier(str(tmp_path / "kv"), LAYOUT, MAC_KEY, AMPLE_S, MIN_BLOCKS * FRAME_BYTES - 1)
     assert not (tmp_path / "kv").exists()
+
+
+def test_files_that_make_room_or_are_not_there_are_lost(opened: Open, tmp_path: Path) -> None:
+    tier = opened(num_blocks=40)
+    names = names_of(4 * 100)
+    assert all(put_one(tier, name) for name in names)
+    lost = tier.take_lost()
+    there = tier.exists([name.key for name in names])
+    assert {*lost} == {name.key for name, is_there in zip(names, there, strict=True) if not is_there}
+    assert len(lost) > 50
+    assert {*tier.take_lost()} == {*lost}, "a lookup found them missing"
+    assert tier.take_lost() == []
+
+
+def test_files_of_a_folder_at_fault_are_not_lost(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Folder, key: BlockKey) -> bool:
+        raise OSError(errno.EIO, "a fault")
+
+    tier = opened()
+    assert put_one(tier, NAME)
+    monkeypatch.setattr(Folder, "has", fail)
+    assert tier.exists([NAME.key]) == [False]
+    assert tier.take_lost() == []

@@ -364,3 +364,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_what_it_answers_not_to_have_is_lost_and_what_it_does_not_answer_is_not(launch: Launch) -> None:
+    server = launch()
+    tier = tier_of(server)
+    other = names_of(4, first=700)[0]
+    assert put_one(tier, NAME)
+    assert tier.exists([NAME.key, other.key]) == [True, False]
+    assert tier.take_lost() == [other.key]
+    server.kill()
+    assert tier.exists([NAME.key, other.key]) == [False, False]
+    assert tier.take_lost() == []
+    tier.close()

@@ -246,7 +246,7 @@ def test_superseded_blocks_are_not_demoted_and_kept_ones_may_be() -> None:
     batch = arena.directory.lease_cold(Tier.REDIS, 8, 5.0)
     assert {block.name.key for block in batch.blocks} == {name.key for name in fork}
     arena.directory.release(batch.lease_id)
-    arena.directory.records.mark_cold(Tier.REDIS, [name.key for name in (*first, *fork)])
+    arena.directory.records.mark_cold(Tier.REDIS, [name.key for name in (*first, *fork)], [])
     arena.publish(prompt(2000, 2))
     assert (arena.num_of(first[2:]), arena.num_of(fork)) == (2, 4), "two slots were free"
     arena.publish(prompt(3000, 2))

@@ -3,11 +3,12 @@ import random
 import pytest
 
 from kv_store.node.directory import Directory
+from kv_store.node.event_log import BlockEvents, EventCursor
 from kv_store.node.tombstones import Loss, Tombstones, _Table
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import ROOT, committed, names_of
 from wire.names import BlockName, cover, digest_of
-from wire.tier import Cause, Miss
+from wire.tier import Cause, EventKind, Miss, Tier
 
 BLOCK = 4
 
@@ -56,13 +57,13 @@ def test_an_evicted_block_has_its_time_and_policy_until_its_place_is_needed() ->
     [name] = names_of(BLOCK)
     assert told(stones, [name]) == [Miss(Cause.NEVER_SEEN, age_s=0.0)]
     stones.index(name)
-    stones.bury(name.key, name.parent, Loss.ROOM, False)
+    stones.bury(name.key, name.parent, Loss.ROOM, ())
     clock.now += 7.0
     assert told(stones, [name]) == [Miss(Cause.EVICTED, "to make room, by hit density", 7.0)]
     for number in range(1, 4):
         [other] = names_of(BLOCK, first=number * 100)
         stones.index(other)
-        stones.bury(other.key, other.parent, Loss.ROOM, False)
+        stones.bury(other.key, other.parent, Loss.ROOM, ())
     assert told(stones, [name]) == [Miss(Cause.NO_LONGER_KNOWN, age_s=7.0)]
 
 
@@ -71,7 +72,7 @@ def test_a_block_that_comes_back_has_no_tombstone_and_costs_no_memory_of_others(
     [name], [other] = names_of(BLOCK), names_of(BLOCK, first=100)
     for _ in range(5):
         stones.index(name)
-        stones.bury(name.key, name.parent, Loss.ROOM, False)
+        stones.bury(name.key, name.parent, Loss.ROOM, ())
     stones.index(name)
     assert causes(told(stones, [other])) == ["never_seen"]
 
@@ -111,3 +112,19 @@ def test_a_prompt_differs_from_a_known_sibling_on() -> None:
 def test_tombstones_take_the_memory_that_they_say() -> None:
     for num_places in (1 << 14, (1 << 14) + 1, 3 << 13):
         assert 97 * num_places <= Tombstones(num_places, "x", FakeClock()).num_bytes <= 169 * num_places + 100
+
+
+def test_a_lost_block_whose_copies_are_lost_is_elsewhere_no_more() -> None:
+    directory = Directory(4, FakeClock())
+    names = names_of(4 * BLOCK)
+    publish(directory, names)
+    keys = [name.key for name in names]
+    directory.records.mark_cold(Tier.REDIS, keys, [])
+    directory.records.mark_cold(Tier.FILES, keys[:1], [])
+    publish(directory, names_of(4 * BLOCK, first=500))
+    assert causes(found(directory, names)) == ["elsewhere"] * 4
+    place = directory.records.events(EventCursor(directory.attach().epoch)).cursor
+    directory.records.mark_cold(Tier.REDIS, [], keys[:2])
+    directory.records.mark_cold(Tier.REDIS, [], keys[:2])
+    assert causes(found(directory, names)) == ["elsewhere", "evicted", "elsewhere", "elsewhere"]
+    assert directory.records.events(place).events == [BlockEvents(EventKind.REMOVED, Tier.REDIS, keys[:2])]

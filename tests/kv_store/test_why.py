@@ -7,6 +7,7 @@ import pytest
 
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
+from kv_store.node.event_log import EventCursor
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.memory_tier import MemoryTier
@@ -86,7 +87,7 @@ def test_an_evicted_block_says_when_and_by_which_policy(one: One) -> None:
 def test_an_evicted_block_whose_cold_copy_is_gone_says_so(one: One) -> None:
     names = names_of(8)
     one.publish(names)
-    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names])
+    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names], [])
     fill(one)
     first, second = one.why(names)
     assert first == Miss(
@@ -100,7 +101,7 @@ def test_a_copy_in_a_tier_that_is_not_worth_asking_is_elsewhere_and_too_far(one:
     names = names_of(8)
     one.publish(names)
     assert all(put_one(cold(one), name) for name in names)
-    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names])
+    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names], [])
     fill(one)
     store = one.store([])
     costs = store.costs.of(cold(one))
@@ -151,3 +152,16 @@ def test_a_lease_that_ran_out_is_a_failed_load(one: One, monkeypatch: pytest.Mon
     one.publish(names)
     monkeypatch.setattr(one.directory, "release", lambda _: False)
     assert one.why(names) == [Miss(Cause.LOAD_FAILED, "its lease in the arena ran out while it was read")] * 2
+
+
+def test_a_copy_that_a_cold_tier_is_found_not_to_have_is_told_to_the_directory_once(one: One) -> None:
+    names = names_of(8)
+    one.publish(names)
+    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names], [])
+    fill(one)
+    place = one.directory.records.events(EventCursor(one.directory.attach().epoch)).cursor
+    for _ in range(2):
+        one.why(names + names_of(4, first=900))
+        page = one.directory.records.events(place)
+        lost = [key for events in page.events if events.tier is Tier.REDIS for key in events.keys]
+        assert lost == [name.key for name in names]

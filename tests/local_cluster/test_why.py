@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -18,7 +18,7 @@ from wire.convert import misses_from_pb
 from wire.ids import BlockKey
 from wire.names import BlockName
 from wire.pb import cluster_pb2
-from wire.tier import Cause, MissRun
+from wire.tier import Cause, MissRun, Tier
 
 SIZE = LAYOUT.block_size
 NUM_SLOTS = 24
@@ -32,9 +32,9 @@ class OrderedTombstones(Tombstones):
         super().__init__(num_places, policy, clock)
         self.order: list[BlockKey] = []
 
-    def bury(self, key: bytes, parent: bytes, loss: Loss, is_copied: bool) -> None:
+    def bury(self, key: bytes, parent: bytes, loss: Loss, copies: Iterable[Tier]) -> None:
         self.order.append(BlockKey(key))
-        super().bury(key, parent, loss, is_copied)
+        super().bury(key, parent, loss, copies)
 
 
 class JudgedRecords(Records):
