@@ -85,12 +85,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in order of their start. A role that had no part in the request has no worker."""
+    """Spans in order of their start. A role that had no part in the request has no worker.
+
+    prefill_reason: of docs/timeline.md, why the prompt went to a prefill worker, or to decode at once.
+    """
 
     prefill_worker: str | None
     decode_worker: str | None
     spans: tuple[Span, ...]
     total_ms: float
+    prefill_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,8 @@ def _read_usage(usage: pb.Usage) -> Usage:
 
 def _read_timeline(timeline: pb.Timeline) -> Timeline:
     spans = tuple(Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts)) for one in timeline.spans)
-    return Timeline(timeline.prefill_worker or None, timeline.decode_worker or None, spans, timeline.total_ms)
+    workers = timeline.prefill_worker or None, timeline.decode_worker or None
+    return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)
 
 
 @dataclass(frozen=True)

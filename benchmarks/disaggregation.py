@@ -28,6 +28,7 @@ from benchmarks.result_file import write_result
 from cli.bench.latency import Limits, ModeSummary, Record, percentiles_ms, summarize
 from cli.bench.open_loop import LoadClient
 from cli.bench.schedule import Arrival, ScaledTrace, poisson, read_trace, replay, scale
+from router.config import Disaggregation
 
 NUM_CORES = 2
 MAX_CONTEXT_LEN = 2048
@@ -100,8 +101,7 @@ class Services:
         return self._service(f"co{chunk_len}", 0, 2, f"[batch]\nmax_chunk_tokens = {chunk_len}\n")
 
     def disaggregated(self) -> BatonService:
-        slowdown = self._options.decode_slowdown
-        return self._service("disagg", 1, 1, f"[router]\ndecode_slowdown = {slowdown}\n" if slowdown else "")
+        return self._service("disagg", 1, 1, f'[router]\ndisaggregation = "{self._options.disaggregation}"\n')
 
     def _service(self, name: str, num_prefill: int, num_decode: int, settings: str) -> BatonService:
         config = self._scratch / f"{name}.toml"
@@ -204,7 +204,7 @@ def main() -> None:
         **compare(modes, limits),
         "load": f"{options.trace.name}, {len(rounds)} rounds, the first of {rounds[0][0].describe()}",
         "model": f"{options.model or random}, {options.dtype}",
-        "decode_slowdown of the disaggregated": options.decode_slowdown or "unset",
+        "router.disaggregation of the disaggregated": options.disaggregation,
         "chunk size of the co-located": f"{chunk_len}; goodput by size {goodputs}",
         "limits by prompt length, ms": ", ".join(map(limits.describe, limits.lengths)),
         "load average before": before.load_average,
@@ -234,7 +234,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quiet-lengths", type=_sizes, default=[16, 64, 128, 256, 512, 930])
     parser.add_argument("--quiet-requests", type=int, default=5, help="of each length (default 5)")
     parser.add_argument("--quiet-output", type=int, default=16, help="tokens of each (default 16)")
-    parser.add_argument("--decode-slowdown", type=float, help="the disaggregated router's setting (default: unset)")
+    parser.add_argument("--disaggregation", choices=list(Disaggregation), default="always", help="router's setting")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: random weights")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--hidden-size", type=int, default=512, help="of the random model, a multiple of 64")

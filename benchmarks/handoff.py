@@ -2,8 +2,8 @@
 
     python benchmarks/handoff.py --threads 1
 
-The hand-off lasts from the first token's sampling to decode's first step. A warm prompt has a shared prefix and a few
-tokens of its own; the prefill worker that computed the prefix is gone, or the whole cluster was down since. Each warm
+The hand-off lasts from the first token's sampling to decode's first step. A warm prompt has 4,096 tokens, 90 % of them
+shared (`--shared`); the prefill worker that computed these is gone, or the whole cluster was down since. Each warm
 figure is over prompts of the same lengths that no tier knows, asked in the same run.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.tiers import own_redis
 from tests.cluster.ray_nodes import RayNodes
 
 HANDOFF_LENS = (512, 4096)
-PREFIX_LEN, OWN_LEN = 4096, 64
+WARM_LEN = 4096
 NUM_TOKENS = 8
 START_S = 120.0
 MEMORY = ("--arena-bytes", "2GiB", "--pool-bytes", "512MiB")
@@ -110,8 +110,10 @@ def show(name: str, asked: Sequence[Asked]) -> None:
 class Runs:
     """The figures as they come: medians of what was asked under a name."""
 
-    def __init__(self, num_prompts: int, prompts: Prompts) -> None:
+    def __init__(self, num_prompts: int, prompts: Prompts, num_shared: int) -> None:
+        """num_shared: the first tokens of a warm prompt, of WARM_LEN."""
         self.num_prompts = num_prompts
+        self.num_shared = num_shared
         self.prompts = prompts
         self.asked: dict[str, list[Asked]] = {}
 
@@ -135,9 +137,9 @@ class Runs:
 
     def compute_prefixes(self, name: str, service: BatonService) -> list[list[int]]:
         """Asks cold prompts and returns them with other last tokens."""
-        prompts = self.draw(PREFIX_LEN + OWN_LEN)
+        prompts = self.draw(WARM_LEN)
         self.ask(f"cold, {name}", service, prompts)
-        return [prompt[:PREFIX_LEN] + self.prompts.draw(OWN_LEN) for prompt in prompts]
+        return [prompt[: self.num_shared] + self.prompts.draw(WARM_LEN - self.num_shared) for prompt in prompts]
 
 
 def one_node(runs: Runs, model: str, settings: Sequence[str]) -> None:
@@ -188,10 +190,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="checkpoint folder; SmolLM-135M's shape with random weights")
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--prompts", type=int, default=5, help="for each figure; medians are reported")
+    parser.add_argument("--shared", type=float, default=0.9, help=f"of a warm prompt's {WARM_LEN} tokens (default 0.9)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="handoff", help="name of the result in benchmarks/results")
     options = parser.parse_args()
-    runs = Runs(options.prompts, Prompts(options.seed))
+    runs = Runs(options.prompts, Prompts(options.seed), round(options.shared * WARM_LEN))
     settings = ["--threads", str(options.threads)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -208,7 +211,9 @@ def main() -> None:
         for length in HANDOFF_LENS:
             figures[f"hand-off over TTFT, {where}, {length} tokens"] = runs.handoff_share(f"{where}, {length}")
     for tier in ("host", "other node", "redis", "files"):
-        figures[f"TTFT warm over cold, {tier}"] = runs.ttft_s(tier) / runs.ttft_s(f"cold, {tier}")
+        figures[f"TTFT warm over cold, {options.shared:.0%} of {WARM_LEN} tokens shared, {tier}"] = runs.ttft_s(
+            tier
+        ) / runs.ttft_s(f"cold, {tier}")
     write_result(options.out, figures, {name: [vars(one) for one in asked] for name, asked in runs.asked.items()})
 
 

@@ -89,7 +89,14 @@ def render_request(ended: cluster_pb2.EndedRequest) -> str:
     cached = ", ".join(f"{one.tokens} {one.tier}" for one in ended.cached_tokens) or "none"
     tokens = f"{ended.prompt_tokens} prompt tokens (cached: {cached}), {ended.output_tokens} generated"
     spent = f"{ended.timeline.total_ms:.1f} ms, attempts: {ended.attempts}"
-    parts = [f"{ended.request_id}: {_outcome(ended)}", f"{tokens}, {spent}", *(f"  {one}" for one in ended.causes)]
+    why, by = ended.timeline.prefill_reason, ended.timeline.prefill_worker or "decode"
+    pool = [f"prefill by {by}: {why}"] if why else []
+    parts = [
+        f"{ended.request_id}: {_outcome(ended)}",
+        f"{tokens}, {spent}",
+        *pool,
+        *(f"  {one}" for one in ended.causes),
+    ]
     return "\n".join([*parts, "", render_steps(ended.timeline.spans, {})])
 
 

@@ -13,13 +13,17 @@ from wire.tier import FarStatus, Miss, Tier
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """`directory` is None while it is out of reach. Counts since the start of this store."""
+    """`directory` is None while it is out of reach. Counts since the start of this store.
+
+    prefill_token_s: seconds of prefill a token, as fetches compare reads with; None before the first prompt.
+    """
 
     directory: DirectoryStatus | None
     cold: Sequence[FarStatus]
     block_bytes: int
     num_corrupt: int = 0
     num_failed: int = 0
+    prefill_token_s: float | None = None
 
 
 class BlockStore(Protocol):

@@ -11,30 +11,17 @@ from weakref import WeakKeyDictionary
 
 from kv_store.tiers.cold_tier import BlockSource
 from wire.ids import BlockKey
+from wire.tier import Duration
 
-_MEMORY = 8
 _MIN_TOKENS = 64
 _PREFILL_PRIOR_S = 0.0006
 _READ_PRIOR_S = 0.001
-_SHORTEST_S = 1e-7
 _FOUND_WEIGHT = 0.2
 _MIN_FOUND = 0.02
 _SLACK_S = 0.01
 _MIN_BUDGET_S = 0.25
 _PROBED_BLOCKS = 2
 _REST_PER_PROBE = 50
-
-
-class Duration:
-    """A learned duration in seconds: the geometric mean of a prior and samples, of which the last eight count most."""
-
-    def __init__(self, prior_s: float) -> None:
-        self.mean_s = prior_s
-        self._num_samples = 1
-
-    def learn(self, sample_s: float) -> None:
-        self._num_samples = min(self._num_samples + 1, _MEMORY)
-        self.mean_s *= (max(sample_s, _SHORTEST_S) / self.mean_s) ** (1 / self._num_samples)
 
 
 class SourceCosts:
@@ -87,6 +74,11 @@ class Costs:
         """Learns from a run of the model; not from one of few tokens, nor where no time is counted."""
         if num_tokens >= _MIN_TOKENS and took_s > 0:
             self._prefill.learn(took_s / num_tokens)
+
+    @property
+    def prefill_token_s(self) -> float | None:
+        """Seconds of prefill a token; None before the first prompt."""
+        return self._prefill.learned_s
 
     @property
     def compute_s(self) -> float:

@@ -142,6 +142,7 @@ class NodeStore:
             block_bytes=self._layout.block_bytes,
             num_corrupt=self._num_corrupt,
             num_failed=self._num_failed,
+            prefill_token_s=self.costs.prefill_token_s,
         )
 
     def check(self) -> list[str]:

@@ -1,6 +1,7 @@
 """The configuration of a router, as one JSON text. The controller fills it in; nothing changes it later."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from text.answer.formats import AUTO
 from wire.errors import ConfigError, WireError
@@ -103,19 +104,26 @@ class AdmissionBounds:
     retry_after_s: float = 1.0
 
 
+class Disaggregation(StrEnum):
+    """The prompts that the prefill pool computes; conditional: by `router.disaggregation.decide`."""
+
+    ALWAYS = "always"
+    NEVER = "never"
+    CONDITIONAL = "conditional"
+
+
 @dataclass(frozen=True)
 class StreamBounds:
     """Per request: its longest life, what a reader may leave waiting and for how long, the wait for a decode worker.
 
-    decode_slowdown: how many times as long a prompt is taken to last on a decode worker; it goes there if it is over
-    sooner all the same. None leaves prompts to the prefill pool.
+    disaggregation: whether prompts go to the prefill pool, or to decode at once.
     """
 
     max_deadline_s: float = 600.0
     max_buffered_tokens: int = 8192
     max_stall_s: float = 30.0
     max_worker_wait_s: float = 60.0
-    decode_slowdown: float | None = None
+    disaggregation: Disaggregation = Disaggregation.ALWAYS
 
 
 @dataclass(frozen=True)

@@ -8,55 +8,22 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from router.block_index import BlockIndex
+from router.config import Disaggregation
+from router.disaggregation import HAND_OFF_PRIOR_S, Load, PrefillReason, decide
 from router.workers.members import Member, Members
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pools import Role
+from wire.tier import Duration
 
 MAX_BLOCK_ADDRESSES = 4
 """Nodes that one attempt asks for blocks."""
 
 
-class Load(Protocol):
-    """A worker, as policies see it: its choices and its tokens, of prompts to prefill or of contexts to decode.
-
-    num_prompt_tokens: of prompts that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
-    long step.
-    """
-
-    @property
-    def id(self) -> WorkerId: ...
-    @property
-    def num_choices(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def is_silent(self) -> bool: ...
-
-
 L = TypeVar("L", bound=Load)
-
-
-@dataclass(frozen=True)
-class ConditionalPrefill:
-    """The pool that would be done first with a prompt, prompts before it included: prefill's, or straight decode's.
-
-    decode_slowdown: how many times as long a prompt takes on a decode worker, by assumption: it has streams to go on
-    with. A silent worker counts only where all of both pools are.
-    """
-
-    decode_slowdown: float
-
-    def uses_prefill(self, prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int) -> bool:
-        """`num_new_tokens`: tokens of the prompt that are in no tier. False without prefill workers."""
-        there = [(load.is_silent, load.num_tokens + num_new_tokens) for load in prefill]
-        here = [(load.is_silent, self.decode_slowdown * (load.num_prompt_tokens + num_new_tokens)) for load in decode]
-        return bool(there) and (not here or min(there) <= min(here))
 
 
 @dataclass(frozen=True)
@@ -133,15 +100,17 @@ class Route:
     """The way of one attempt through the pools, as the router knew them when the attempt began.
 
     keys: of the prompt's blocks. cached: tokens of the prompt that workers probably have; workers with none are left
-    out. prefill_node: the node in whose arena prefill leaves the blocks; None: a decode worker computes them.
-    num_new_tokens: tokens of the prompt that prefill has not left in the store: all or none. sent: blocks of the prompt
-    that workers were sent before: of workers that cost alike, the one with most may have them on its device.
+    out. num_new_tokens: tokens of the prompt that no worker is thought to have; 0 once prefill has left them in the
+    store. prefill_node: the node in whose arena prefill leaves the blocks; None: a decode worker computes them; reason
+    tells why. sent: blocks of the prompt that workers were sent before: of workers that cost alike, the one with most
+    may have them on its device.
     """
 
     keys: Sequence[BlockKey]
     num_prompt_tokens: int
     cached: Mapping[WorkerId, int]
     num_new_tokens: int
+    reason: PrefillReason
     prefill_node: str | None = None
     sent: Mapping[WorkerId, int] = field(default_factory=dict)
 
@@ -157,7 +126,7 @@ class Route:
 class Placement:
     """wait_s: how long a request waits for a decode worker where there is none.
 
-    decode_slowdown: of `ConditionalPrefill`; None leaves all prompts to prefill workers while one answers.
+    mode: the prompts that prefill workers compute.
     """
 
     def __init__(
@@ -167,14 +136,15 @@ class Placement:
         index: BlockIndex,
         block_size: int,
         wait_s: float,
-        decode_slowdown: float | None = None,
+        mode: Disaggregation = Disaggregation.ALWAYS,
     ) -> None:
         self._members = members
         self._prefixes = prefixes
         self._index = index
         self._block_size = block_size
         self._wait_s = wait_s
-        self._conditional = None if decode_slowdown is None else ConditionalPrefill(decode_slowdown)
+        self._mode = mode
+        self._hand_off = Duration(HAND_OFF_PRIOR_S)
         self._changed = asyncio.Event()
 
     def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, full_nodes: Set[str]) -> Route:
@@ -187,25 +157,20 @@ class Placement:
             for member in self._members
         }
         cached = {worker: min(num * self._block_size, num_prompt_tokens) for worker, num in found.items() if num}
-        route = Route(keys, num_prompt_tokens, cached, num_prompt_tokens, sent=sent)
-        if not self._uses_prefill(route):
+        num_new_tokens = max(num_prompt_tokens - max(cached.values(), default=0), 1)  # the last token is always run
+        prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
+        reason = decide(self._mode, prefill, decode, num_new_tokens, self._hand_off.mean_s)
+        route = Route(keys, num_prompt_tokens, cached, num_new_tokens, reason, sent=sent)
+        if not reason.uses_prefill:
             return route
-        ready = route.ordered(self._members.ready(Role.PREFILL))
+        ready = route.ordered(prefill)
         roomy = [member for member in ready if member.info.node_id not in full_nodes]
         chosen = PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens)
         return replace(route, prefill_node=chosen.info.node_id)
 
-    def _uses_prefill(self, route: Route) -> bool:
-        """Tells whether a prompt goes to the prefill pool, or straight to a decode worker.
-
-        It goes straight where all of the prefill pool is silent, and a decode worker is not.
-        """
-        prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
-        if self._conditional is None:
-            is_silent = all(member.is_silent for member in prefill)
-            return bool(prefill) and (not is_silent or all(member.is_silent for member in decode))
-        num_new_tokens = route.num_prompt_tokens - max(route.cached.values(), default=0)
-        return self._conditional.uses_prefill(prefill, decode, num_new_tokens)
+    def note_hand_off(self, took_s: float) -> None:
+        """Learns from a hand-off."""
+        self._hand_off.learn(took_s)
 
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""

@@ -67,7 +67,7 @@ class Router:
             self.index,
             layout.block_size,
             config.streams.max_worker_wait_s,
-            config.streams.decode_slowdown,
+            config.streams.disaggregation,
         )
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()

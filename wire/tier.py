@@ -1,4 +1,4 @@
-"""Names of tiers in messages, metrics and status, counts of their pages by state, and causes of uncached blocks."""
+"""Names of tiers in messages and status, counts of their pages by state, causes of uncached blocks; durations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -34,6 +34,27 @@ class Write(StrEnum):
     ALL = "all"
     REUSED = "reused"
     DEMOTED = "demoted"
+
+
+_MEMORY = 8
+_SHORTEST_S = 1e-7
+
+
+class Duration:
+    """A learned duration in seconds: the geometric mean of a prior and samples, of which the last eight count most."""
+
+    def __init__(self, prior_s: float) -> None:
+        self.mean_s = prior_s
+        self._num_samples = 1
+
+    @property
+    def learned_s(self) -> float | None:
+        """The mean; None before the first sample."""
+        return self.mean_s if self._num_samples > 1 else None
+
+    def learn(self, sample_s: float) -> None:
+        self._num_samples = min(self._num_samples + 1, _MEMORY)
+        self.mean_s *= (max(sample_s, _SHORTEST_S) / self.mean_s) ** (1 / self._num_samples)
 
 
 @dataclass(frozen=True)

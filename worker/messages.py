@@ -135,6 +135,7 @@ def status_to_pb(
         tiers=[_host_to_pb(store), *(_cold_to_pb(tier, store) for tier in FAR_TIERS)],
         problems=problems,
         engine_silent_s=engine_silent_s,
+        prefill_token_s=store.prefill_token_s,
         node_id=info.node_id,
         load_s=info.load_s,
         mapped_bytes=info.mapped_bytes,

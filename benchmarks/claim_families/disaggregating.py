@@ -23,7 +23,7 @@ MEASURES = ("time of a request", "time to its first token", "p99 gap between tok
 
 
 def measure(inputs: Inputs) -> Report:
-    options = argparse.Namespace(decode_slowdown=None, dtype="bfloat16")
+    options = argparse.Namespace(disaggregation="always", dtype="bfloat16")
     chosen = weights(inputs, HIDDEN_SIZE, NUM_LAYERS)
     services = Services(chosen.folder, inputs.scratch, options)
     # The real model computes a fourth of the prompt tokens of the random one in a second.

@@ -254,7 +254,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "router.max_queued_bytes": (MAX_MESSAGE_BYTES, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_tokens": (1, 1 << 20),
-    "router.decode_slowdown": (1, 1e9),
     **{f"router.{each}_s": (0.1, 86400) for each in ("retry_after", "max_deadline", "max_stall", "max_worker_wait")},
 }
 """Least and most of each number. A setting that is no number is not decided yet, or off."""

@@ -8,6 +8,7 @@ from router.observe.record import RequestRecord
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unsupported
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 from wire.tier import Tier
 
 NAMESPACE = "baton"
@@ -60,6 +61,7 @@ class RequestMetrics:
         self._generated = self._counter("generation_tokens", "Tokens sent to clients")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in a tier", "tier")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier")
+        self._pools = self._counter("prompt_pools", "Prompts by the pool that computes them, and why", "pool", "reason")
         self._replays = self._counter("request_replays", "Attempts at requests after their first")
 
     def first_token(self, after_s: float) -> None:
@@ -80,6 +82,8 @@ class RequestMetrics:
         for reason in record.finish_reasons or (ABORT if record.outcome == CANCELLED else ERROR,):
             self._choices.labels(reason).inc()
         self._replays.inc(record.summary.num_attempts - 1)
+        if (why := record.summary.prefill_reason) is not None:
+            self._pools.labels((Role.PREFILL if why.uses_prefill else Role.DECODE).value, why).inc()
         waits_s = record.waits_s
         self._queued.observe(sum(waits_s.values()))
         for gate, wait_s in waits_s.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from router.disaggregation import PrefillReason
 from router.observe.causes import Paces, causes_of
 from wire.convert import tiers_to_pb
 from wire.errors import RequestNotFound
@@ -39,6 +40,7 @@ class RequestSummary:
     """The progress of a request that runs.
 
     cached: prompt tokens by the tier that had their KV; None before that is known. misses: the causes of the rest.
+    prefill_reason: of the first attempt; None before it is placed.
     """
 
     num_prompt_tokens: int = 0
@@ -48,6 +50,13 @@ class RequestSummary:
     decode_worker: WorkerId | None = None
     num_attempts: int = 1
     misses: Sequence[worker_pb2.MissRun] = ()
+    prefill_reason: PrefillReason | None = None
+
+    def sign(self, timeline: pb.Timeline) -> None:
+        """Names in a timeline the workers, and the reason for the pool of the prompt."""
+        timeline.prefill_worker = self.prefill_worker or ""
+        timeline.decode_worker = self.decode_worker or ""
+        timeline.prefill_reason = self.prefill_reason or ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class RequestRecord:
             **{f"cached_{tier}": cached.get(tier, 0) for tier in Tier},
             "prefill_worker": summary.prefill_worker,
             "decode_worker": summary.decode_worker,
+            "prefill_reason": summary.prefill_reason,
             "attempts": summary.num_attempts,
             "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1000, 1),
             "total_ms": round(self.timeline.total_ms, 1),
@@ -159,6 +169,5 @@ class RecentRequests:
             causes=causes_of(record.timeline, self._paces),
             misses=summary.misses,
         )
-        shown.timeline.prefill_worker = summary.prefill_worker or ""
-        shown.timeline.decode_worker = summary.decode_worker or ""
+        summary.sign(shown.timeline)
         return shown

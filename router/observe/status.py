@@ -29,7 +29,7 @@ LONG_SILENCE_S = 10.0
 
 
 class StatusReader:
-    """Asks all workers at once, and notes with each member how long its engine has been silent.
+    """Asks all workers at once, and notes with each member its engine's silence and its learned time of a token.
 
     A worker that does not answer is reported as a problem, and its engine is not known to have turned meanwhile.
     """
@@ -61,6 +61,8 @@ async def _ask(member: Member, check: bool) -> worker_pb2.WorkerStatus:
     try:
         status = await member.line.status(check, ASK_TIMEOUT_S)
         member.engine_silent_s = status.engine_silent_s
+        if status.HasField("prefill_token_s"):
+            member.prefill_token_s = status.prefill_token_s
     except BatonError as error:
         member.engine_silent_s += ASK_TIMEOUT_S
         info = member.info

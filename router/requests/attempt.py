@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from router.disaggregation import PrefillReason, hand_off_s
 from router.observe.metrics import RequestMetrics
 from router.observe.record import RecentRequests, RequestSummary
-from router.observe.timeline import TimelineRecorder
+from router.observe.timeline import TimedCall, TimelineRecorder
 from router.observe.traces import RequestTrace, Traces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
@@ -134,6 +135,8 @@ class Attempt:
             request.summary.prefill_worker = request.summary.cached = None
         keys, num_prompt = request.prepared.keys, len(request.prepared.prompt_ids)
         route = placement.route(keys, num_prompt, holds.full_nodes)
+        if is_fresh:
+            request.summary.prefill_reason = route.reason
         if route.prefill_node is None or not (is_fresh and self.attempts.reads_cache):
             await self._decode(route)
             return
@@ -142,19 +145,22 @@ class Attempt:
             self._end_span("wait_room")
             member = placement.choose_prefill(route)
             if member is not None:
-                await self._prefill(route, member)
+                prefill = await self._prefill(route, member)
                 if not request.answer.has_ended:
-                    await self._decode(route.through(member.id))
+                    decode = await self._decode(route.through(member.id))
+                    if (took_s := hand_off_s(prefill, decode)) is not None:
+                        placement.note_hand_off(took_s)
         if member is None:  # the node has lost its prefill workers meanwhile
+            request.summary.prefill_reason = PrefillReason.ABSENT
             await self._decode(route)
 
-    async def _prefill(self, route: Route, member: Member) -> None:
+    async def _prefill(self, route: Route, member: Member) -> TimedCall:
         """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
         self.request.summary.prefill_worker = member.id
-        with member.assigned(self.request.prepared.sampling.n, route.num_prompt_tokens, route.keys):
-            await self._run_on(route, member, "prefill", self.request.services.holds.keep)
+        with member.assigned(self.request.prepared.sampling.n, route.num_new_tokens, route.keys):
+            return await self._run_on(route, member, "prefill", self.request.services.holds.keep)
 
-    async def _decode(self, route: Route) -> None:
+    async def _decode(self, route: Route) -> TimedCall:
         """Lets a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services = self.request.answer, self.request.services
         self.request.timeline.begin_span("wait_decode")
@@ -170,11 +176,14 @@ class Attempt:
         num_tokens = sum(route.num_prompt_tokens + len(choice.output.ids) for choice in choices)
         work = member.assigned(len(choices), num_tokens, route.keys)
         with work, member.prefilling(route.num_new_tokens) as end_prefilling:
-            await self._run_on(route, member, "decode", fetched)
+            call = await self._run_on(route, member, "decode", fetched)
         if not answer.has_ended:
             raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
+        return call
 
-    async def _run_on(self, route: Route, member: Member, name: str, on_prompt: Callable[[AttemptId], None]) -> None:
+    async def _run_on(
+        self, route: Route, member: Member, name: str, on_prompt: Callable[[AttemptId], None]
+    ) -> TimedCall:
         """Runs the attempt on a worker. on_prompt: called when prefill has published its blocks, or decode has them."""
         if self.is_alone:
             await self._require_answer(member)
@@ -188,6 +197,7 @@ class Attempt:
             raise failure from error
         finally:
             timeline.ended(call, self._clock(), spans)
+        return call
 
     def _failure(self, member: Member, error: BatonError) -> AttemptFailed:
         """Judges the error of a call, and marks a worker that broke it off as lost."""

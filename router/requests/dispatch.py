@@ -95,8 +95,7 @@ class OpenRequest:
             self.outbox.fail(ended)
         else:
             ended.timeline.CopyFrom(timeline)
-            ended.timeline.prefill_worker = summary.prefill_worker or ""
-            ended.timeline.decode_worker = summary.decode_worker or ""
+            summary.sign(ended.timeline)
             self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=ended))
         outcome, reason, message = described(ended) if isinstance(ended, BatonError) else (OK, "", "")
         finish = [] if isinstance(ended, BatonError) else _finish_reasons(ended)

@@ -21,6 +21,7 @@ class Member:
 
     num_prompt_tokens: of prompts that went to a decode worker without prefill, and are not computed yet.
     under_way: the blocks of the prompts of that work.
+    prefill_token_s: as it learned, and as its last status told.
     engine_silent_s: how long ago its engine last finished a step, as of its last status; more if that did not come.
     """
 
@@ -32,6 +33,7 @@ class Member:
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     engine_silent_s: float = 0.0
+    prefill_token_s: float | None = None
     under_way: dict[object, Sequence[BlockKey]] = field(default_factory=dict)
 
     @property

@@ -550,7 +550,9 @@ def test_the_last_requests_and_one_of_them(server: FakeServer, capsys: pytest.Ca
         prompt_tokens=24,
         attempts=2,
         timeline=pb.Timeline(
-            spans=[pb.Span(name="decode.wait_pages", worker="decode-0\x07", duration_ms=400.0)], total_ms=412.0
+            spans=[pb.Span(name="decode.wait_pages", worker="decode-0\x07", duration_ms=400.0)],
+            total_ms=412.0,
+            prefill_reason="busy",
         ),
         causes=["400 ms: waited at decode-0 for free pages"],
     )
@@ -562,6 +564,7 @@ def test_the_last_requests_and_one_of_them(server: FakeServer, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines() == [
         "acme/r-1: UNAVAILABLE: gone\\x1b[2J",
         "24 prompt tokens (cached: none), 0 generated, 412.0 ms, attempts: 2",
+        "prefill by decode: busy",
         "  400 ms: waited at decode-0 for free pages",
         "",
         "at ms  took ms  worker     step",

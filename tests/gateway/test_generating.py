@@ -100,6 +100,7 @@ async def test_usage_has_the_timeline_that_a_body_asks_for(gateway: LocalGateway
     assert {"router", "prefill", "decode"} <= parts
     assert timeline["prefill_worker"]
     assert timeline["decode_worker"]
+    assert timeline["prefill_reason"] == "always"
     assert all(span.keys() == {"name", "worker", "start_ms", "duration_ms", "counts"} for span in timeline["spans"])
     assert sum(span["duration_ms"] for span in timeline["spans"]) >= timeline["total_ms"] * 0.99 > 0
 

@@ -56,6 +56,7 @@ class FakeWorker:
     epoch: str = ""
     node_id: str = ""
     engine_silent_s: float = 0.0
+    prefill_token_s: float | None = None
     status_refusal: BatonError | None = None
     redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
     directory: Directory | None = None
@@ -92,7 +93,11 @@ class FakeWorker:
         if self.status_refusal is not None:
             raise self.status_refusal
         status = worker_pb2.WorkerStatus(
-            worker_id=self.worker_id, role=self.role.value, state=self.state, engine_silent_s=self.engine_silent_s
+            worker_id=self.worker_id,
+            role=self.role.value,
+            state=self.state,
+            engine_silent_s=self.engine_silent_s,
+            prefill_token_s=self.prefill_token_s,
         )
         status.tiers.add(tier="host", epoch=self.epoch, counts={"holds": len(self.prefills)})
         status.tiers.add(tier="redis").MergeFrom(self.redis)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from router.block_index import BlockIndex
+from router.config import Disaggregation
 from router.placement import Placement, PrefixMap, Route
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
@@ -106,18 +107,22 @@ async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: 
 
 
 async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pools: Pools) -> None:
+    """Both take 1 ms a token: 25 tokens and a hand-off, or 12 and as many again for each that decode has to do."""
     await pools.join("p0", "d0")
     conditional = Placement(
-        pools.members, PrefixMap(100), pools.index, LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0
+        pools.members, PrefixMap(100), pools.index, LAYOUT.block_size, 0.1, Disaggregation.CONDITIONAL
     )
+    conditional.note_hand_off(1e-6)
 
     def uses_prefill() -> bool:
         return conditional.route(KEYS, NUM_PROMPT, frozenset()).prefill_node is not None
 
     with pools.members[WorkerId("p0")].assigned(1, 13):
+        assert uses_prefill(), "nothing is learned yet"
+        pools.members[WorkerId("p0")].prefill_token_s = 0.001
         assert not uses_prefill()
         assert pools.uses_prefill()
-        with pools.members[WorkerId("d0")].prefilling(12) as end:
+        with pools.members[WorkerId("d0")].prefilling(14) as end:
             assert uses_prefill(), "decode has a prompt already"
             end()
             assert not uses_prefill()

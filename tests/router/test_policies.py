@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.placement import ConditionalPrefill, DecodePlacement, PrefillPlacement
+from router.placement import DecodePlacement, PrefillPlacement
 from wire.ids import WorkerId
 
 P0, P1 = WorkerId("p0"), WorkerId("p1")
@@ -17,6 +17,7 @@ class Load:
     num_tokens: int
     is_silent: bool = False
     num_prompt_tokens: int = 0
+    prefill_token_s: float | None = None
 
 
 @pytest.mark.parametrize(
@@ -70,45 +71,6 @@ def test_a_silent_worker_is_chosen_only_where_all_are(silent: tuple[bool, bool],
     loads = [Load(P0, 0, 0, silent[0]), Load(P1, 50, 50_000, silent[1])]
     assert PrefillPlacement().choose(loads, {P0: 1000}, 1000).id == chosen
     assert DecodePlacement().choose(loads, {P0: 1000}).id == chosen
-
-
-@pytest.mark.parametrize(
-    ("queued", "pending", "num_new", "uses_prefill"),
-    [
-        ([0], [0], 100, True),
-        ([100], [0], 100, True),
-        ([101], [0], 100, False),
-        ([101], [1], 100, True),
-        ([101], [50, 0], 100, False),
-        ([101, 100], [0], 100, True),
-        ([4000], [0], 0, False),
-        ([], [0], 100, False),
-        ([9000], [], 100, True),
-    ],
-    ids=[
-        "nothing to wait for",
-        "a queue as long as the prompt",
-        "a longer queue",
-        "decode has a prompt already",
-        "one decode worker has none",
-        "one prefill worker is free enough",
-        "all of it is cached",
-        "no prefill worker",
-        "no decode worker",
-    ],
-)
-def test_a_prompt_goes_to_the_pool_that_is_done_first(
-    queued: list[int], pending: list[int], num_new: int, uses_prefill: bool
-) -> None:
-    prefill = [Load(P0, 1, num_tokens) for num_tokens in queued]
-    decode = [Load(P1, 9, 9000, num_prompt_tokens=num_tokens) for num_tokens in pending]
-    assert ConditionalPrefill(2.0).uses_prefill(prefill, decode, num_new) is uses_prefill
-
-
-def test_a_prompt_avoids_a_silent_pool() -> None:
-    silent, talking = Load(P0, 0, 0, is_silent=True), Load(P1, 50, 50_000)
-    assert not ConditionalPrefill(2.0).uses_prefill([silent], [talking], 100)
-    assert ConditionalPrefill(2.0).uses_prefill([talking], [silent], 100)
 
 
 def test_decode_that_prefills_goes_where_less_is_to_be_prefilled() -> None:

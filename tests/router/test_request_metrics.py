@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from router.disaggregation import PrefillReason
 from router.observe.metrics import RequestMetrics, TokenTiming, outcome_of
 from router.observe.record import GATES, RequestRecord, RequestSummary
 from wire.convert import tiers_from_pb
@@ -54,6 +55,16 @@ def test_requests_are_counted_by_what_they_came_to() -> None:
     assert value(metrics, "e2e_request_latency_seconds_sum") == 2.0
 
 
+def test_prompts_are_counted_by_pool_and_reason() -> None:
+    metrics = RequestMetrics()
+    for why in (None, PrefillReason.BUSY, PrefillReason.SOONER, PrefillReason.BUSY):
+        one = record()
+        one.summary.prefill_reason = why
+        metrics.ended(one)
+    assert value(metrics, "prompt_pools_total", pool="decode", reason="busy") == 2
+    assert value(metrics, "prompt_pools_total", pool="prefill", reason="sooner") == 1
+
+
 def test_a_tier_is_asked_for_what_no_nearer_one_had() -> None:
     metrics = RequestMetrics()
     metrics.ended(record(cached={"device": 50, "host": 30, "redis": 5}))
@@ -102,6 +113,7 @@ def test_what_the_log_says_of_a_request() -> None:
         "cached_files": 0,
         "prefill_worker": "p0",
         "decode_worker": "d0",
+        "prefill_reason": None,
         "attempts": 2,
         "ttft_ms": 500.0,
         "total_ms": 2000.0,

@@ -160,6 +160,16 @@ async def test_a_silent_engine_is_avoided_from_one_status_to_the_next(silent: st
         assert await chosen(cluster, "good-bye") == ("p0", "d0")
 
 
+async def test_a_member_has_the_time_of_a_token_that_its_worker_learned_last() -> None:
+    async with running(1, 1) as cluster:
+        found = []
+        for token_s in (None, 0.5, None):
+            cluster.workers["p0"].prefill_token_s = token_s
+            await cluster.router.watch.read()
+            found.append([member.prefill_token_s for member in cluster.router.members])
+        assert found == [[None, None], [0.5, None], [0.5, None]], "a status without it takes nothing back"
+
+
 async def test_a_worker_that_does_not_tell_its_status_counts_as_silent_until_it_does() -> None:
     async with running(1, 2) as cluster:
         cluster.workers["d0"].status_refusal = DeadlineExceeded("too busy to answer")

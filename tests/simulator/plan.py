@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
+from router.config import Disaggregation
 from tests.harness.answer import ask
 from wire.kv_policy import Sinks
 from wire.pb import inference_pb2 as pb
@@ -176,6 +177,7 @@ class Plan:
     """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of each arena.
 
     max_queued: the bound of the router on requests without a first token. window: of the model, with its sinks.
+    disaggregation: of the router.
     """
 
     seed: int
@@ -188,6 +190,7 @@ class Plan:
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
     window: Sinks | None = None
+    disaggregation: Disaggregation = Disaggregation.ALWAYS
 
     @property
     def is_transparent(self) -> bool:
@@ -202,6 +205,7 @@ class Plan:
         head += f"{self.num_decode} decode workers on {list(self.layout.decode)}, "
         head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
         head += f", a window of {self.window.window}, {self.window.num_sinks} sinks" if self.window else ""
+        head += f", prefill pool used: {self.disaggregation}"
         return "\n".join([head, *asks, *faults])
 
 
@@ -221,7 +225,10 @@ def draw_plan(seed: int) -> Plan:
     layout = draw.choice(LAYOUTS)
     window = draw.choice([None, None, WINDOW])
     window = SINKS if window and draw.random() < 0.5 else window
-    return Plan(seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window)
+    mode = draw.choice([Disaggregation.ALWAYS, Disaggregation.CONDITIONAL])
+    return Plan(
+        seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window, mode
+    )
 
 
 def _draw_ask(draw: random.Random) -> Ask:

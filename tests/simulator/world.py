@@ -15,7 +15,7 @@ from unittest.mock import patch
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from router.block_index import mark_of
-from router.config import AdmissionBounds, ClusterAccess, RouterConfig
+from router.config import AdmissionBounds, ClusterAccess, RouterConfig, StreamBounds
 from tests.harness.answer import ChoiceAnswer, Reader
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.local_cluster import served
@@ -37,6 +37,8 @@ from wire.kv_policy import Sinks
 from wire.pools import Role, Worker, WorkerState
 
 MAX_RUN_S = 400.0
+TOKEN_S = 0.0006
+"""What each worker is said to have learned: engines of this cluster take no time for a token."""
 MAX_REST_S = 60.0
 REPLACED_AFTER_S = 1.0
 WAIT_S = 0.1
@@ -84,7 +86,8 @@ class World:
         bounds = AdmissionBounds(max_queued_requests=plan.max_queued)
         self.model = model_of(plan.window)
         model = replace(served(self.model), vocab_size=POISON + 1)
-        self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds)
+        streams = StreamBounds(disaggregation=plan.disaggregation)
+        self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds, streams=streams)
         self._num_routers = self._num_nodes = 0
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()
@@ -285,6 +288,8 @@ class World:
             ]
             router = self.router
             are_taken = await router.enlist(listed)
+            for member in router.parts.members:
+                member.prefill_token_s = TOKEN_S
         if not are_taken and not router.process.is_dead:  # the controller tries again
             await asyncio.sleep(REPLACED_AFTER_S)
             self.errand(self.enlist())

@@ -153,7 +153,7 @@ def test_the_end_of_an_attempt_has_its_error() -> None:
 
 
 def test_status_shows_every_tier() -> None:
-    store = StoreStatus(DIRECTORY, [FarStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096)
+    store = StoreStatus(DIRECTORY, [FarStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096, prefill_token_s=0.25)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     assert (status.num_drafts, status.num_guessed_tokens, status.num_accepted_tokens) == (2, 7, 5)
@@ -161,7 +161,7 @@ def test_status_shows_every_tier() -> None:
     assert (peers.state, files.state) == ("off", "off")
     assert (host.blocks.published, host.counts["holds"], host.counts["kept"], host.block_bytes) == (3, 3, 4, 4096)
     assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
-    assert list(status.problems) == ["a"]
+    assert (list(status.problems), status.prefill_token_s) == (["a"], 0.25)
 
 
 @pytest.mark.parametrize(
@@ -181,3 +181,4 @@ def test_status_of_a_worker_without_a_store_in_reach() -> None:
     host, *far = status.tiers
     assert [tier.state for tier in far] == ["off"] * 3
     assert host.epoch == ""
+    assert not status.HasField("prefill_token_s"), "no prompt has been computed"

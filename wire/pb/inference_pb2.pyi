@@ -252,16 +252,18 @@ class TierTokens(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "spans", "total_ms")
+    __slots__ = ("prefill_worker", "decode_worker", "spans", "total_ms", "prefill_reason")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_REASON_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     total_ms: float
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., total_ms: _Optional[float] = ...) -> None: ...
+    prefill_reason: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., total_ms: _Optional[float] = ..., prefill_reason: _Optional[str] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "worker", "start_ms", "duration_ms", "counts", "error")

@@ -38,7 +38,7 @@ BOUNDS = {
     "max_buffered_tokens": 16,
     "max_stall_s": 17.0,
     "max_worker_wait_s": 18.0,
-    "decode_slowdown": 18.5,
+    "disaggregation": "conditional",
 }
 LISTENERS = {
     "host": "127.0.0.2",

@@ -1,0 +1,274 @@
+"""Disaggregation always, never and conditional, at three loads, on a clock that moves only with modelled work.
+
+    python benchmarks/conditional.py
+
+A whole cluster in this process: real router, workers, engines and store, a prefill and two decode workers. The model
+computes nothing; a step takes 8 ms, 0.3 ms for each token, and 0.5 us for each token of context of a decoding row. A
+message takes 1 ms, a transfer 2 ms and 0.2 ms for each block. Conversations arrive at random: a new prompt, then turns
+that extend it. The load is the share of the prefill worker's time that uncached tokens take. A request is good within
+4 times its quiet TTFT and 3 times its quiet TPOT. Ratios are of the conditional mode over the better of both others.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.result_file import write_result
+from cli.bench.latency import ModeSummary, Record, summarize
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
+from kernels.backend import KVPages
+from kv_store.block_store import BlockStore
+from kv_store.transfers import ThreadTransfers, Transfer
+from router.config import Disaggregation, StreamBounds
+from tests.harness.answer import ask
+from tests.harness.assembled_worker import local_worker
+from tests.harness.cluster import role_of
+from tests.harness.faulty_transport import Faults
+from tests.harness.local_cluster import LocalCluster, Sizes
+from tests.simulator import virtual_time
+from wire.layout import KVLayout
+from worker.assembly import Assembly, Threads
+from worker.loop import MAX_IDLE_S, Command, Inbox, StepOutcome, WorkerLoop
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+VOCAB_SIZE, MAX_CONTEXT_LEN = 256, 8192
+NUM_PREFILL, NUM_DECODE = 1, 2
+STEP_S, TOKEN_S, CONTEXT_S = 0.008, 0.0003, 5e-7
+MESSAGE_S, TRANSFER_S, BLOCK_S = 0.001, 0.002, 0.0002
+NUM_PAGES, NUM_SLOTS = 4096, 16384
+FIRST_LENS, TURN_LENS, OUTPUT_LENS = (200, 3000), (20, 300), (20, 150)
+MAX_TURNS, THINKING_S = 6, 4.0
+TTFT_FACTOR, TPOT_FACTOR = 4.0, 3.0
+ANSWER = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request of a conversation. num_new: tokens of its prompt that no earlier turn had."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    num_new: int
+    output_len: int
+
+
+def draw(seed: int, load: float, duration_s: float) -> list[Turn]:
+    """Draws the turns of conversations that arrive within `duration_s`, in order of time."""
+    rng = random.Random(seed)
+    turns: list[Turn] = []
+    num_new = 0
+    while num_new * TOKEN_S < load * duration_s * NUM_PREFILL:
+        at_s = rng.random() * duration_s
+        known: tuple[int, ...] = ()
+        for number in range(rng.randint(1, MAX_TURNS)):
+            new = tuple(rng.choices(range(1, VOCAB_SIZE), k=rng.randint(*(TURN_LENS if number else FIRST_LENS))))
+            turn = Turn(at_s, (*known, *new), len(new), rng.randint(*OUTPUT_LENS))
+            if at_s >= duration_s or len(turn.prompt) + turn.output_len > MAX_CONTEXT_LEN:
+                break
+            turns.append(turn)
+            num_new += turn.num_new
+            known = (*turn.prompt, *[ANSWER] * turn.output_len)
+            at_s += rng.expovariate(1 / THINKING_S)
+    return sorted(turns, key=lambda turn: turn.at_s)
+
+
+class PacedModel(HashModel):
+    """A model whose next token is ANSWER; `spent_s` adds up what its steps would have taken."""
+
+    spent_s = 0.0
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        is_decoding = batch.cu_query_lens.diff() == 1
+        self.spent_s += STEP_S + TOKEN_S * len(batch.token_ids) + CONTEXT_S * int(batch.context_lens[is_decoding].sum())
+        logits = torch.zeros(len(batch.sample_rows), self.vocab_size)
+        logits[:, ANSWER] = 1.0
+        return logits
+
+
+class PacedInbox(Inbox):
+    """An inbox that never blocks, and tells of what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_news = asyncio.Event()
+
+    def put(self, command: Command) -> bool:
+        self.has_news.set()
+        return super().put(command)
+
+    def ring(self) -> None:
+        self.has_news.set()
+        super().ring()
+
+    def take(self, timeout_s: float) -> list[Command]:
+        self.has_news.clear()
+        return super().take(0.0)
+
+
+class PacedLoop(WorkerLoop):
+    """The loop of an engine without a thread: its outcomes come when the model's time has gone by."""
+
+    def __init__(self, model: PacedModel, clock: Callable[[], float], *parts: Any) -> None:
+        engine, inbox, self._pass_on, on_broken, _ = parts
+        self._model = model
+        self._held: list[StepOutcome] = []
+        super().__init__(engine, inbox, self._held.append, on_broken, clock)
+
+    def start(self) -> None:
+        self._turning = asyncio.create_task(self._turn())
+
+    def stop(self, timeout_s: float) -> bool:
+        self.is_running = False
+        self._inbox.ring()
+        return True
+
+    async def _turn(self) -> None:
+        assert isinstance(self._inbox, PacedInbox)
+        goes_on = True
+        while goes_on:
+            if not (self._has_more_to_do or self._inbox.has_news.is_set()):
+                with_news = asyncio.ensure_future(self._inbox.has_news.wait())
+                await asyncio.wait([with_news], timeout=MAX_IDLE_S)
+                with_news.cancel()
+            goes_on = self.run_one()
+            await asyncio.sleep(self._model.spent_s)
+            self._model.spent_s = 0.0
+            for outcome in self._held:
+                self._pass_on(outcome)
+            self._held.clear()
+
+
+class PacedTransfers(ThreadTransfers):
+    """Transfers without a thread, one after another."""
+
+    def __init__(self, store: BlockStore, wake: Callable[[], None]) -> None:
+        super().__init__(store, wake)
+        self._free_s = 0.0
+
+    def start(self) -> None:
+        """Begins nothing: orders have timers of their own."""
+
+    def begin(self, transfer: Transfer) -> None:
+        super().begin(transfer)
+        loop = asyncio.get_running_loop()
+        self._free_s = max(self._free_s, loop.time()) + TRANSFER_S + BLOCK_S * len(transfer.pages)
+        loop.call_at(self._free_s, self.run_one)
+
+
+class PacedCluster(LocalCluster):
+    """A cluster whose workers have a model each, and take its time."""
+
+    async def _start_worker(self, name: str) -> Assembly:
+        loop, model = asyncio.get_running_loop(), PacedModel(LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
+
+        def clock() -> float:
+            return loop.time() + model.spent_s
+
+        threads = Threads(loop.time, PacedInbox, lambda *parts: PacedLoop(model, clock, *parts), PacedTransfers, clock)
+        tiers, role = self._parts(name).tiers, role_of(name)
+        worker = local_worker(model, tiers, name, role, self._sizes.num_blocks, self._sizes.batch, threads=threads)
+        await worker.service.start()
+        self.faults[name] = Faults(delay_s=MESSAGE_S)
+        return worker
+
+
+async def serve(cluster: LocalCluster, turn: Turn, began_s: float) -> Record:
+    """Sends a request when it is due; notes its tokens as they come."""
+    now_s = asyncio.get_running_loop().time
+    await asyncio.sleep(began_s + turn.at_s - now_s())
+    request = ask(turn.prompt, turn.output_len, ignore_eos=True)
+    chunks, num_cached = [], 0
+    async for response in cluster.router.dispatcher.open(request, None).outbox:
+        if response.HasField("chunk"):
+            chunks.append((now_s() - began_s, len(response.chunk.token_ids)))
+        else:
+            num_cached = sum(one.tokens for one in response.complete.usage.cached_tokens)
+    return Record(turn.at_s, turn.at_s, tuple(chunks), now_s() - began_s, len(turn.prompt), num_cached)
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Limits of a request by its uncached tokens: multiples of what a quiet cluster would take."""
+
+    num_new: dict[float, int]
+
+    def holds_for(self, record: Record) -> bool:
+        ttft_s = STEP_S + TRANSFER_S + TOKEN_S * self.num_new[record.scheduled_s]
+        tpot_s = STEP_S + TOKEN_S + CONTEXT_S * record.prompt_len
+        return record.ttft_s <= TTFT_FACTOR * ttft_s and record.tpot_s <= TPOT_FACTOR * tpot_s
+
+
+async def play(turns: Sequence[Turn], mode: Disaggregation) -> tuple[list[Record], Counter[str]]:
+    """Serves the turns with a cluster of their own; returns also the reasons for the pools."""
+    streams = StreamBounds(disaggregation=mode)
+    loop = asyncio.get_running_loop()
+    model = HashModel(LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
+    cluster = PacedCluster(model, Sizes(NUM_PAGES, NUM_SLOTS, streams=streams), clock=loop.time)
+    await cluster.start(NUM_PREFILL, NUM_DECODE)
+    records = await asyncio.gather(*(serve(cluster, turn, loop.time()) for turn in turns))
+    reasons = Counter[str]()
+    for family in cluster.router.metrics.registry.collect():
+        for sample in family.samples if family.name == "baton_prompt_pools" else ():
+            reasons[sample.labels.get("reason", "")] += int(sample.value) if sample.name.endswith("_total") else 0
+    await cluster.stop()
+    return records, reasons
+
+
+def measure(seed: int, load: float, duration_s: float) -> dict[Disaggregation, tuple[ModeSummary, Counter[str]]]:
+    """Serves the same turns in each mode."""
+    turns = draw(seed, load, duration_s)
+    limits = Quiet({turn.at_s: turn.num_new for turn in turns})
+    found = {}
+    for mode in Disaggregation:
+        records, reasons = virtual_time.run(play(turns, mode))
+        found[mode] = summarize([records], limits), reasons
+        print(f"load {load:g}, {mode}: {len(records)} requests, {dict(reasons)}", file=sys.stderr, flush=True)
+    return found
+
+
+def over_the_better(found: dict[Disaggregation, tuple[ModeSummary, Counter[str]]]) -> tuple[float, float]:
+    """Returns the best TTFT p90 of the fixed modes over the conditional one's, and its goodput over their best."""
+    summaries = {mode: summary for mode, (summary, _) in found.items()}
+    conditional = summaries.pop(Disaggregation.CONDITIONAL)
+    ttft_ms = min(one.ttft_ms.p90 for one in summaries.values())
+    return ttft_ms / conditional.ttft_ms.p90, conditional.goodput_rps / max(
+        one.goodput_rps for one in summaries.values()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.2, 0.5, 0.8])
+    parser.add_argument("--duration", type=float, default=40.0, help="simulated seconds of arrivals (default 40)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default="conditional", help="name of the result in benchmarks/results")
+    options = parser.parse_args()
+    by_load = {load: measure(options.seed, load, options.duration) for load in options.loads}
+    table: list[list[object]] = [["load", "mode", "TTFT p50 / p90 ms", "TPOT p90 ms", "ITL p99 ms", "good", "pools"]]
+    figures: dict[str, float] = {}
+    for load, found in by_load.items():
+        for mode, (one, reasons) in found.items():
+            why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            ttft = f"{one.ttft_ms.p50:.0f} / {one.ttft_ms.p90:.0f}"
+            table.append([load, mode, ttft, one.tpot_ms.p90, one.itl_ms.p99, f"{one.good_share:.1%}", why])
+        (
+            figures[f"TTFT p90, better / conditional, at {load:g}"],
+            figures[f"goodput, conditional / better, at {load:g}"],
+        ) = over_the_better(found)
+    details = {str(load): {mode: asdict(one) for mode, (one, _) in found.items()} for load, found in by_load.items()}
+    write_result(options.out, figures, details, table)
+
+
+if __name__ == "__main__":
+    main()
