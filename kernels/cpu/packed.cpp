@@ -181,22 +181,29 @@ void unpack_column(Packed matrix, int64_t id, int64_t depth, T* out) {
 
 // Writes codes of a group as `widen` reads them. codes: of `num_columns` columns, `stride` apart, of which `count` are given.
 void pack_codes(const Format& format, const uint8_t* codes, int64_t stride, int num_columns, int64_t count, char* out) {
-    const int num_high = int(format.bits()) - 4;
-    uint32_t* high = (uint32_t*)out;
-    uint32_t* low = high + (num_high < 4 ? format.group * num_high / 32 * PANEL : 0);
+    constexpr int D = PACKED_DEPTH, NUM_LANES = PANEL * D;
+    const int bits = int(format.bits()), in_word = 32 / bits;
     std::memset(out, 0, format.code_bytes());
     for (int column = 0; column < num_columns; ++column)
         for (int k = 0; k < count; ++k) {
-            constexpr int D = PACKED_DEPTH;
-            const uint32_t code = codes[column * stride + k], lane = column * D + k % D;
-            if (num_high == 4) {
-                out[k / D * PANEL * D + lane] = char(code);
+            const uint32_t code = codes[column * stride + k], lane = column * D + k % D, at = k % WORD_DEPTH / D;
+            if (bits == 8) {
+                out[k / D * NUM_LANES + lane] = char(code);
                 continue;
             }
-            low[k / WORD_DEPTH * PANEL * D + lane] |= (code & 15) << k % WORD_DEPTH / D * 4;
-            if (!num_high) continue;
-            const int per_high = 32 / num_high, bit = lane / PANEL * 32 / D + k % per_high / D * num_high;
-            high[k / per_high * PANEL + lane % PANEL] |= (code >> 4) << bit;
+            uint32_t* words = (uint32_t*)(out + k / WORD_DEPTH * NUM_LANES * bits);
+            const auto add_to_rest = [&](uint32_t value) {
+                value <<= (at - in_word) * bits;
+                for (int byte = 0; byte < bits - 4; ++byte) ((uint8_t*)(words + NUM_LANES))[lane * (bits - 4) + byte] |= value >> 8 * byte;
+            };
+            if (at < in_word)
+                words[lane] |= code << at * bits;
+            else if (at < CODES_IN_WORD - 1)
+                add_to_rest(code);
+            else {
+                words[lane] |= code << 30;
+                add_to_rest(code >> 2);
+            }
         }
 }
 
