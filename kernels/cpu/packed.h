@@ -93,8 +93,8 @@ class Groups {
     Groups(Packed matrix, const Panel& panel) : format_(panel.format), at_(matrix.data + panel.offset) {}
 
     const Format& format() const { return format_; }
-    // The codes of the next group, whose scales are put into `scales`.
-    const char* next(GroupScales& scales) {
+    // The codes of the next group, whose scales are put into `scales`: registers, if it is inlined.
+    inline __attribute__((always_inline)) const char* next(GroupScales& scales) {
         if (count_++ % (format_.block / format_.group) == 0) FOR_DTYPE(format_.scale_dtype, read_block((const T*)at_))
         const float zero = (format_.has(CENTERED) ? float(1 << (format_.bits() - 1)) : 0) + (format_.codes == CodeType::U6 ? CODE_ADDEND<6> : 0);
         scales.zero = splat(zero);
@@ -104,21 +104,28 @@ class Groups {
             spread(scale, scales.scale + half * PACKED_DEPTH);
         }
         if (format_.has(SCALE_FACTORS)) at_ += PANEL;
+#if defined(__AVX2__)
+        if (zero) {  // exactly: and `fma` rounds once
+            for (int v = 0; v < NUM_VECTORS; ++v) scales.offset[v] = splat(-zero) * scales.scale[v];
+            return next_codes();
+        }
+#endif
         for (int half = 0; half < 2; ++half) {
             Floats offset = offset_[half];
             if (format_.has(OFFSET_FACTORS)) offset = offset * load((const int8_t*)at_ + half * LANES);
             spread(offset, scales.offset + half * PACKED_DEPTH);
         }
         if (format_.has(OFFSET_FACTORS)) at_ += PANEL;
-#if defined(__AVX2__)
-        for (int v = 0; zero && v < NUM_VECTORS; ++v) scales.offset[v] = splat(-zero) * scales.scale[v];  // exactly: and `fma` rounds once
-#endif
+        return next_codes();
+    }
+
+   private:
+    const char* next_codes() {
         const char* codes = at_;
         at_ += format_.code_bytes();
         return codes;
     }
 
-   private:
     template <class S>
     void read_block(const S* scales) {
         for (int half = 0; half < 2; ++half) {
@@ -128,7 +135,7 @@ class Groups {
         at_ += format_.scale_bytes();
     }
 
-    const Format format_;
+    Format format_;
     const char* at_;
     int64_t count_ = 0;
     Floats scale_[2], offset_[2];
