@@ -69,7 +69,8 @@ constexpr int PACKED_DEPTH = 2;
 constexpr int PACKED_DEPTH = 1;
 #endif
 constexpr int NUM_VECTORS = 2 * PACKED_DEPTH, CODES_IN_WORD = 8, WORD_DEPTH = CODES_IN_WORD * PACKED_DEPTH;
-constexpr int CHUNK = 128;  // of the depth, whole groups
+constexpr int CHUNK = PACKED_DEPTH == 2 ? 512 : 128;  // of the depth, whole groups: sums of a tile are read and written once a chunk
+constexpr int AHEAD_BYTES = 4096;  // of prefetched codes: a product of several rows would wait for them
 
 // What the columns of half a panel have, for the lanes of its vectors.
 inline void spread(Floats of_half, Floats* vectors) {
@@ -176,20 +177,22 @@ template <class F, class R, CodeType CODES, class Use>
 inline __attribute__((always_inline)) void widen(const char* codes, int64_t group, const GroupScales& scales, const Use& use) {
     constexpr int VECTOR_BYTES = LANES * sizeof(uint32_t), D = PACKED_DEPTH;
     constexpr bool IS_BYTES = CODES == CodeType::S8 || CODES == CodeType::E4M3;
-    constexpr int BITS = CODES == CodeType::U4 ? 4 : CODES == CodeType::U5 ? 5 : 6, REST_BYTES = BITS - 4;
-    for (int64_t k = 0; k < group; k += WORD_DEPTH) {
+    constexpr int BITS = IS_BYTES ? 8 : CODES == CodeType::U4 ? 4 : CODES == CodeType::U5 ? 5 : 6, REST_BYTES = BITS - 4;
+    constexpr int STEP_BYTES = PANEL * WORD_DEPTH * BITS / 8;
+    for (int64_t k = 0; k < group; k += WORD_DEPTH, codes += STEP_BYTES) {
+        for (int i = 0; i < STEP_BYTES; i += 64) __builtin_prefetch(codes + AHEAD_BYTES + i);
         Ints words[NUM_VECTORS], rests[NUM_VECTORS];
         if constexpr (!IS_BYTES)
-            for (int v = 0; v < NUM_VECTORS; ++v, codes += VECTOR_BYTES) words[v] = load_ints(codes);
+            for (int v = 0; v < NUM_VECTORS; ++v) words[v] = load_ints(codes + v * VECTOR_BYTES);
         if constexpr (!IS_BYTES && REST_BYTES > 0)
-            for (int v = 0; v < NUM_VECTORS; ++v, codes += LANES * REST_BYTES) rests[v] = load_ints<REST_BYTES>(codes);
+            for (int v = 0; v < NUM_VECTORS; ++v) rests[v] = load_ints<REST_BYTES>(codes + NUM_VECTORS * VECTOR_BYTES + v * LANES * REST_BYTES);
         UNROLL
         for (int j = 0; j < CODES_IN_WORD; ++j) {
             Floats weights[NUM_VECTORS];
             for (int v = 0; v < NUM_VECTORS; ++v) {
                 Floats code;
                 if constexpr (IS_BYTES) {
-                    const char* at = codes + (k * PANEL + (j * NUM_VECTORS + v) * LANES);
+                    const char* at = codes + (j * NUM_VECTORS + v) * LANES;
                     code = CODES == CodeType::S8 ? load((const int8_t*)at) : load((const fp8*)at);
                 } else {
                     code = code_at<BITS>(words[v], rests[v], j);
