@@ -136,17 +136,24 @@ inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Ints shifted(Ints a, int left) { return {left < 0 ? _mm512_srli_epi32(a.v, -left) : left ? _mm512_slli_epi32(a.v, left) : a.v}; }
 inline Ints operator&(Ints a, int mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(mask))}; }
 
-// The number in the low BITS bits, of which the lowest four may be those of another vector: looked up where there are few.
+template <int BYTES>
+inline Ints load_ints(const void* p) {
+    if constexpr (BYTES == 1) return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
+    return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))};
+}
+inline Ints selected(int mask, Ints a, Ints b) { return {_mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), a.v, b.v, 0xca)}; }
+
+// The number in the BITS bits from CODE_PLACE up, plus CODE_ADDEND: looked up, or put below the exponent of 64.
+template <int BITS>
+constexpr int CODE_PLACE = BITS == 6 ? 17 : 0;
+template <int BITS>
+constexpr float CODE_ADDEND = BITS == 6 ? 64 : 0;
 template <int BITS>
 inline Floats to_floats(Ints a) {
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if constexpr (BITS == 4) return {_mm512_permutexvar_ps(a.v, numbers)};
     if constexpr (BITS == 5) return {_mm512_permutex2var_ps(numbers, a.v, _mm512_add_ps(numbers, _mm512_set1_ps(16)))};
-    return {_mm512_cvtepi32_ps((a & (1 << BITS) - 1).v)};
-}
-template <int BITS>
-inline Floats to_floats(Ints low, Ints high) {
-    return to_floats<BITS>(Ints{_mm512_ternarylogic_epi32(_mm512_set1_epi32(15), low.v, high.v, 0xca)});
+    return {_mm512_castsi512_ps(selected(63 << 17, a, Ints{_mm512_castps_si512(_mm512_set1_ps(64))}).v)};
 }
 inline Floats exponents(Floats a) { return {_mm512_castsi512_ps((Ints{_mm512_castps_si512(a.v)} & 0x7f800000).v)}; }
 
@@ -214,6 +221,12 @@ struct Ints {
 };
 
 inline Ints load_ints(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+template <int BYTES>
+inline Ints load_ints(const void* p) {
+    const __m128i* at = (const __m128i*)p;
+    if constexpr (BYTES == 1) return {_mm256_cvtepu8_epi32(_mm_loadu_si128(at)), _mm256_cvtepu8_epi32(_mm_srli_si128(_mm_loadu_si128(at), 8))};
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1))};
+}
 inline __m256i shifted(__m256i a, int left) { return left < 0 ? _mm256_srli_epi32(a, -left) : left ? _mm256_slli_epi32(a, left) : a; }
 inline Ints shifted(Ints a, int left) { return {shifted(a.lo, left), shifted(a.hi, left)}; }
 inline Ints operator&(Ints a, int mask) {
@@ -289,6 +302,11 @@ inline Ints load_ints(const void* p) {
     std::memcpy(out.v, p, sizeof out.v);
     return out;
 }
+template <int BYTES>
+inline Ints load_ints(const void* p) {
+    using T = std::conditional_t<BYTES == 1, uint8_t, uint16_t>;
+    return each_int([&](int i) { return ((const T*)p)[i]; });
+}
 inline Ints shifted(Ints a, int left) {
     return each_int([&](int i) { return left < 0 ? a.v[i] >> -left : a.v[i] << left; });
 }
@@ -308,13 +326,14 @@ inline Floats exponents(Floats a) {
 #endif
 
 #if !defined(__AVX512F__)
+inline Ints selected(int mask, Ints a, Ints b) { return (a & mask) | (b & ~mask); }
+template <int BITS>
+constexpr int CODE_PLACE = 0;
+template <int BITS>
+constexpr float CODE_ADDEND = 0;
 template <int BITS>
 inline Floats to_floats(Ints a) {
     return to_floats(a & (1 << BITS) - 1);
-}
-template <int BITS>
-inline Floats to_floats(Ints low, Ints high) {
-    return to_floats((low & 15) | (high & (1 << BITS) - 16));
 }
 #endif
 

@@ -9,7 +9,7 @@ namespace {
 // Rows up to which weights are widened in registers; 0 where that is slower than a tile. Each count is compiled for each format.
 #if defined(__AVX512F__)
 template <class F, class R, CodeType CODES>
-constexpr int FEW = !std::is_same_v<F, bf16> ? 1 : CODES == CodeType::U4 || CODES == CodeType::S8 ? 8 : 4;
+constexpr int FEW = std::is_same_v<F, bf16> ? 8 : 1;
 #elif defined(__AVX2__)
 template <class F, class R, CodeType CODES>
 constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
@@ -39,14 +39,31 @@ void for_format(const Format& format, const Function& function) {
     with.template operator()<T>();
 }
 
-// sums[row][column] of a panel for a few rows, straight from its codes.
-template <class F, class R, CodeType CODES, int ROWS>
-__attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const F* rows, int64_t row_stride, int64_t step_stride, int64_t depth, float* sums) {
+struct NoTile {  // where all rows are multiplied at once
+    template <class Weights>
+    void keep(const Weights&) {}
+};
+
+// Weights in the nearest cache, as `multiply` takes them.
+template <class F>
+struct Tile {
+    F* next;
+
+    void keep(const typename Product<F>::Weights& weights) {
+        Product<F>::keep(weights, next);
+        next += PANEL * Product<F>::DEPTH;
+    }
+};
+
+// Adds to sums[row][column] the products of a few rows, or of none, with the next `depth` of a panel, straight from its codes.
+template <class F, class R, CodeType CODES, int ROWS, class Kept>
+__attribute__((noinline)) void add_few(Groups& from, const F* rows, int64_t row_stride, int64_t step_stride, int64_t depth, Kept kept, float* sums) {
     using P = Product<F>;
-    Floats of[ROWS][2];
-    for (auto& of_row : of) of_row[0] = of_row[1] = splat(0);
-    Groups groups(matrix, panel);
-    const int group = panel.format.group;
+    Floats of[ROWS + 1][2];
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) of[row][half] = load(sums + row * PANEL + half * LANES);
+    Groups groups = from;  // in registers
+    const int group = groups.format().group;
     GroupScales scales;
     for (int64_t k = 0; k < depth; k += group) {
         const char* codes = groups.next(scales);
@@ -58,25 +75,12 @@ __attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const 
                 of[row][1] = P::add(of[row][1], value, weights, 1);
             }
             rows += step_stride;
+            kept.keep(weights);
         });
     }
+    from = groups;
     for (int row = 0; row < ROWS; ++row)
         for (int half = 0; half < 2; ++half) store(sums + row * PANEL + half * LANES, of[row][half]);
-}
-
-// The next CHUNK of a panel's depth, or what is left of it, as `multiply` takes it; returns its steps.
-template <class F, class R, CodeType CODES>
-__attribute__((noinline)) int64_t widen_chunk(Groups& groups, int64_t depth, F* tile) {
-    constexpr int D = Product<F>::DEPTH;
-    GroupScales scales;
-    int64_t k = 0;
-    for (const int group = groups.format().group; k < std::min<int64_t>(CHUNK, depth); k += group) {
-        const char* codes = groups.next(scales);
-        widen<F, R, CODES>(codes, group, scales, [&](int step, const typename Product<F>::Weights& weights) __attribute__((always_inline)) {
-            Product<F>::keep(weights, tile + (k + step * D) * PANEL);
-        });
-    }
-    return k / D;
 }
 
 // Adds to kept[row][column] the products of rows with a chunk.
@@ -115,29 +119,40 @@ struct PackedLinear {
 
     template <class R, CodeType CODES>
     void few(const Panel& panel) const {
-        float sums[MAX_ROWS * PANEL];
-        for_rows<FEW<F, R, CODES>>(int(num_rows), [&]<int ROWS>() {
-            add_few<F, R, CODES, ROWS>(matrix, panel, rows.tile(0), rows.row_stride(), rows.step_stride(ROWS), depth, sums);
-        });
+        float sums[MAX_ROWS * PANEL] = {};
+        Groups groups(matrix, panel);
+        add_rows<R, CODES>(groups, 0, int(num_rows), 0, depth, NoTile{}, sums);
         for (int64_t row = 0; row < num_rows; ++row) put(panel, sums + row * PANEL, row);
     }
 
+    // Each chunk is widened while the rows of the last tile are multiplied, if they are few: the others find it in the nearest cache.
     template <class R, CodeType CODES>
     void many(const Panel& panel, int64_t begin, int64_t end) const {
         alignas(64) thread_local F tile[CHUNK * PANEL];
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Groups groups(matrix, panel);
         std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+        const int64_t rest = (end - begin) % MAX_ROWS, whole = rest <= FEW<F, R, CODES> ? end - rest : end;
         for (int64_t k = 0; k < depth; k += CHUNK) {
-            const int64_t num_steps = widen_chunk<F, R, CODES>(groups, depth - k, tile);
-            for (int64_t row = begin; row < end; row += MAX_ROWS)
-                for_rows(int(std::min<int64_t>(MAX_ROWS, end - row)), [&]<int ROWS>() {
-                    const int64_t step_stride = rows.step_stride(ROWS);
-                    const F* first = rows.tile(row) + k / Product<F>::DEPTH * step_stride;
-                    add_chunk<F, ROWS>(first, rows.row_stride(), step_stride, tile, num_steps, sums + (row - begin) * PANEL);
+            const int64_t padded = std::min<int64_t>(CHUNK, groups.format().num_groups(depth - k) * groups.format().group);
+            add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
+            for (int64_t row = begin; row < whole; row += MAX_ROWS)
+                for_rows(int(std::min<int64_t>(MAX_ROWS, whole - row)), [&]<int ROWS>() {
+                    const F* first = rows.tile(row) + k / Product<F>::DEPTH * rows.step_stride(ROWS);
+                    add_chunk<F, ROWS>(first, rows.row_stride(), rows.step_stride(ROWS), tile, padded / Product<F>::DEPTH, sums + (row - begin) * PANEL);
                 });
         }
         for (int64_t row = begin; row < end; ++row) put(panel, sums + (row - begin) * PANEL, row);
+    }
+
+    // `add_few` of `count` rows from `row` on, at k of the depth.
+    template <class R, CodeType CODES, class Kept>
+    void add_rows(Groups& groups, int64_t row, int count, int64_t k, int64_t length, Kept kept, float* sums) const {
+        if (count == 0) return add_few<F, R, CODES, 0>(groups, nullptr, 0, 0, length, kept, sums);
+        for_rows<FEW<F, R, CODES>>(count, [&]<int ROWS>() {
+            const int64_t step_stride = rows.step_stride(ROWS);
+            add_few<F, R, CODES, ROWS>(groups, rows.tile(row) + k / Product<F>::DEPTH * step_stride, rows.row_stride(), step_stride, length, kept, sums);
+        });
     }
 
     void put(const Panel& panel, const float* sums, int64_t row) const {
@@ -181,22 +196,29 @@ void unpack_column(Packed matrix, int64_t id, int64_t depth, T* out) {
 
 // Writes codes of a group as `widen` reads them. codes: of `num_columns` columns, `stride` apart, of which `count` are given.
 void pack_codes(const Format& format, const uint8_t* codes, int64_t stride, int num_columns, int64_t count, char* out) {
-    const int num_high = int(format.bits()) - 4;
-    uint32_t* high = (uint32_t*)out;
-    uint32_t* low = high + (num_high < 4 ? format.group * num_high / 32 * PANEL : 0);
+    constexpr int D = PACKED_DEPTH, NUM_LANES = PANEL * D;
+    const int bits = int(format.bits()), in_word = 32 / bits;
     std::memset(out, 0, format.code_bytes());
     for (int column = 0; column < num_columns; ++column)
         for (int k = 0; k < count; ++k) {
-            constexpr int D = PACKED_DEPTH;
-            const uint32_t code = codes[column * stride + k], lane = column * D + k % D;
-            if (num_high == 4) {
-                out[k / D * PANEL * D + lane] = char(code);
+            const uint32_t code = codes[column * stride + k], lane = column * D + k % D, at = k % WORD_DEPTH / D;
+            if (bits == 8) {
+                out[k / D * NUM_LANES + lane] = char(code);
                 continue;
             }
-            low[k / WORD_DEPTH * PANEL * D + lane] |= (code & 15) << k % WORD_DEPTH / D * 4;
-            if (!num_high) continue;
-            const int per_high = 32 / num_high, bit = lane / PANEL * 32 / D + k % per_high / D * num_high;
-            high[k / per_high * PANEL + lane % PANEL] |= (code >> 4) << bit;
+            uint32_t* words = (uint32_t*)(out + k / WORD_DEPTH * NUM_LANES * bits);
+            const auto add_to_rest = [&](uint32_t value) {
+                value <<= (at - in_word) * bits;
+                for (int byte = 0; byte < bits - 4; ++byte) ((uint8_t*)(words + NUM_LANES))[lane * (bits - 4) + byte] |= value >> 8 * byte;
+            };
+            if (at < in_word)
+                words[lane] |= code << at * bits;
+            else if (at < CODES_IN_WORD - 1)
+                add_to_rest(code);
+            else {
+                words[lane] |= code << 30;
+                add_to_rest(code >> 2);
+            }
         }
 }
 

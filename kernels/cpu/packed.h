@@ -9,9 +9,9 @@
 // A group's scale is that of its block, times its factor; so is its offset.
 // Codes lie in vectors of sixteen lanes: those of columns one after the other, D = PACKED_DEPTH neighbours of the depth of each side by
 // side, as the machine multiplies them; 2 D vectors are a panel. Codes of 8 bits lie as [depth / D][32][D]. Those of 4 bits lie in words
-// of 32, eight of a lane in each, the first in the low bits: [depth / 8 D][32][D]. Codes of 5 bits have their fifth bits before the rest,
-// those of 6 bits their last two, in two vectors of words for each 32 or 16 of the depth; the lanes of the second half of a panel have
-// the upper half of each word where D is 2. So words become vectors by shifts alone.
+// of 32, eight of a lane in each, the first in the low bits: [depth / 8 D][32][D]. Of eight codes of 5 or 6 bits a word has the first six
+// or five and, on top, the last two bits of the eighth. The rest, the seventh or the next two and what the eighth has left, lies in a byte
+// or in 16 bits of each lane, behind the words of all lanes. So a shift puts any code but the eighth in its place.
 #pragma once
 
 #include <utility>
@@ -69,7 +69,8 @@ constexpr int PACKED_DEPTH = 2;
 constexpr int PACKED_DEPTH = 1;
 #endif
 constexpr int NUM_VECTORS = 2 * PACKED_DEPTH, CODES_IN_WORD = 8, WORD_DEPTH = CODES_IN_WORD * PACKED_DEPTH;
-constexpr int CHUNK = 128;  // of the depth, whole groups
+constexpr int CHUNK = PACKED_DEPTH == 2 ? 512 : 128;  // of the depth, whole groups: sums of a tile are read and written once a chunk
+constexpr int AHEAD_BYTES = 4096;  // of prefetched codes: a product of several rows would wait for them
 
 // What the columns of half a panel have, for the lanes of its vectors.
 inline void spread(Floats of_half, Floats* vectors) {
@@ -93,10 +94,10 @@ class Groups {
     Groups(Packed matrix, const Panel& panel) : format_(panel.format), at_(matrix.data + panel.offset) {}
 
     const Format& format() const { return format_; }
-    // The codes of the next group, whose scales are put into `scales`.
-    const char* next(GroupScales& scales) {
+    // The codes of the next group, whose scales are put into `scales`: registers, if it is inlined.
+    inline __attribute__((always_inline)) const char* next(GroupScales& scales) {
         if (count_++ % (format_.block / format_.group) == 0) FOR_DTYPE(format_.scale_dtype, read_block((const T*)at_))
-        const float zero = format_.has(CENTERED) ? float(1 << (format_.bits() - 1)) : 0;
+        const float zero = (format_.has(CENTERED) ? float(1 << (format_.bits() - 1)) : 0) + (format_.codes == CodeType::U6 ? CODE_ADDEND<6> : 0);
         scales.zero = splat(zero);
         for (int half = 0; half < 2; ++half) {
             Floats scale = scale_[half];
@@ -104,21 +105,28 @@ class Groups {
             spread(scale, scales.scale + half * PACKED_DEPTH);
         }
         if (format_.has(SCALE_FACTORS)) at_ += PANEL;
+#if defined(__AVX2__)
+        if (zero) {  // exactly: and `fma` rounds once
+            for (int v = 0; v < NUM_VECTORS; ++v) scales.offset[v] = splat(-zero) * scales.scale[v];
+            return next_codes();
+        }
+#endif
         for (int half = 0; half < 2; ++half) {
             Floats offset = offset_[half];
             if (format_.has(OFFSET_FACTORS)) offset = offset * load((const int8_t*)at_ + half * LANES);
             spread(offset, scales.offset + half * PACKED_DEPTH);
         }
         if (format_.has(OFFSET_FACTORS)) at_ += PANEL;
-#if defined(__AVX2__)
-        for (int v = 0; zero && v < NUM_VECTORS; ++v) scales.offset[v] = splat(-zero) * scales.scale[v];  // exactly: and `fma` rounds once
-#endif
+        return next_codes();
+    }
+
+   private:
+    const char* next_codes() {
         const char* codes = at_;
         at_ += format_.code_bytes();
         return codes;
     }
 
-   private:
     template <class S>
     void read_block(const S* scales) {
         for (int half = 0; half < 2; ++half) {
@@ -128,7 +136,7 @@ class Groups {
         at_ += format_.scale_bytes();
     }
 
-    const Format format_;
+    Format format_;
     const char* at_;
     int64_t count_ = 0;
     Floats scale_[2], offset_[2];
@@ -154,32 +162,40 @@ inline __attribute__((always_inline)) void use_each(int at, const Floats* weight
 #endif
 }
 
+// Code `at` of the eight of a lane.
+template <int BITS>
+inline __attribute__((always_inline)) Floats code_at(Ints word, Ints rest, int at) {
+    constexpr int IN_WORD = 32 / BITS, PLACE = CODE_PLACE<BITS>;
+    if (at < IN_WORD) return to_floats<BITS>(shifted(word, PLACE - at * BITS));
+    const int place = (at - IN_WORD) * BITS;
+    if (at < CODES_IN_WORD - 1) return to_floats<BITS>(shifted(rest, PLACE - place));
+    return to_floats<BITS>(selected(3 << PLACE, shifted(word, PLACE - 30), shifted(rest, PLACE + 2 - place)));
+}
+
 // Calls use(step, weights) for each step of a group of codes. R: to what weights are rounded; F: in what they are multiplied.
 template <class F, class R, CodeType CODES, class Use>
 inline __attribute__((always_inline)) void widen(const char* codes, int64_t group, const GroupScales& scales, const Use& use) {
     constexpr int VECTOR_BYTES = LANES * sizeof(uint32_t), D = PACKED_DEPTH;
     constexpr bool IS_BYTES = CODES == CodeType::S8 || CODES == CodeType::E4M3;
-    constexpr int NUM_HIGH = CODES == CodeType::U5 ? 1 : CODES == CodeType::U6 ? 2 : 0, PER_HIGH = NUM_HIGH ? 32 / NUM_HIGH : 1;
-    const char* low = codes + (NUM_HIGH ? group / PER_HIGH * 2 * VECTOR_BYTES : 0);
-    for (int64_t k = 0; k < group; k += WORD_DEPTH) {
-        Ints words[NUM_VECTORS], high[NUM_VECTORS];
+    constexpr int BITS = IS_BYTES ? 8 : CODES == CodeType::U4 ? 4 : CODES == CodeType::U5 ? 5 : 6, REST_BYTES = BITS - 4;
+    constexpr int STEP_BYTES = PANEL * WORD_DEPTH * BITS / 8;
+    for (int64_t k = 0; k < group; k += WORD_DEPTH, codes += STEP_BYTES) {
+        for (int i = 0; i < STEP_BYTES; i += 64) __builtin_prefetch(codes + AHEAD_BYTES + i);
+        Ints words[NUM_VECTORS], rests[NUM_VECTORS];
         if constexpr (!IS_BYTES)
-            for (int v = 0; v < NUM_VECTORS; ++v) words[v] = load_ints(low + (k / WORD_DEPTH * NUM_VECTORS + v) * VECTOR_BYTES);
-        if constexpr (NUM_HIGH > 0)
-            for (int v = 0; v < NUM_VECTORS; ++v)
-                high[v] = shifted(load_ints(codes + (k / PER_HIGH * 2 + v % 2) * VECTOR_BYTES), -(v / 2 * 32 / D + k % PER_HIGH / D * NUM_HIGH));
+            for (int v = 0; v < NUM_VECTORS; ++v) words[v] = load_ints(codes + v * VECTOR_BYTES);
+        if constexpr (!IS_BYTES && REST_BYTES > 0)
+            for (int v = 0; v < NUM_VECTORS; ++v) rests[v] = load_ints<REST_BYTES>(codes + NUM_VECTORS * VECTOR_BYTES + v * LANES * REST_BYTES);
         UNROLL
         for (int j = 0; j < CODES_IN_WORD; ++j) {
             Floats weights[NUM_VECTORS];
             for (int v = 0; v < NUM_VECTORS; ++v) {
                 Floats code;
                 if constexpr (IS_BYTES) {
-                    const char* at = codes + (k * PANEL + (j * NUM_VECTORS + v) * LANES);
+                    const char* at = codes + (j * NUM_VECTORS + v) * LANES;
                     code = CODES == CodeType::S8 ? load((const int8_t*)at) : load((const fp8*)at);
-                } else if constexpr (NUM_HIGH > 0) {
-                    code = to_floats<4 + NUM_HIGH>(shifted(words[v], -4 * j), shifted(high[v], 4 - NUM_HIGH * j));
                 } else {
-                    code = to_floats<4>(shifted(words[v], -4 * j));
+                    code = code_at<BITS>(words[v], rests[v], j);
                 }
 #if !defined(__AVX2__)
                 code = code - scales.zero;

@@ -55,8 +55,10 @@ def is_packable(matrix: Quantized, dtype: torch.dtype) -> bool:
     """Tells whether the kernels give weights of a dtype the bits of `dequantize`."""
     if matrix.group not in _BITS_TO_GROUPS[matrix.bits] or not _rounds_once(matrix, dtype):
         return False
-    if matrix.scales.dtype is torch.float32 and matrix.offsets is not None:
+    if matrix.scales.dtype is torch.float32 and (matrix.offsets is not None or matrix.bits == 6):
         return False  # the product of a code and a scale would be rounded before the sum
+    if matrix.bits == 6 and (matrix.offsets is not None or not matrix.zero):
+        return False  # the kernels add 64 to such codes, and take it away with the zero, where no bit is lost
     if matrix.codes.is_meta:
         return True
     largest = matrix.scales.float().abs()

@@ -2,6 +2,8 @@
 
 import ctypes
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,11 +63,12 @@ def test_products_have_the_bits_of_the_widened_matrix(isa: str, dtype: torch.dty
 
 @each_isa
 @each_dtype
-def test_every_number_of_rows_has_them(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K"])
+def test_every_number_of_rows_has_them(isa: str, dtype: torch.dtype, name: str) -> None:
     backend = make(isa)
-    matrix = DRAWS["Q4_1"](70, 288)
+    matrix = DRAWS[name](40, 1184)
     weight, plain = backend.pack_codes([matrix], dtype), backend.pack(matrix.dequantize().to(dtype))
-    states = torch.randn(40, 288).to(dtype)
+    states = torch.randn(40, 1184).to(dtype)
     expected = backend.linear(states, plain, None)
     for num_rows in range(1, 41):
         assert torch.equal(backend.linear(states[:num_rows], weight, None), expected[:num_rows])
@@ -99,6 +102,20 @@ def test_scales_beyond_the_kernels_rounding_are_widened_before(isa: str, scale: 
     matrix.scales[0, 0] = scale
     backend = make(isa)
     assert backend.pack_codes([matrix], torch.float32).data.dtype is torch.float32
+    assert_products_are_of(backend, [matrix], torch.bfloat16, 3)
+
+
+@each_isa
+@pytest.mark.parametrize("name", ["without a zero", "offsets", "float32"])
+def test_six_bits_that_the_kernels_would_round_twice_are_widened_before(isa: str, name: str) -> None:
+    matrix = DRAWS["Q6_K"](40, 256)
+    change: dict[str, Any] = {
+        "without a zero": {"zero": 0},
+        "offsets": {"offsets": matrix.scales},
+        "float32": {"scales": matrix.scales.float() * 1.1},
+    }[name]
+    backend, matrix = make(isa), replace(matrix, **change)
+    assert backend.pack_codes([matrix], torch.bfloat16).data.dtype is torch.bfloat16
     assert_products_are_of(backend, [matrix], torch.bfloat16, 3)
 
 
