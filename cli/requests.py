@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from itertools import count, groupby
 
-from cli.cache import TIMEOUT_S
 from cli.generate import render_steps
+from cli.operate.cache import TIMEOUT_S
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, read_count, render
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.administration import ListableTier
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
+from kv_store.tiers.administration import ListableTier
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import FarStatus, Miss, Tier

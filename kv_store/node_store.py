@@ -16,7 +16,6 @@ from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
-from kv_store.administration import HostTier, ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.costs import Costs
 from kv_store.device_pool import DevicePool
@@ -33,6 +32,7 @@ from kv_store.node.directory_port import (
     KeepHint,
     Lease,
 )
+from kv_store.tiers.administration import HostTier, ListableTier
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.unread import Unread
 from wire.errors import ConfigError, StoreError

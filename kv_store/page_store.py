@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
+from kv_store.tiers.administration import ListableTier
 from kv_store.tiers.tier_list import TierList
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName

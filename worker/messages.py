@@ -8,10 +8,10 @@ from pathlib import Path
 
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
-from kv_store.administration import Selection, Tally
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
+from kv_store.tiers.administration import Selection, Tally
 from wire.convert import (
     error_to_pb,
     sampling_from_pb,

@@ -4,11 +4,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 
-from kv_store.administration import HostTier
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold
+from kv_store.tiers.administration import HostTier
 from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey
 from wire.layout import KVLayout

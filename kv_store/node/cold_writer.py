@@ -4,10 +4,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import ColdTier
+from wire.errors import StoreError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 
@@ -107,7 +109,8 @@ class ColdWriter:
         try:
             if time.monotonic() >= self._next_sweep:
                 self._next_sweep = time.monotonic() + _SWEEP_EVERY_S
-                self._cold.sweep(self._directory.records.shares)
+                with suppress(StoreError):  # the tier's state tells that it does not answer
+                    self._cold.sweep(self._directory.records.shares)
             return self.write_some()
         except Exception:
             log.exception("writing to tier %s failed", self._cold.tier)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol, TypeVar
 
-from kv_store.administration import ListableTier
 from kv_store.connection import Breaker
 from kv_store.frame import FrameSeal
+from kv_store.tiers.administration import ListableTier
 from wire.errors import ForgedFrame, StoreError, WireError
 from wire.ids import BlockKey
 from wire.layout import KVLayout

@@ -13,9 +13,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
-from kv_store.administration import PAGE_BLOCKS, Selection, beyond, find
 from kv_store.connection import receive_exactly
 from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
+from kv_store.tiers.administration import PAGE_BLOCKS, Selection, beyond, find
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
 from wire.ids import BlockKey

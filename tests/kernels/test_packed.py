@@ -109,12 +109,12 @@ def test_scales_beyond_the_kernels_rounding_are_widened_before(isa: str, scale: 
 @pytest.mark.parametrize("name", ["without a zero", "offsets", "float32"])
 def test_six_bits_that_the_kernels_would_round_twice_are_widened_before(isa: str, name: str) -> None:
     matrix = DRAWS["Q6_K"](40, 256)
-    change: dict[str, Any] = {
+    changes: dict[str, dict[str, Any]] = {
         "without a zero": {"zero": 0},
         "offsets": {"offsets": matrix.scales},
         "float32": {"scales": matrix.scales.float() * 1.1},
-    }[name]
-    backend, matrix = make(isa), replace(matrix, **change)
+    }
+    backend, matrix = make(isa), replace(matrix, **changes[name])
     assert backend.pack_codes([matrix], torch.bfloat16).data.dtype is torch.bfloat16
     assert_products_are_of(backend, [matrix], torch.bfloat16, 3)
 

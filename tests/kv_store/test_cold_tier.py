@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_store.administration import Selection, Tally, clear, find
 from kv_store.frame import FrameSeal, checksum_of
+from kv_store.tiers.administration import Selection, Tally, clear, find
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier

@@ -45,12 +45,12 @@ class Folder:
         self.tier = FilesTier(str(path), LAYOUT, MAC_KEY, WAIT_S, num_blocks * FRAME_BYTES, ttl_s=ttl_s)
 
     def age(self, name: BlockName, age_s: float) -> None:
-        os.utime(self._of(name), (time.time() - age_s,) * 2)
+        os.utime(self.path_of(name), (time.time() - age_s,) * 2)
 
     def has(self, name: BlockName) -> bool:
-        return self._of(name).exists()
+        return self.path_of(name).exists()
 
-    def _of(self, name: BlockName) -> Path:
+    def path_of(self, name: BlockName) -> Path:
         return self.path / name.key.hex()[:2] / name.key.hex()
 
 
@@ -71,7 +71,7 @@ def test_a_file_beyond_its_time_is_a_miss_before_any_sweep_and_a_use_prolongs_it
     assert folder.tier.exists([name.key for name in names]) == [False, True, True]
     assert [got_one(folder.tier, name) for name in names] == [False, True, True]
     assert (folder.tier.status().corrupt, folder.tier.status().errors) == (0, 0)
-    assert Path(folder._of(names[1])).stat().st_mtime > time.time() - 60, "it was used"
+    assert Path(folder.path_of(names[1])).stat().st_mtime > time.time() - 60, "it was used"
     folder.tier.sweep({})
     wait_until(lambda: not folder.has(names[0]))
     assert folder.has(names[1])
@@ -167,14 +167,15 @@ def test_redis_is_held_to_shares_where_little_room_is_left(redis: RedisProcess, 
 
 @pytest.mark.redis
 def test_a_sweep_of_a_server_that_is_away_is_an_error_that_harms_no_writer(redis: RedisProcess) -> None:
-    tier, directory = RedisTier(redis.url, LAYOUT, MAC_KEY, WAIT_S, FakeClock()), Directory(4)
+    tier, directory = RedisTier(redis.url, LAYOUT, MAC_KEY, WAIT_S), Directory(4)
     redis.kill()
     with pytest.raises(StoreError):
         tier.sweep({digest_of(OTHER): 0.5})
     directory.records.set_shares({digest_of(OTHER): 0.5})
-    writer = ColdWriter(LAYOUT, Arena.anonymous(LAYOUT.block_bytes, 4), directory, tier)
-    assert writer._try_to_write() == 0
-    assert writer._try_to_write() == 0
+    writer = ColdWriter(LAYOUT, Arena.anonymous(LAYOUT.block_bytes, 4), directory, tier, interval_s=0.01)
+    writer.start()
+    wait_until(lambda: directory.records.status().cold)
+    writer.stop()
     tier.close()
 
 
@@ -185,7 +186,7 @@ def test_a_writer_holds_its_tier_to_the_shares_of_the_arena(tmp_path: Path) -> N
     directory = Directory(4, writes={folder.tier.tier: Write.ALL})
     directory.records.set_shares({digest_of(OTHER): 0.25})
     writer = ColdWriter(LAYOUT, Arena.anonymous(LAYOUT.block_bytes, 4), directory, folder.tier)
-    writer.write_some()
-    writer._try_to_write()
+    writer.start()
     wait_until(lambda: sum(map(folder.has, other)) < 20)
+    writer.stop()
     folder.tier.close()

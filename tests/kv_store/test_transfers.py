@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
+from kv_store.tiers.administration import ListableTier
 from kv_store.transfers import (
     Done,
     Fetch,

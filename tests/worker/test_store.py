@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.administration import ListableTier
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.node.records import Records
+from kv_store.tiers.administration import ListableTier
 from tests.harness.cluster import until
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId
