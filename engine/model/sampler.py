@@ -114,7 +114,7 @@ class Chosen:
 
 
 class Reading:
-    """Tensors on their way to the host, those of a device in one copy.
+    """Tensors on their way to the host: a device's travel in one copy.
 
     Several of a device travel as float64, which holds ids and float32 as they are.
     """
