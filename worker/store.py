@@ -26,7 +26,7 @@ T = TypeVar("T")
 class AsyncStore:
     """A store behind a thread, which makes one call after another. Raises StoreError for a failure or a timeout.
 
-    records: of the host tier's directory; a second thread waits for events there, one wait for all who ask.
+    records: of the host tier's directory; a second thread waits for events there, one wait for all callers.
     """
 
     def __init__(self, store: BlockStore, records: RecordsPort) -> None:

@@ -38,7 +38,7 @@ class ColdBatch:
 class Directory(DirectoryPort):
     """The directory of `num_slots` slots, without their bytes; thread-safe. `clock` is monotonic, in seconds.
 
-    The other settings are those of `kv_store.node.books.Books`.
+    `kv_store.node.books.Books` has the other settings.
     """
 
     records: Records
