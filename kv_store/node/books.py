@@ -178,7 +178,8 @@ class _Proofs:
 
 
 class _Owner(Protocol):
-    _books: Books
+    @property
+    def books(self) -> Books: ...
 
 
 Owner = TypeVar("Owner", bound=_Owner)
@@ -189,7 +190,7 @@ def exclusive(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenat
 
     @wraps(method)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._books:
+        with self.books:
             return method(self, *args, **kwargs)
 
     return run

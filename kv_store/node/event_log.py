@@ -61,6 +61,10 @@ class Bell:
         self._wakes: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._wakes)
+
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
         """Has the next `ring` within the context call `wake`, on the ringing thread."""

@@ -14,17 +14,17 @@ class Records(RecordsPort):
     """Answers and notes about the blocks of the arena that `books` are of; thread-safe."""
 
     def __init__(self, books: Books, block_bytes: int = 0) -> None:
-        self._books = books
+        self.books = books
         self._block_bytes = block_bytes
         self.bell = books.log.bell
 
     @exclusive
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [self._books.ledger.find(key) is not None for key in keys]
+        return [self.books.ledger.find(key) is not None for key in keys]
 
     @exclusive
     def retain(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
-        books, order = self._books, self._books.ledger.order
+        books, order = self.books, self.books.ledger.order
         found = books.find(dict.fromkeys(keys))
         own = [slot for slot in found if books.proof(slot).root_digest == hint.namespace]
         books.touch(own)
@@ -35,13 +35,13 @@ class Records(RecordsPort):
     @exclusive
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
         asked = dict(zip(keys, parents, strict=False))
-        lost = {key: asked[key] for key in asked if self._books.ledger.find(key) is None}
-        causes = self._books.tombstones.why(lost)
+        lost = {key: asked[key] for key in asked if self.books.ledger.find(key) is None}
+        causes = self.books.tombstones.why(lost)
         return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 0, 1)]
 
     @exclusive
     def mark_cold(self, tier: Tier, stored: Sequence[BlockKey], lost: Sequence[BlockKey]) -> int:
-        books, find = self._books, self._books.ledger.find
+        books, find = self.books, self.books.ledger.find
         for key in lost:
             slot = find(key)
             if books.tombstones.lose_copy(key, tier) if slot is None else books.copies.remove(tier, slot):
@@ -55,16 +55,16 @@ class Records(RecordsPort):
     @exclusive
     def note_cold(self, cold: FarStatus) -> None:
         """Notes a cold tier as its writer finds it, for the processes that only read there."""
-        self._books.queues.status_of[cold.tier] = cold
+        self.books.queues.status_of[cold.tier] = cold
 
     @exclusive
     def leave(self) -> int:
         """Has each block that only this arena has written to a cold tier, from now on; counts such blocks."""
-        return self._books.queues.want_all()
+        return self.books.queues.want_all()
 
     @property
     def shares(self) -> Mapping[bytes, float]:
-        return self._books.shares
+        return self.books.shares
 
     @exclusive
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
@@ -72,17 +72,17 @@ class Records(RecordsPort):
 
         Writers hold cold tiers to the same shares.
         """
-        self._books.shares = shares
-        owners, ledger = self._books.owners, self._books.ledger
+        self.books.shares = shares
+        owners, ledger = self.books.owners, self.books.ledger
         for digest in shares:
             owners.setdefault(digest, len(owners) + 1)
         ledger.order.max_owned = {owners[digest]: int(share * ledger.num_pages) for digest, share in shares.items()}
-        for block in self._books.blocks():
+        for block in self.books.blocks():
             ledger.order.set_owner(block.slot, owners.get(block.name.root_digest, 0))
 
     @exclusive
     def events(self, after: EventCursor) -> EventPage:
-        log, epoch, num_slots = self._books.log, self._books.epoch, self._books.ledger.num_pages
+        log, epoch, num_slots = self.books.log, self.books.epoch, self.books.ledger.num_pages
         number, slot = log.number, after.slot
         is_known = after.epoch == epoch and log.reaches(after.number)
         if not is_known or not 0 <= slot < num_slots:
@@ -100,7 +100,7 @@ class Records(RecordsPort):
 
     @exclusive
     def status(self) -> DirectoryStatus:
-        books = self._books
+        books = self.books
         return DirectoryStatus(
             counts=books.ledger.counts(),
             num_leases=len(books.claims.leases),
@@ -115,12 +115,12 @@ class Records(RecordsPort):
 
     @exclusive
     def keys(self, first_slot: int, num_slots: int) -> list[BlockKey]:
-        slots = self._books.ledger.pages[max(0, first_slot) : max(0, first_slot) + max(0, num_slots)]
-        return [key for slot in slots if (key := self._books.ledger.key_of(slot)) is not None]
+        slots = self.books.ledger.pages[max(0, first_slot) : max(0, first_slot) + max(0, num_slots)]
+        return [key for slot in slots if (key := self.books.ledger.key_of(slot)) is not None]
 
     @exclusive
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        books = self._books
+        books = self.books
         found = {key: slot for key in keys if (slot := books.ledger.find(key)) is not None}
         return [
             StoredBlock(key, books.proof(slot).root_digest, self._block_bytes, books.idle_s(slot))
@@ -130,20 +130,20 @@ class Records(RecordsPort):
     @exclusive
     def blocks(self) -> list[Block]:
         """Returns the indexed blocks."""
-        return self._books.blocks()
+        return self.books.blocks()
 
     @exclusive
     def check(self) -> list[str]:
-        parts = (self._books.ledger, self._books.copies, self._books.sessions, self._books.claims)
+        parts = (self.books.ledger, self.books.copies, self.books.sessions, self.books.claims)
         return [problem for part in parts for problem in part.check()]
 
     @exclusive
     def _has_events(self, after: EventCursor) -> bool:
-        return after != EventCursor(self._books.epoch, self._books.log.number)
+        return after != EventCursor(self.books.epoch, self.books.log.number)
 
     def _with_slots(self, after: EventCursor, first: int, events: list[BlockEvents]) -> EventPage:
         """Adds a part of a snapshot to all events that there are, so that it holds with them."""
-        copies, ledger = self._books.copies, self._books.ledger
+        copies, ledger = self.books.copies, self.books.ledger
         slots = ledger.pages[first : first + MAX_PAGE_BLOCKS]
         full = [slot for slot in slots if not copies.is_tail(slot)]
         there = {slot: key for slot in full if (key := ledger.key_of(slot)) is not None}
@@ -151,4 +151,4 @@ class Records(RecordsPort):
             keys = [key for slot, key in there.items() if tier is Tier.HOST or tier in copies.tiers_of(slot)]
             events += [BlockEvents(EventKind.STORED, tier, keys)] if keys else []
         next_slot = (first + len(slots)) % ledger.num_pages
-        return EventPage(after, EventCursor(self._books.epoch, self._books.log.number, next_slot), events)
+        return EventPage(after, EventCursor(self.books.epoch, self.books.log.number, next_slot), events)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kv_store.node.arena_tier import ArenaTier
+from kv_store.tiers.arena_tier import ArenaTier
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier

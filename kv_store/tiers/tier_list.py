@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 
 from kv_store.frame import checksum_of
-from kv_store.node.arena_tier import ArenaTier
+from kv_store.tiers.arena_tier import ArenaTier
 from kv_store.tiers.cold_tier import ColdTier
 from wire.errors import Unsupported
 from wire.ids import BlockKey

@@ -627,7 +627,9 @@ def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[st
         9,
     )
     assert worker["blocks"] == {"free": 3, "owned": 0, "published": 0, "cached": 1, "draining": 0, "total": 4}
-    nothing = dict.fromkeys(("misses", "errors", "corrupt", "forged", "written", "refused", "write_errors"), 0)
+    nothing = dict.fromkeys(
+        ("misses", "errors", "corrupt", "forged", "written", "refused", "write_errors", "evicted"), 0
+    )
     assert status["tiers"]["redis"] == {"state": "up", "hits": 2, **nothing}
     assert server.token == "secret"
 

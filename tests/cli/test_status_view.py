@@ -104,7 +104,7 @@ arena       2048    22 %   100     32        410    1506         0
 
 arena  512 MiB, 2 being read, 6 prompts held for decode
 redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 0 forged, 4012 written, \
-8 refused, 0 write errors
+8 refused, 0 write errors, 0 evicted
 files  off
 
 last events

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_store.node.arena_tier import ArenaTier
+from kv_store.tiers.arena_tier import ArenaTier
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, got_one, names_of, payload_of, put_one
 from wire.errors import ConfigError

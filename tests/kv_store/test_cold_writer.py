@@ -26,8 +26,8 @@ WAIT_S = 20.0
 class Slow(MemoryTier):
     """A cold tier that does something first, and may fail."""
 
-    def __init__(self) -> None:
-        super().__init__(LAYOUT)
+    def __init__(self, max_blocks: int) -> None:
+        super().__init__(LAYOUT, max_blocks)
         self.before: Callable[[], bool] = lambda: True
         self.answers = True
 
@@ -46,11 +46,11 @@ class Slow(MemoryTier):
 
 
 class Node:
-    def __init__(self, writes: Mapping[Tier, Write] | None = None) -> None:
+    def __init__(self, writes: Mapping[Tier, Write] | None = None, max_cold_blocks: int = 1024) -> None:
         self.clock = FakeClock()
         self.arena = Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)
         self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0, writes=writes)
-        self.cold = Slow()
+        self.cold = Slow(max_cold_blocks)
         self.writer = ColdWriter(LAYOUT, self.arena, self.directory, self.cold, max_blocks=4, interval_s=0.01)
 
     def publish(self, names: list[BlockName]) -> None:
@@ -248,8 +248,8 @@ def test_nothing_is_left_to_finish_for_a_tier_that_fails() -> None:
     assert node.cold.status().written == 0
 
 
-def test_what_a_tier_evicts_for_what_it_is_given_is_told(node: Node) -> None:
-    node.cold._max_blocks = 2
+def test_what_a_tier_evicts_for_what_it_is_given_is_told() -> None:
+    node = Node(max_cold_blocks=2)
     names = names_of(16)
     node.publish(names)
     while node.writer.write_some():

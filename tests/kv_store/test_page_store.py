@@ -6,10 +6,10 @@ import torch
 
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.arena_tier import ArenaTier
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.page_store import PageStore
+from kv_store.tiers.arena_tier import ArenaTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.tier_list import TierList
 from tests.kv_store.names import LAYOUT, names_of, payload_of, put_one

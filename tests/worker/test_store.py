@@ -70,7 +70,7 @@ class SlowRecords(Records):
     """Records of an empty directory, whose events come when the tests say so."""
 
     def __init__(self) -> None:
-        super().__init__(Directory(1)._books)
+        super().__init__(Directory(1).books)
         self.place: EventCursor | None = None
         self.is_away = False
         self.does_wait = True
