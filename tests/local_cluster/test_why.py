@@ -55,8 +55,8 @@ class Historian(Directory):
 
     def __init__(self) -> None:
         super().__init__(NUM_SLOTS, block_bytes=LAYOUT.block_bytes)
-        self.records = JudgedRecords(self._books, self)
-        self._books.tombstones = OrderedTombstones(NUM_SLOTS, "least recent use", time.monotonic)
+        self.records = JudgedRecords(self.books, self)
+        self.books.tombstones = OrderedTombstones(NUM_SLOTS, "least recent use", time.monotonic)
         self.parent_of: dict[BlockKey, bytes] = {}
         self.lost: list[BlockKey] = []
         self.last_loss: dict[BlockKey, int] = {}
@@ -68,7 +68,7 @@ class Historian(Directory):
         return {one.name.key: one.name.parent for one in self.records.blocks() if not one.name.is_tail}
 
     def _watched(self, call: Callable[[], T]) -> T:
-        order = self._books.tombstones.order  # type: ignore[attr-defined]
+        order = self.books.tombstones.order  # type: ignore[attr-defined]
         order.clear()
         before = self._resident()
         answer = call()
