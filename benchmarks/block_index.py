@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     index = BlockIndex(LAYOUT)
-    figures = memory_of(index, options.blocks) | lookup_times(index)
+    figures = memory_of(index, options.blocks) | lookup_times(index, options.blocks)
     figures |= asyncio.run(way_of_events(options.events, options.rate))
     write_result("block_index", figures, {})
 
@@ -82,10 +82,10 @@ def memory_of(index: BlockIndex, num_blocks: int) -> dict[str, float]:
     }
 
 
-def lookup_times(index: BlockIndex) -> dict[str, float]:
-    """Times the match of a prompt of 4,000 blocks that the node has, and of one that it has not."""
+def lookup_times(index: BlockIndex, first: int) -> dict[str, float]:
+    """Times the match of a prompt of 4,000 blocks that the node has, from `first` on, and of one that it has not."""
     num_blocks = 4000
-    found, unknown = _keys(1_000_000, 1_000_000 + num_blocks), _keys(9_000_000, 9_000_000 + num_blocks)
+    found, unknown = _keys(first, first + num_blocks), _keys(9 * first, 9 * first + num_blocks)
     assert index.match(found) == {"": num_blocks}
     assert index.match(unknown) == {"": 0}
     return {
