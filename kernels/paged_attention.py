@@ -41,7 +41,7 @@ def find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS: tl.con
 
 @triton.jit
 def find_split_len(visible, MAX_SPLITS: tl.constexpr, MIN_SPLIT_LEN: tl.constexpr):
-    """Computes the tokens of a split from those that a row sees, alike on all architectures: tiles divide it."""
+    """Computes the length of a split from the tokens that a row sees, alike on all architectures: tiles divide it."""
     return tl.maximum(tl.cdiv(tl.cdiv(visible, MAX_SPLITS), MIN_SPLIT_LEN), 1) * MIN_SPLIT_LEN
 
 

@@ -88,7 +88,7 @@ def architecture_of(device: torch.device) -> str:
 
 
 def nearest_of(capability: tuple[int, int]) -> str:
-    """Names the rows of an NVIDIA device. Those of sm_80 fit the 99 KiB of shared memory of sm_86, sm_89 and sm_120."""
+    """Names the rows of an NVIDIA device. Tiles of sm_80 fit the 99 KiB of shared memory of sm_86, sm_89 and sm_120."""
     return {9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_80")
 
 
