@@ -1,9 +1,11 @@
 """Everything that wants a GPU, in one command: the tests of the kernels, then how fast they are.
 
     python3 benchmarks/gpu.py
+    python3 benchmarks/gpu.py --tune
 
 Needs torch, Triton, pytest and hypothesis, and nothing installed of this project. Prints a table last; where OUT names
-a folder, the figures go to OUT/gpu.json, too. Without a GPU it says so and ends well.
+a folder, the figures go to OUT/gpu.json, too. With --tune, tiles are timed instead, and this architecture's rows of
+kernels/tiles.toml get the fastest that spill nothing. Without a GPU it says so and ends well.
 """
 
 import datetime
@@ -49,6 +51,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure")
         return 0
+    if "--tune" in sys.argv[1:]:
+        return tune()
     failed = run_tests()
     if failed:
         print("the kernels are wrong here: no figures")
@@ -58,6 +62,15 @@ def main() -> int:
         print(describe(row), flush=True)
         rows.append(row)
     report(rows)
+    return 0
+
+
+def tune() -> int:
+    """Rewrites this device's rows of the table of tiles."""
+    from benchmarks.gpu_tiles import try_on_device, write_tuned
+    from kernels.tiles import architecture_of
+
+    write_tuned(architecture_of(torch.device("cuda")), try_on_device)
     return 0
 
 

@@ -105,11 +105,11 @@ def measure() -> Iterator[Row]:
 
 
 def _measure_decode(shape: DecodeShape, ceilings: Ceilings, kept: torch.dtype | None = None) -> Row:
-    query = _random(shape.num_seqs, NUM_HEADS, HEAD_DIM)
-    layers, tables = _pool(shape.num_layers, shape.num_seqs, shape.context_len, kept)
+    query = make_random(shape.num_seqs, NUM_HEADS, HEAD_DIM)
+    layers, tables = make_pool(shape.num_layers, shape.num_seqs, shape.context_len, kept)
     lens = torch.full((shape.num_seqs,), shape.context_len, dtype=torch.int32, device="cuda")
     keys, values = (
-        _random(shape.num_layers, shape.num_seqs, NUM_KV_HEADS, shape.context_len, HEAD_DIM) for _ in range(2)
+        make_random(shape.num_layers, shape.num_seqs, NUM_KV_HEADS, shape.context_len, HEAD_DIM) for _ in range(2)
     )
 
     def paged() -> None:
@@ -130,11 +130,11 @@ def _measure_decode(shape: DecodeShape, ceilings: Ceilings, kept: torch.dtype | 
 
 def _measure_prompt(shape: PromptShape, ceilings: Ceilings) -> Row:
     num_layers = 4
-    query = _random(shape.num_seqs * shape.chunk_len, NUM_HEADS, HEAD_DIM)
-    layers, tables = _pool(num_layers, shape.num_seqs, shape.context_len)
+    query = make_random(shape.num_seqs * shape.chunk_len, NUM_HEADS, HEAD_DIM)
+    layers, tables = make_pool(num_layers, shape.num_seqs, shape.context_len)
     lens = torch.full((shape.num_seqs,), shape.context_len, dtype=torch.int32, device="cuda")
     starts = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device="cuda") * shape.chunk_len
-    keys, values = (_random(shape.num_seqs, NUM_HEADS, shape.context_len, HEAD_DIM) for _ in range(2))
+    keys, values = (make_random(shape.num_seqs, NUM_HEADS, shape.context_len, HEAD_DIM) for _ in range(2))
     own_query = query.view(shape.num_seqs, shape.chunk_len, NUM_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
     seen = None
     if shape.num_before:
@@ -158,12 +158,14 @@ def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
     num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
     num_turns = max(1, WORKING_SET_BYTES // (num_rows * num_heads * HEAD_DIM * DTYPE.itemsize))
     num_turns = min(num_turns, 64)
-    layers, _ = _pool(1, 1, max(num_rows, BLOCK_SIZE))
+    layers, _ = make_pool(1, 1, max(num_rows, BLOCK_SIZE))
     slots = torch.randperm(num_rows, device="cuda")
     heads = Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, None, None, 1e-6)
     angles = Angles(*torch.rand(2, num_rows, HEAD_DIM // 2, device="cuda"))
-    qkv, states, gate_up = (_random(num_turns, num_rows, size) for size in (num_heads * HEAD_DIM, HIDDEN, 2 * MLP // 4))
-    weight, of_torch = _random(HIDDEN), TorchBackend()
+    qkv, states, gate_up = (
+        make_random(num_turns, num_rows, size) for size in (num_heads * HEAD_DIM, HIDDEN, 2 * MLP // 4)
+    )
+    weight, of_torch = make_random(HIDDEN), TorchBackend()
 
     def each(work: Callable[[Tensor], object], rows: Tensor) -> Callable[[], None]:
         def run() -> None:
@@ -192,25 +194,26 @@ def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
         yield Row(name, f"{num_rows} rows", seconds["own"] / num_turns, floor_s, "copy", "torch" * len(peer), other_s)
 
 
-def _pool(
-    num_layers: int, num_seqs: int, context_len: int, kept: torch.dtype | None = None
+def make_pool(
+    num_layers: int, num_seqs: int, context_len: int, kept: torch.dtype | None = None, head_dim: int = HEAD_DIM
 ) -> tuple[list[KVPages], Tensor]:
     """Makes the layers of a pool of random KV, and block tables in random order."""
     blocks_each = -(-context_len // BLOCK_SIZE)
     num_pages = num_seqs * blocks_each
-    shape = num_pages, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
+    shape = num_pages, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim
     if kept is None:
-        pages = KVPages(_random(*shape))
+        pages = KVPages(make_random(*shape))
     else:
         data = torch.empty(shape, dtype=kept, device="cuda")
         scales = torch.empty(shape[:-1], dtype=torch.bfloat16, device="cuda")
         for page in range(0, num_pages, 256):
             part = slice(page, page + 256)
-            data[part], scales[part] = quantize(_random(*data[part].shape), kept)
+            data[part], scales[part] = quantize(make_random(*data[part].shape), kept)
         pages = KVPages(data, scales)
     tables = torch.randperm(num_pages, device="cuda").int().view(num_seqs, blocks_each)
     return [pages.layer(index) for index in range(num_layers)], tables
 
 
-def _random(*shape: int) -> Tensor:
+def make_random(*shape: int) -> Tensor:
+    """Makes a tensor of bfloat16 on the GPU."""
     return torch.empty(shape, dtype=DTYPE, device="cuda").normal_()

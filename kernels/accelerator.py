@@ -16,6 +16,9 @@ from kernels.cpu.library import NoKernels
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 
 
+FP8_CAPABILITY = (8, 9)
+
+
 class Graph(Protocol):
     """Kernel launches that are captured once and replayed as one launch."""
 
@@ -37,6 +40,10 @@ class Accelerator(Protocol):
 
     def graph(self, device: torch.device) -> Graph: ...
 
+    def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
+        """Returns why the device's kernels cannot keep KV in a dtype of wire.layout.KV_DTYPES, else None."""
+        ...
+
     def pin(self, address: int, num_bytes: int) -> str | None:
         """Pins host memory for DMA by all such devices; returns the error where that fails, else None."""
         ...
@@ -57,6 +64,18 @@ class Cuda:
 
     def graph(self, device: torch.device) -> Graph:
         return CudaGraph(device)
+
+    def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
+        """Refuses fp8 before compute capability 8.9: Triton has no conversion of e4m3 there."""
+        if kv_dtype != "fp8" or torch.version.hip:
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) >= FP8_CAPABILITY:
+            return None
+        return (
+            f"fp8 wants a GPU of compute capability 8.9 or later, and {device} has {major}.{minor}; "
+            "set int8, which takes as many bytes"
+        )
 
     def pin(self, address: int, num_bytes: int) -> str | None:
         error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)

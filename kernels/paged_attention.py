@@ -8,8 +8,6 @@ from the row's own length, so a row has the same bits in any batch, and a chunk'
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,39 +15,13 @@ from torch import Tensor
 
 from kernels.backend import AttentionVariant, KVPages
 from kernels.int4 import load_tile
+from kernels.tiles import Tile, choose_tile, tokens_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 32
 MIN_SPLIT_LEN = 128
-MIN_DOT_ROWS = 16
 # Fusing is spelled out because its default differs between Triton's versions, and with it the numbers.
 FUSING = {"enable_fp_fusion": True}
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The shape of a program: query rows, and keys of one iteration; its warps, and the stages of its loads."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-    @property
-    def options(self) -> dict[str, object]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **FUSING}
-
-
-# The fastest of a sweep on an H100: benchmarks/results/gpu_h100.md.
-DECODE_TILE = Tile(MIN_DOT_ROWS, 128, 4, 2)
-CODES_TILE = Tile(MIN_DOT_ROWS, 64, 2, 3)
-"""Of decoding rows over pages of int8 and fp8."""
-WIDE_TILE = Tile(MIN_DOT_ROWS, 64, 4, 3)
-"""Of decoding rows over pages of float32 and int4, which take many registers."""
-PREFILL_TILE = Tile(128, 128, 8, 2)
-CODES_PREFILL_TILE = Tile(128, 64, 8, 3)
-WIDE_PREFILL_TILE = Tile(64, 32, 8, 2)
-"""Of float32, and of heads wider than 128."""
 
 
 @triton.jit
@@ -65,6 +37,12 @@ def find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS: tl.con
         high = tl.where(is_before, high, middle)
     start = (tl.load(cu_query_lens_ptr + low) - first_row) // TOKENS + 2 * (low - first_seq)
     return low, program - start
+
+
+@triton.jit
+def find_split_len(visible, MAX_SPLITS: tl.constexpr, MIN_SPLIT_LEN: tl.constexpr):
+    """Computes the length of a split from the tokens that a row sees, alike on all architectures: tiles divide it."""
+    return tl.maximum(tl.cdiv(tl.cdiv(visible, MAX_SPLITS), MIN_SPLIT_LEN), 1) * MIN_SPLIT_LEN
 
 
 @triton.jit
@@ -139,7 +117,7 @@ def attend(
     begin = tl.maximum(tile_start - window + 1, 0)
     end = tile_end
     if cu_query_lens_ptr is None:
-        split_len = tl.maximum(tl.cdiv(tl.cdiv(end - begin, MAX_SPLITS), KEYS) * KEYS, MIN_SPLIT_LEN)
+        split_len = find_split_len(end - begin, MAX_SPLITS, MIN_SPLIT_LEN)
         begin += split * split_len
         end = tl.minimum(begin + split_len, end)
         if (split > 0) & (begin >= end):
@@ -274,14 +252,13 @@ def merge_splits(
     num_splits,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT_LEN: tl.constexpr,
 ):
     # One program merges the splits of one head of one sequence, as many as its length has.
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     visible = tl.minimum(tl.load(context_lens_ptr + seq), window)
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(visible, MAX_SPLITS), KEYS) * KEYS, MIN_SPLIT_LEN)
+    split_len = find_split_len(visible, MAX_SPLITS, MIN_SPLIT_LEN)
     splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
     # The first split of no tokens is there, too.
@@ -319,7 +296,7 @@ def paged_decode_attention(
     output = query.new_empty(query.shape) if out is None else out
     if num_seqs == 0:
         return output
-    tile, max_context_len = decode_tile(pages), block_tables.shape[1] * block_size
+    tile, max_context_len = choose_tile("decode", query, pages, variant), block_tables.shape[1] * block_size
     window = max_context_len if variant.window is None else min(variant.window, max_context_len)
     num_splits = min(triton.cdiv(window, MIN_SPLIT_LEN), MAX_SPLITS)
 
@@ -353,7 +330,6 @@ def paged_decode_attention(
             num_splits,
             HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim),
-            KEYS=tile.keys,
             MAX_SPLITS=MAX_SPLITS,
             MIN_SPLIT_LEN=MIN_SPLIT_LEN,
             num_warps=4,
@@ -385,10 +361,8 @@ def paged_prefill_attention(
     if num_rows == first_seq:
         return output
     group_size = num_heads // num_kv_heads
-    tile = prefill_tile(query, pages, group_size)
-    num_tokens = 1 << (tile.rows // group_size).bit_length() - 1
-    if pages.int4 is not None:
-        num_tokens = min(num_tokens, block_size & -block_size)
+    tile = choose_tile("prompts", query, pages, variant)
+    num_tokens = tokens_of(tile, group_size, None if pages.int4 is None else block_size)
     num_tiles = triton.cdiv(num_rows - first_seq, num_tokens) + 2 * num_seqs
     window = variant.window or block_tables.shape[1] * block_size
     _launch(
@@ -408,23 +382,6 @@ def paged_prefill_attention(
         first_seq,
     )
     return output
-
-
-def decode_tile(pages: KVPages) -> Tile:
-    """Chooses the tile of decoding rows."""
-    if pages.int4 is not None or pages.data.dtype is torch.float32:
-        return WIDE_TILE
-    return DECODE_TILE if pages.scales is None else CODES_TILE
-
-
-def prefill_tile(query: Tensor, pages: KVPages, group_size: int) -> Tile:
-    """Chooses the tile of prompts; it has a row for each head of a group."""
-    if query.dtype is torch.float32 or query.shape[-1] > 128:
-        tile = WIDE_PREFILL_TILE
-    else:
-        tile = PREFILL_TILE if pages.scales is None else CODES_PREFILL_TILE
-    rows = max(tile.rows, triton.next_power_of_2(group_size))
-    return Tile(rows, tile.keys, tile.num_warps, tile.num_stages)
 
 
 def _launch(
@@ -478,7 +435,9 @@ def _launch(
         PADDED_DIM=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT_LEN=MIN_SPLIT_LEN,
-        **tile.options,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **FUSING,
     )
 
 

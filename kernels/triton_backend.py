@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import int4, paged_attention, row_operations
+from kernels import int4, paged_attention, row_operations, tiles
 from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
 from kernels.torch_backend import TorchBackend, rotate
 
@@ -13,7 +13,7 @@ class TritonBackend(TorchBackend):
     """Torch's products, and Triton's kernels for all between them. A row's attention does not depend on the batch."""
 
     name = "triton"
-    version = "triton-5"
+    version = f"triton-6-{tiles.digest()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)

@@ -16,6 +16,7 @@ from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, decode_greedily
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
 from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
+from kernels.accelerator import accelerator_of
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables
 from kernels.reference import weigh
 from kernels.selection import select_backend
@@ -103,11 +104,12 @@ class Decoder:
 
         kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy. load_weights: `WeightCache.load`, or for this
         process alone. Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype, and for a
-        policy that does not suit the model.
+        KV dtype or policy that does not suit the device or the model.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
         backend = backend or select_backend(device)
+        check_kv_dtype(device, kv_dtype)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
         config = checkpoint.config.keeping(parse_kv_policy(kv_policy, kv_dtype))
         layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
@@ -232,3 +234,9 @@ def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> t
     resolved = getattr(torch, name)
     assert isinstance(resolved, torch.dtype)
     return resolved
+
+
+def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
+    """Raises ConfigError for a KV dtype that the kernels of the device do not read."""
+    if device.type != "cpu" and (problem := accelerator_of(device).refuses(device, kv_dtype)):
+        raise ConfigError(f"model.kv_dtype: {problem}")

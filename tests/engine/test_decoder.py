@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.model.decoder import Decoder
+from engine.model.decoder import Decoder, check_kv_dtype
 from kernels.backend import KVPages
 from kernels.cpu.library import best_isa
 from kernels.triton_backend import TritonBackend
@@ -26,7 +26,7 @@ from tests.harness.engines import make_core, serve
 from tests.harness.model_alone import PagedRun, generate
 from tests.kernels.backends import make_backend
 from wire.errors import ConfigError
-from wire.layout import Window
+from wire.layout import KV_DTYPES, Window
 from wire.sampling import SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 100, 700)
@@ -198,6 +198,39 @@ def test_quantized_kv_stays_close_to_transformers(
 def test_an_unknown_kv_dtype_is_refused(checkpoint: Checkpoints) -> None:
     with pytest.raises(ConfigError, match="unknown KV dtype int3; known: auto, int8, fp8"):
         Decoder.load(checkpoint("qwen3"), None, CPU, 16, kv_dtype="int3")
+
+
+def set_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None = None) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_kv_in_fp8_is_refused_by_gpus_that_cannot_convert_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    set_capability(monkeypatch, capability)
+    with pytest.raises(ConfigError, match=r"model.kv_dtype: fp8 wants .* 8.9 or later, and cuda:1 has 8.*set int8"):
+        check_kv_dtype(torch.device("cuda:1"), "fp8")
+    for kept in set(KV_DTYPES) - {"fp8"}:
+        check_kv_dtype(torch.device("cuda:1"), kept)
+
+
+@pytest.mark.parametrize(("capability", "hip"), [((8, 9), None), ((9, 0), None), ((9, 4), "6.4")])
+def test_kv_in_fp8_is_served_by_later_gpus_and_amds(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None
+) -> None:
+    set_capability(monkeypatch, capability, hip)
+    check_kv_dtype(torch.device("cuda"), "fp8")
+    check_kv_dtype(CPU, "fp8")
+
+
+def test_kv_in_fp8_is_refused_before_weights_are_loaded(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_capability(monkeypatch, (8, 0))
+    with pytest.raises(ConfigError, match="fp8 wants"):
+        Decoder.load(checkpoint("qwen3"), None, torch.device("cuda"), 16, TritonBackend(), kv_dtype="fp8")
 
 
 def test_dtype_is_float32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:

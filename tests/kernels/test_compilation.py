@@ -1,40 +1,91 @@
-"""Every kernel compiles for the GPU it was written for, on a machine that has none."""
+"""Every kernel compiles at the size of a launch for GPUs that this machine has not, and fits them."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pairs import RUNS_ALL
+from kernels.tiles import read_table
+from tests.pairs import RUNS_ALL, covering
 
 ROOT = Path(__file__).parents[2]
-COMPILATION_S = 400
-"""On a busy machine; 20 on a quiet one."""
+COMPILATION_S = 3000 if RUNS_ALL else 400
+"""On a busy machine."""
 pytestmark = pytest.mark.timeout(COMPILATION_S)
-SHARED_BYTES_PER_PROGRAM = 227 * 1024
-DTYPES = (("bf16", 128), ("fp16", 80), *([("fp32", 128)] if RUNS_ALL else []))
-"""Float32 is for tests, and its prompts take longest to compile."""
-ATTENTION = [
-    f"{role}{what}"
-    for role in ("decode", "prefill")
-    for what in ("", " with sinks and a cap", " over int8", " over int4")
-]
-ROWS = ["normalize", "gate_rows", "rotate_and_write_heads", "rotate_and_write_heads of int8"]
-ALL = {(kernel, *case) for kernel in ("close_block", *ROWS, *ATTENTION, "merge_splits") for case in DTYPES}
+DTYPES = {"float32": "fp32"}
+"""By kind; bf16 of others."""
+ROWS = {
+    *("close_block", "normalize", "gate_rows", "merge_splits"),
+    *("rotate_and_write_heads", "rotate_and_write_heads of int8"),
+}
+WANTED_PROGRAMS = {"decode": 2, "prompts": 1}
+"""At once on a processor: decoding waits for memory, and a second program loads meanwhile."""
 Compiled = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    script = Path(__file__).with_name("compile_for_sm90.py")
+@dataclass(frozen=True)
+class Processor:
+    """The registers and the shared memory of a multiprocessor, and what one program may have of them.
+
+    lanes: of a warp. reserved_bytes: of shared memory, by the driver for each program.
+    """
+
+    registers: int
+    shared_bytes: int
+    program_bytes: int
+    lanes: int = 32
+    reserved_bytes: int = 1024
+
+    def holds(self, one: dict[str, Any], num_programs: int) -> bool:
+        """Tells whether so many programs of a kernel fit at once."""
+        registers = num_programs * one["registers"] * one["num_warps"] * self.lanes
+        shared_bytes = num_programs * (one["shared_bytes"] + self.reserved_bytes)
+        return (
+            one["shared_bytes"] <= self.program_bytes
+            and registers <= self.registers
+            and shared_bytes <= self.shared_bytes
+        )
+
+
+PROCESSORS = {
+    "sm_80": Processor(1 << 16, 100 << 10, 99 << 10),  # sm_86 and sm_89 have as much, and the A100 more
+    "sm_90": Processor(1 << 16, 228 << 10, 227 << 10),
+    "sm_100": Processor(1 << 16, 228 << 10, 227 << 10),
+    "gfx942": Processor(1 << 17, 64 << 10, 64 << 10, 64, 0),
+}
+ROWS_OF_TABLE = [
+    (architecture, role, kind, head_dim)
+    for architecture, roles in read_table().items()
+    for role, kinds in roles.items()
+    for kind, heads in kinds.items()
+    for head_dim in heads
+]
+
+
+def chosen_cases() -> list[str]:
+    """Lists rows of the table in bfloat16 with heads of 128 that cover all pairs; with --all, each with all heads."""
+    few = [one for one in ROWS_OF_TABLE if one[3] == "128" and one[2] != "float32"]
+    chosen = [few[place] for place in covering([one[:3] for one in few])]
+    if RUNS_ALL:
+        chosen = [*ROWS_OF_TABLE, *((*one[:3], "64") for one in few)]
+    return [":".join((*one, DTYPES.get(one[2], "bf16"))) for one in chosen]
+
+
+CASES = chosen_cases()
+OTHERS = [f"{one}:rows:all:128:bf16" for one in (PROCESSORS if RUNS_ALL else ["sm_90"])]
+
+
+def compile_cases(cases: list[str], cache: Path) -> Compiled:
+    script = Path(__file__).with_name("compile_for.py")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, str(script), *(f"{dtype}:{head_dim}" for dtype, head_dim in DTYPES)]
+    env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(script), *cases]
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=COMPILATION_S, check=False
     )
@@ -43,30 +94,50 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return kernels
 
 
-def test_all_kernels_compile_for_sm90(compiled: Compiled) -> None:
-    assert {(one["kernel"], one["dtype"], one["head_dim"]) for one in compiled} == ALL
-    assert all(".target sm_90" in one["ptx"] and one["cubin_bytes"] > 0 for one in compiled)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compile_cases([*CASES, *OTHERS], tmp_path_factory.mktemp("triton"))
 
 
-def test_each_program_fits_its_processor(compiled: Compiled) -> None:
-    assert max(one["shared_bytes"] for one in compiled) <= SHARED_BYTES_PER_PROGRAM
+@pytest.fixture(scope="module")
+def attention(compiled: Compiled) -> Compiled:
+    """All attention but in float32, which is for tests."""
+    chosen = [one for one in compiled if one["kernel"] not in ROWS and one["dtype"] != "fp32"]
+    assert {one["architecture"] for one in chosen} == set(PROCESSORS)
+    return chosen
 
 
-def test_kv_is_moved_16_bytes_at_a_time(compiled: Compiled) -> None:
-    attention = [one["ptx"] for one in compiled if one["kernel"] in ("decode", "prefill")]
-    assert all("cp.async.cg.shared.global [" in ptx and ", 0x10" in ptx for ptx in attention)
+def test_the_table_has_a_row_for_each_launch() -> None:
+    kinds = ("plain", "sinks", "int8", "fp8", "int4", "float32")
+    assert set(ROWS_OF_TABLE) == set(product(PROCESSORS, WANTED_PROGRAMS, kinds, ("128", "256")))
 
 
-def test_half_precision_uses_the_tensor_cores(compiled: Compiled) -> None:
-    attention = {(one["kernel"], one["dtype"]): one["ptx"] for one in compiled}
-    for dtype in ("bf16", "fp16"):
-        assert "mma.sync" in attention["decode", dtype]
-        assert "wgmma.mma_async" in attention["prefill", dtype]
+def test_all_kernels_compile(compiled: Compiled) -> None:
+    assert {one["kernel"] for one in compiled} >= ROWS
+    assert len(compiled) == len(CASES) + len(ROWS) * len(OTHERS)
 
 
-def test_no_register_is_spilled_but_in_float32_and_by_decoding_over_int8(compiled: Compiled) -> None:
-    """Float32 is for tests; over int8, a shape of programs that spills a few was the fastest on a device."""
-    stacks = {(one["kernel"], one["dtype"]): one["stack"] for one in compiled if one["dtype"] != "fp32"}
-    spilled = {kernel: stack for kernel, stack in stacks.items() if stack}
-    assert {kernel for kernel, _ in spilled} <= {"decode over int8"}, spilled
-    assert max(spilled.values(), default=0) <= 256, spilled
+def test_no_register_is_spilled(attention: Compiled) -> None:
+    assert [one for one in attention if one["spilled"]] == []
+
+
+def test_programs_fit_their_processor_as_often_as_wanted(attention: Compiled) -> None:
+    def fits(one: dict[str, Any]) -> bool:
+        return PROCESSORS[one["architecture"]].holds(one, WANTED_PROGRAMS[one["kernel"].split()[0]])
+
+    assert [one for one in attention if not fits(one)] == []
+
+
+def test_products_are_matrix_instructions(attention: Compiled) -> None:
+    assert [one for one in attention if not one["has_matrix_instructions"]] == []
+
+
+def test_kv_is_loaded_16_bytes_at_a_time(attention: Compiled) -> None:
+    assert [one for one in attention if not one["has_wide_loads"]] == []
+
+
+def test_a_tile_that_is_too_large_is_found() -> None:
+    large = {"registers": 255, "num_warps": 8, "shared_bytes": 128 << 10}
+    assert not PROCESSORS["sm_80"].holds(large, 1)
+    assert PROCESSORS["sm_90"].holds(large, 1)
+    assert not PROCESSORS["sm_90"].holds(large, 2)

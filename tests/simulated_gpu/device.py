@@ -99,6 +99,9 @@ class SimulatedGpu:
     def graph(self, device: torch.device) -> Graph:
         return SimulatedGraph(device)
 
+    def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
+        return None
+
     def pin(self, address: int, num_bytes: int) -> str | None:
         return None if commands().pin(address, num_bytes) else "it is pinned already, or not shared"
 

@@ -1,0 +1,143 @@
+"""Tunes kernels/tiles.toml for the GPU of this machine: each row gets the fastest of the tiles that spill nothing.
+
+    python3 benchmarks/gpu.py --tune
+
+Rows of int4 and float32 stay as they are. Other architectures' rows stay, too.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.errors import TritonError
+
+from benchmarks.gpu_kernels import NUM_HEADS, make_pool, make_random
+from benchmarks.gpu_timing import time_in_turn
+from kernels import paged_attention
+from kernels.backend import AttentionVariant, Scores
+from kernels.tiles import TABLE, Role, Table, Tile, read_table
+
+NOTE = (
+    "# Tiles of attention: rows, keys of an iteration, warps, stages of loads. docs/gpu.md says how rows are chosen.\n"
+)
+NUM_SEQS, CONTEXT_LEN, PROMPT_LEN = 16, 8192, 2048
+KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""The dtype of codes by the kinds that are tuned."""
+SHAPES = {
+    "decode": [Tile(16, *one) for one in product((32, 64, 128), (2, 4, 8), (1, 2, 3))],
+    "prompts": [Tile(*one) for one in product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))],
+}
+"""The candidates of a role."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    role: Role
+    kind: str
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A tile's run: its median seconds, and the registers that it spilled. One that did not start took for ever."""
+
+    tile: Tile
+    seconds: float = math.inf
+    spilled: int = 0
+
+
+Try = Callable[[Row, Tile], Trial]
+
+
+def choose_fastest(trials: list[Trial], present: Tile) -> Tile:
+    """Returns the tile of the fastest trial without spills; the present one where there is none."""
+    sound = [one for one in trials if not one.spilled and math.isfinite(one.seconds)]
+    return min(sound, key=lambda one: one.seconds).tile if sound else present
+
+
+def tune(table: Table, architecture: str, try_tile: Try) -> Iterator[tuple[Row, Tile, Tile]]:
+    """Replaces an architecture's rows of the table, one after another; yields each with its tiles before and after."""
+    for role, kinds in table[architecture].items():
+        for kind, heads in kinds.items():
+            for head_dim, numbers in heads.items():
+                if kind in KEPT:
+                    row, before = Row("decode" if role == "decode" else "prompts", kind, int(head_dim)), Tile(*numbers)
+                    after = choose_fastest([try_tile(row, one) for one in candidates(role, before)], before)
+                    heads[head_dim] = [after.rows, after.keys, after.num_warps, after.num_stages]
+                    yield row, before, after
+
+
+def candidates(role: str, present: Tile) -> list[Tile]:
+    """Lists the tiles to try, the present one first, so that it stays where others are no faster."""
+    return [present, *(one for one in SHAPES[role] if one != present)]
+
+
+def format_table(table: Table) -> str:
+    """Formats a table as kernels/tiles.toml: one line a kind, a tile for each size of heads."""
+    lines = [NOTE]
+    for architecture, roles in table.items():
+        for role, kinds in roles.items():
+            lines.append(f"\n[{architecture}.{role}]\n")
+            for kind, heads in kinds.items():
+                tiles = ", ".join(f"{head_dim} = {numbers}" for head_dim, numbers in heads.items())
+                lines.append(f"{kind} = {{ {tiles} }}\n")
+    return "".join(lines)
+
+
+def write_tuned(architecture: str, try_tile: Try, path: Path = TABLE) -> None:
+    """Tunes an architecture's rows and writes the table after each, so that an interrupted run keeps what it found."""
+    table = read_table(path)
+    for row, before, after in tune(table, architecture, try_tile):
+        path.write_text(format_table(table))
+        print(f"{row.role} {row.kind} {row.head_dim}: {before} -> {after}", flush=True)
+
+
+class Launches:
+    """Attention's kernel, with the registers that its launches spilled: the compiler's count for this device."""
+
+    def __init__(self) -> None:
+        self._kernel: Any = paged_attention.attend
+        self.spilled = 0
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*args: object, **kwargs: object) -> None:
+            self.spilled = max(self.spilled, self._kernel[grid](*args, **kwargs).n_spills)
+
+        return launch
+
+
+def try_on_device(row: Row, tile: Tile) -> Trial:
+    """Times a tile on the current GPU; one that does not compile or fit there does not start."""
+    work, launches = make_work(row), Launches()
+    with (
+        mock.patch.object(paged_attention, "attend", launches),
+        mock.patch.object(paged_attention, "choose_tile", return_value=tile),
+    ):
+        try:
+            seconds = time_in_turn({"work": work})["work"]
+        except TritonError:
+            return Trial(tile)
+    return Trial(tile, seconds, launches.spilled)
+
+
+def make_work(row: Row) -> Callable[[], object]:
+    """Makes the launches of a row: 16 sequences of 8192 tokens that decode, or 4 prompts of 2048."""
+    scores = Scores(torch.zeros(NUM_HEADS, device="cuda"), 50.0) if row.kind == "sinks" else Scores()
+    variant = AttentionVariant(row.head_dim**-0.5, scores=scores)
+    is_decode = row.role == "decode"
+    num_seqs, length = (NUM_SEQS, CONTEXT_LEN) if is_decode else (NUM_SEQS // 4, PROMPT_LEN)
+    (pages,), tables = make_pool(1, num_seqs, length, KEPT[row.kind], row.head_dim)
+    lens = torch.full((num_seqs,), length, dtype=torch.int32, device="cuda")
+    if is_decode:
+        query = make_random(num_seqs, NUM_HEADS, row.head_dim)
+        return lambda: paged_attention.paged_decode_attention(query, pages, tables, lens, variant)
+    query = make_random(num_seqs * length, NUM_HEADS, row.head_dim)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
+    return lambda: paged_attention.paged_prefill_attention(query, pages, tables, lens, starts, variant)

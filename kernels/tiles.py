@@ -1,0 +1,97 @@
+"""The tiles of attention on each architecture: kernels/tiles.toml, one row for a role, a kind and a size of heads.
+
+Launches read the table, and tests/kernels/test_compilation.py compiles what it says.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.backend import AttentionVariant, KVPages
+
+TABLE = Path(__file__).with_name("tiles.toml")
+HEAD_DIMS = (128, 256)
+"""Sizes of heads with a row; smaller ones have the next one's."""
+CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+Role = Literal["decode", "prompts"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a program: query rows, and keys of one iteration; its warps, and the stages of its loads."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
+"""Numbers of a tile by architecture, role, kind and size of heads."""
+
+
+def read_table(path: Path = TABLE) -> Table:
+    """Reads a table of tiles."""
+    return tomllib.loads(path.read_text())
+
+
+def digest() -> str:
+    """Computes a digest of the table, for the version of the kernels: numbers follow from the keys of tiles."""
+    return sha256(TABLE.read_bytes()).hexdigest()[:8]
+
+
+def choose_tile(role: Role, query: Tensor, pages: KVPages, variant: AttentionVariant) -> Tile:
+    """Returns the table's tile for a launch on the device of `query`: a function of no batch."""
+    return find_tile(architecture_of(query.device), role, kind_of(query.dtype, pages, variant), query.shape[-1])
+
+
+def kind_of(dtype: torch.dtype, pages: KVPages, variant: AttentionVariant) -> str:
+    """Names what decides about registers beside the size of heads: float32, the codes of pages, or sinks and caps."""
+    if dtype is torch.float32:
+        return "float32"
+    if pages.int4 is not None:
+        return "int4"
+    if pages.scales is not None:
+        return CODES[pages.data.dtype]
+    has_sinks = variant.num_sinks or variant.scores.sinks is not None
+    return "plain" if variant.scores.soft_cap is None and not has_sinks else "sinks"
+
+
+@cache
+def find_tile(architecture: str, role: Role, kind: str, head_dim: int) -> Tile:
+    """Reads a row of the table. Raises KeyError for one that it lacks."""
+    wide = next((one for one in HEAD_DIMS if one >= head_dim), HEAD_DIMS[-1])
+    return Tile(*_table()[architecture][role][kind][str(wide)])
+
+
+def tokens_of(tile: Tile, group_size: int, block_size: int | None) -> int:
+    """Computes the tokens that a tile of prompts has: a power of two.
+
+    group_size: query heads of a KV head, each with a row for each token. block_size: of int4, whose tiles are in one
+    block; else None.
+    """
+    num_tokens = 1 << max(tile.rows // group_size, 1).bit_length() - 1
+    return num_tokens if block_size is None else min(num_tokens, block_size & -block_size)
+
+
+def architecture_of(device: torch.device) -> str:
+    """Names the table's rows for a device; off CUDA and ROCm, where kernels are interpreted, sm_90."""
+    if device.type != "cuda":
+        return "sm_90"
+    return "gfx942" if torch.version.hip else nearest_of(torch.cuda.get_device_capability(device))
+
+
+def nearest_of(capability: tuple[int, int]) -> str:
+    """Names the rows of an NVIDIA device. Tiles of sm_80 fit the 99 KiB of shared memory of sm_86, sm_89 and sm_120."""
+    return {9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_80")
+
+
+@cache
+def _table() -> Table:
+    return read_table()

@@ -1,0 +1,46 @@
+"""Tuning of the table of tiles, with times that a test makes up."""
+
+import math
+from pathlib import Path
+
+from benchmarks.gpu_tiles import SHAPES, Row, Trial, choose_fastest, format_table, write_tuned
+from kernels.tiles import TABLE, Tile, read_table
+
+PRESENT, QUICK, SLOW = Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 128, 4, 2)
+
+
+def test_the_fastest_tile_without_spills_is_chosen() -> None:
+    trials = [Trial(PRESENT, 3.0), Trial(SLOW, 4.0), Trial(QUICK, 2.0), Trial(Tile(16, 64, 2, 3), 1.0, spilled=8)]
+    assert choose_fastest(trials, PRESENT) == QUICK
+
+
+def test_the_present_tile_stays_where_all_others_spill_or_do_not_start() -> None:
+    assert choose_fastest([Trial(SLOW, 1.0, spilled=4), Trial(QUICK)], PRESENT) == PRESENT
+    assert choose_fastest([Trial(PRESENT, 2.0), Trial(QUICK, 2.0)], PRESENT) == PRESENT
+
+
+def test_a_table_is_written_as_it_is_read() -> None:
+    assert format_table(read_table()) == TABLE.read_text()
+
+
+def test_tuning_rewrites_the_rows_of_its_architecture_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.toml"
+    path.write_text(TABLE.read_text())
+    before, tried = read_table(path), set[tuple[Row, Tile]]()
+    chosen = Tile(128, 32, 4, 1)
+
+    def try_tile(row: Row, tile: Tile) -> Trial:
+        tried.add((row, tile))
+        if row.role == "decode":
+            return Trial(tile, math.inf)
+        return Trial(tile, 1.0 if tile == chosen else 2.0)
+
+    write_tuned("sm_90", try_tile, path)
+    after = read_table(path)
+    for architecture in before.keys() - {"sm_90"}:
+        assert after[architecture] == before[architecture]
+    assert after["sm_90"]["decode"] == before["sm_90"]["decode"]
+    for kind, heads in after["sm_90"]["prompts"].items():
+        kept = before["sm_90"]["prompts"][kind]
+        assert heads == (kept if kind in ("int4", "float32") else {head_dim: [128, 32, 4, 1] for head_dim in heads})
+    assert {tile for row, tile in tried if row == Row("prompts", "plain", 128)} >= set(SHAPES["prompts"])

@@ -1,0 +1,193 @@
+"""Compiles kernels for architectures with no device, and reads what the compilers say of registers and memory.
+
+A script, as Triton's interpreter cannot be left again in a process that has entered it. Prints a JSON list. Its
+arguments are cases: an architecture, a role and a kind of kernels/tiles.toml, a size of heads and a dtype, as in
+sm_90:decode:plain:128:bf16. The role `rows`, with the kind `all`, stands for the kernels beside attention.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import int4, paged_attention, row_operations
+from kernels.tiles import Role, Tile, find_tile, tokens_of
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
+"""Of those with the rows of sm_80, which itself is refused fp8."""
+TYPES = {
+    "slot_mapping_ptr": "*i64",
+    "log2_scale": "fp32",
+    "log2_soft_cap": "fp32",
+    "eps": "fp32",
+    **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "cu_query_lens_ptr", "page_to_open_ptr"), "*i32"),
+    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr"), "*fp32"),
+    **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
+    "codes_ptr": "*u8",
+}
+OF_INT4 = ("key_scales_ptr", "value_scales_ptr", "open_ptr", "page_to_open_ptr")
+OF_VARIANTS = ("sinks_ptr", "log2_soft_cap", "turned_ptr")
+ABSENT = {
+    "plain": ("scales_ptr", *OF_INT4, *OF_VARIANTS),
+    "float32": ("scales_ptr", *OF_INT4, *OF_VARIANTS),
+    "sinks": ("scales_ptr", *OF_INT4),
+    "int8": (*OF_INT4, *OF_VARIANTS),
+    "fp8": (*OF_INT4, *OF_VARIANTS),
+    "int4": ("scales_ptr", *OF_VARIANTS),
+}
+"""The arguments that are None, by the table's kind."""
+CODES = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}
+ALIGNED = [["tt.divisibility", 16]]
+GROUP_SIZE, BLOCK_SIZE = 4, 16
+MATRIX_INSTRUCTION = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma")
+WIDE_LOAD = re.compile(
+    r"cp\.async\.cg\.shared\.global \[.*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|_load_dwordx4"
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out: registers of a thread, in AMD's devices those of products too, bytes of spills and memory."""
+
+    architecture: str
+    kernel: str
+    head_dim: int
+    dtype: str
+    num_warps: int
+    registers: int
+    spilled: int
+    shared_bytes: int
+    has_matrix_instructions: bool
+    has_wide_loads: bool
+
+
+def compile_kernel(
+    architecture: str,
+    kernel: Any,
+    name: str,
+    dtype: str,
+    options: dict[str, Any],
+    pages: str | None = None,
+    **constants: Any,
+) -> Compiled:
+    """Compiles as a launch would with pointers and strides that are multiples of 16.
+
+    pages: the type of `kv_ptr`; None for the dtype.
+    """
+    names = kernel.arg_names
+    types = TYPES | ({"kv_ptr": pages} if pages else {})
+    signature = {
+        one: "constexpr" if one in constants else types.get(one, f"*{dtype}" if one.endswith("_ptr") else "i32")
+        for one in names
+    }
+    aligned = [index for index, one in enumerate(names) if one.endswith(("_ptr", "_stride"))]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs={(index,): ALIGNED for index in aligned})
+    target = FIRST_WITH_FP8 if (architecture, pages) == ("sm_80", CODES["fp8"]) else TARGETS[architecture]
+    compiled = triton.compile(source, target=target, options=options)
+    if "cubin" in compiled.asm:
+        text, (registers, spilled) = compiled.asm["ptx"], usage_of_cubin(compiled.asm["cubin"])
+    else:
+        text = compiled.asm["amdgcn"]
+        registers, spilled = usage_of_assembly(text)
+    return Compiled(
+        architecture,
+        name,
+        constants.get("HEAD_DIM", 0),
+        dtype,
+        compiled.metadata.num_warps,
+        registers,
+        spilled,
+        compiled.metadata.shared,
+        bool(MATRIX_INSTRUCTION.search(text)),
+        bool(WIDE_LOAD.search(text)),
+    )
+
+
+def usage_of_cubin(cubin: bytes) -> tuple[int, int]:
+    """Reads the registers of a thread, and the bytes of its stack, where spilled ones go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
+    return int(found["REG"]), int(found["STACK"])
+
+
+def usage_of_assembly(text: str) -> tuple[int, int]:
+    """Reads the vector registers of a lane, and its spilled ones and bytes of scratch memory.
+
+    Scalar registers that are spilled go to lanes of vector registers while there is no scratch memory.
+    """
+    found = {name: int(one) for name, one in re.findall(r"^\s*\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+    spilled = found["vgpr_spill_count"] + found["private_segment_fixed_size"]
+    return found["vgpr_count"], spilled
+
+
+def compile_attention(
+    architecture: str, role: Role, kind: str, head_dim: int, dtype: str, tile: Tile | None = None
+) -> Compiled:
+    """Compiles attention at the size of a launch: with the table's tile, unless one is given."""
+    tile = tile or find_tile(architecture, role, kind, head_dim)
+    tokens = 1 if role == "decode" else tokens_of(tile, GROUP_SIZE, BLOCK_SIZE if kind == "int4" else None)
+    constants: dict[str, Any] = dict.fromkeys(ABSENT[kind])
+    constants["cu_query_lens_ptr" if role == "decode" else "log_sum_ptr"] = None
+    constants |= {"GROUP_SIZE": GROUP_SIZE, "BLOCK_SIZE": BLOCK_SIZE, "TOKENS": tokens, "ROWS": tile.rows}
+    constants |= {"KEYS": tile.keys, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
+    constants |= {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged_attention.FUSING}
+    name = f"{role} {kind}"
+    return compile_kernel(architecture, paged_attention.attend, name, dtype, options, CODES.get(kind), **constants)
+
+
+def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compiled]:
+    """Compiles the kernels beside attention."""
+
+    def compiled(
+        kernel: Any, name: str, options: dict[str, Any], pages: str | None = None, **constants: Any
+    ) -> Compiled:
+        return compile_kernel(architecture, kernel, name, dtype, options, pages, **constants)
+
+    half = triton.next_power_of_2(head_dim // 2)
+    close, rows = int4.LAUNCH_OPTIONS, row_operations.OPTIONS
+    block = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
+    yield compiled(int4.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
+    yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
+    yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024)
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": row_operations.HEADS_AT_ONCE, "BLOCK_SIZE": BLOCK_SIZE}
+    shape |= {"HEAD_DIM": head_dim, "PADDED_HALF": half}
+    for name, pages, absent in (("", None, ("scales_ptr",)), (" of int8", "*i8", ())):
+        constants: dict[str, Any] = dict.fromkeys(("query_norm_ptr", "key_norm_ptr", "page_to_open_ptr", *absent))
+        constants |= {"LARGEST": 127.0, **shape}
+        kernel = row_operations.rotate_and_write_heads
+        yield compiled(kernel, f"rotate_and_write_heads{name}", rows, pages, **constants)
+    splits = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
+    padded = triton.next_power_of_2(head_dim)
+    yield compiled(paged_attention.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
+
+
+def compile_case(case: str) -> Iterator[Compiled]:
+    """Compiles what an argument names."""
+    architecture, role, kind, head_dim, dtype = case.split(":")
+    if role in get_args(Role):
+        yield compile_attention(architecture, role, kind, int(head_dim), dtype)  # type: ignore[arg-type]
+    else:
+        yield from compile_rows(architecture, int(head_dim), dtype)
+
+
+if __name__ == "__main__":
+    json.dump([asdict(one) for case in sys.argv[1:] for one in compile_case(case)], sys.stdout)

@@ -1,0 +1,81 @@
+"""The table of tiles: what a launch reads there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import tiles
+from kernels.backend import AttentionVariant, KVPages, Scores
+from kernels.paged_attention import MIN_SPLIT_LEN
+
+PLAIN, CAPPED = AttentionVariant(1.0), AttentionVariant(1.0, scores=Scores(soft_cap=30.0))
+SINKS, WINDOWED = AttentionVariant(1.0, scores=Scores(sinks=torch.zeros(4))), AttentionVariant(1.0, 64, 4)
+
+
+def pages_of(dtype: torch.dtype) -> KVPages:
+    data = torch.zeros(1, 2, 1, 16, 64).to(dtype)
+    return KVPages(data, torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16) if dtype.itemsize == 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "variant", "kind"),
+    [
+        (torch.bfloat16, torch.bfloat16, PLAIN, "plain"),
+        (torch.float16, torch.float16, CAPPED, "sinks"),
+        (torch.bfloat16, torch.bfloat16, SINKS, "sinks"),
+        (torch.bfloat16, torch.bfloat16, WINDOWED, "sinks"),
+        (torch.bfloat16, torch.int8, CAPPED, "int8"),
+        (torch.bfloat16, torch.float8_e4m3fn, PLAIN, "fp8"),
+        (torch.float32, torch.float32, CAPPED, "float32"),
+        (torch.float32, torch.int8, PLAIN, "float32"),
+    ],
+)
+def test_the_kind_of_a_launch(dtype: torch.dtype, kept: torch.dtype, variant: AttentionVariant, kind: str) -> None:
+    assert tiles.kind_of(dtype, pages_of(kept), variant) == kind
+
+
+@pytest.mark.parametrize(("head_dim", "wide"), [(32, 128), (64, 128), (128, 128), (192, 256), (512, 256)])
+def test_heads_between_the_tables_sizes_have_the_next_larger_ones_row(head_dim: int, wide: int) -> None:
+    found = tiles.find_tile("sm_90", "prompts", "plain", head_dim)
+    assert found == tiles.Tile(*tiles.read_table()["sm_90"]["prompts"]["plain"][str(wide)])
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 0), "sm_80"),
+    ],
+)
+def test_rows_of_nvidia_devices(capability: tuple[int, int], architecture: str) -> None:
+    assert tiles.nearest_of(capability) == architecture
+
+
+def test_tiles_divide_splits_so_that_a_rows_splits_follow_from_its_length_on_every_architecture() -> None:
+    decode = [heads for roles in tiles.read_table().values() for heads in roles["decode"].values()]
+    assert all(MIN_SPLIT_LEN % keys == 0 for heads in decode for _, keys, _, _ in heads.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "group_size", "block_size", "num_tokens"),
+    [(64, 4, None, 16), (64, 4, 8, 8), (64, 4, 24, 8), (64, 3, None, 16), (64, 5, None, 8), (16, 24, None, 1)],
+)
+def test_the_tokens_of_a_tile(rows: int, group_size: int, block_size: int | None, num_tokens: int) -> None:
+    assert tiles.tokens_of(tiles.Tile(rows, 64, 4, 2), group_size, block_size) == num_tokens
+
+
+def test_an_architecture_that_the_table_lacks_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        tiles.find_tile("sm_70", "decode", "plain", 128)
+
+
+def test_a_table_that_is_no_toml_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.toml"
+    path.write_text("[sm_90.decode\n")
+    with pytest.raises(ValueError, match="line 1"):
+        tiles.read_table(path)
