@@ -129,7 +129,7 @@ def try_on_device(row: Row, tile: Tile) -> Trial:
 
 def make_work(row: Row) -> Callable[[], object]:
     """Makes the launches of a row: 16 sequences of 8192 tokens that decode, or 4 prompts of 2048."""
-    scores = Scores(torch.zeros(NUM_HEADS, device="cuda"), 50.0) if row.kind == "sinks" else Scores()
+    scores = Scores(50.0, torch.zeros(NUM_HEADS, device="cuda")) if row.kind == "sinks" else Scores()
     variant = AttentionVariant(row.head_dim**-0.5, scores=scores)
     is_decode = row.role == "decode"
     num_seqs, length = (NUM_SEQS, CONTEXT_LEN) if is_decode else (NUM_SEQS // 4, PROMPT_LEN)

@@ -164,7 +164,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
 
     half = triton.next_power_of_2(head_dim // 2)
     close, rows = int4.LAUNCH_OPTIONS, row_operations.OPTIONS
-    block = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
+    block: dict[str, Any] = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
     yield compiled(int4.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024)

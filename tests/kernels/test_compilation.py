@@ -46,7 +46,7 @@ class Processor:
         """Tells whether so many programs of a kernel fit at once."""
         registers = num_programs * one["registers"] * one["num_warps"] * self.lanes
         shared_bytes = num_programs * (one["shared_bytes"] + self.reserved_bytes)
-        return (
+        return bool(
             one["shared_bytes"] <= self.program_bytes
             and registers <= self.registers
             and shared_bytes <= self.shared_bytes
