@@ -175,7 +175,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
         constants |= {"LARGEST": 127.0, **shape}
         kernel = row_operations.rotate_and_write_heads
         yield compiled(kernel, f"rotate_and_write_heads{name}", rows, pages, **constants)
-    splits = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
+    splits: dict[str, Any] = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
     padded = triton.next_power_of_2(head_dim)
     yield compiled(paged_attention.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
 
