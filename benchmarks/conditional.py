@@ -29,6 +29,8 @@ from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
+from kv_store.node.event_log import EventCursor
+from kv_store.node.records import Records
 from kv_store.transfers import ThreadTransfers, Transfer
 from router.config import Disaggregation, StreamBounds
 from tests.harness.answer import ask
@@ -166,6 +168,13 @@ class PacedTransfers(ThreadTransfers):
         loop.call_at(self._free_s, self.run_one)
 
 
+class PacedRecords(Records):
+    """Records whose waits end at once, for they would hold up virtual time."""
+
+    def wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
+        return super().wait_for_events(after, 0.0)
+
+
 class PacedCluster(LocalCluster):
     """A cluster whose workers have a model each, and take its time."""
 
@@ -215,6 +224,7 @@ async def play(turns: Sequence[Turn], mode: Disaggregation) -> tuple[list[Record
     loop = asyncio.get_running_loop()
     model = HashModel(LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
     cluster = PacedCluster(model, Sizes(NUM_PAGES, NUM_SLOTS, streams=streams), clock=loop.time)
+    cluster.directory.records = PacedRecords(cluster.directory.books, LAYOUT.block_bytes)
     await cluster.start(NUM_PREFILL, NUM_DECODE)
     records = await asyncio.gather(*(serve(cluster, turn, loop.time()) for turn in turns))
     reasons = Counter[str]()
