@@ -173,7 +173,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     if logits.is_cpu:
         rows = logits.numpy()  # its operations take half the time of torch's for few rows
         chosen = rows.argmax(-1)
-        with np.errstate(invalid="ignore"):  # a row of nothing but infinity
+        with np.errstate(invalid="ignore", over="ignore"):  # rows of infinities, or with a span beyond float32
             spans = rows[np.arange(len(rows)), chosen] - rows.min(-1)
         chosen[~(spans < np.inf)] = -1
         return torch.from_numpy(chosen)

@@ -129,7 +129,8 @@ class FramedTier(ABC):
         return answer
 
     def take_lost(self) -> list[BlockKey]:
-        return [self._lost.popleft() for _ in range(len(self._lost))]
+        with self._lock:
+            return [self._lost.popleft() for _ in range(len(self._lost))]
 
     def status(self) -> FarStatus:
         with self._lock:
