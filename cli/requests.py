@@ -40,8 +40,10 @@ def add_parser(commands: Subparsers) -> None:
     aborting.add_argument("request_id", metavar="REQUEST_ID", type=str, help=ID)
     asking = add_command(commands, "why", "show why a prompt's blocks were not cached", WHY, why)
     asking.add_argument("request_id", nargs="?", metavar="REQUEST_ID", type=str, help=ID)
-    asking.add_argument("--prompt", action="append", default=[], metavar="TEXT", type=str, help="one of two to compare")
-    asking.add_argument("--tenant", default="", type=str, help="whose prompts these are (default: default)")
+    asking.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", type=str, help="give twice, to compare two prompts"
+    )
+    asking.add_argument("--tenant", default="", type=str, help="the tenant of both prompts (default: default)")
 
 
 def run(args: argparse.Namespace) -> int:

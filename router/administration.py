@@ -102,10 +102,10 @@ class StoreAdministration:
         return {digest_of(self._config.root_of(one)): one for one in tenants}
 
     async def _of_nodes(self, question: worker_pb2.Ask) -> dict[str, worker_pb2.Holdings]:
-        """Asks a worker of each node, one node after another: what nodes share is cleared, and counted, once."""
+        """Asks a worker of each node in turn: a clear counts blocks that nodes share once, a list for each node."""
         by_node = {member.info.node_id: member for member in self._members}
         if not by_node:
-            raise Unavailable("no worker is there that could ask the tiers")
+            raise Unavailable("no worker is ready to ask the tiers: see `baton status`")
         return {node_id: await _ask(member, question) for node_id, member in by_node.items()}
 
     def _contents(

@@ -15,7 +15,7 @@ DESCRIPTION = """\
 What arenas, Redis and files hold, by node, tenant and model: blocks, bytes, and how long ago they were used. Nodes that
 share a Redis or a folder show the same blocks each. Blocks without a tenant are of another model, or of a cluster with
 another secret. Never a prompt, its tokens or a key."""
-LIST = "Shows what is held."
+LIST = "Shows the blocks of each tier by node, tenant and model. Exit status 1 where a worker or a tier did not answer."
 CLEAR = """\
 Withdraws blocks from workers, arenas, Redis and files, and shows what each tier lost. A request that runs keeps what it
 uses, gets the same tokens, and may write blocks of its prompt again. Clearing a tenant or a model drops the cached
@@ -33,12 +33,17 @@ def add_parser(commands: Subparsers) -> None:
     listing = add_command(verbs, "ls", "show what tiers hold", LIST, run_list)
     clearing = add_command(verbs, "clear", "withdraw blocks from every tier", CLEAR, run_clear)
     for one in (listing, clearing):
-        one.add_argument("--tenant", type=str, help="only of this tenant (of a prompt: default)")
-        one.add_argument("--model", type=str, help="only of this model, as `baton cache ls` names it")
+        one.add_argument("--tenant", type=str, help="only this tenant's blocks (with a prompt: default)")
+        one.add_argument("--model", type=str, help="only this model's blocks, by the name that `baton cache ls` shows")
         prompt = one.add_mutually_exclusive_group()
         prompt.add_argument("--prompt", type=str, metavar="TEXT", help="only the blocks of this prompt")
-        prompt.add_argument("--token-ids", type=str, metavar="FILE", help="the same, by a file of its token ids")
-    clearing.add_argument("--everything", action="store_true", help="all blocks, of unknown namespaces too")
+        prompt.add_argument(
+            "--token-ids",
+            type=str,
+            metavar="FILE",
+            help="the same, by a file of its token ids, with spaces or commas between them",
+        )
+    clearing.add_argument("--everything", action="store_true", help="all blocks, unknown namespaces' too")
     clearing.add_argument("--dry-run", action="store_true", help="show what would be cleared, and clear nothing")
 
 
@@ -49,7 +54,7 @@ def run_list(args: argparse.Namespace) -> int:
 def run_clear(args: argparse.Namespace) -> int:
     given = (args.tenant, args.model, args.prompt, args.token_ids)
     if args.everything == any(one is not None for one in given):
-        raise InvalidRequest("--everything", "wanted, or else a tenant, a model or a prompt")
+        raise InvalidRequest("--everything", "give either --everything, or --tenant, --model, --prompt or --token-ids")
     return _show(args, "ListCache" if args.dry_run else "ClearCache", "no block was held")
 
 
@@ -74,8 +79,11 @@ def request_of(args: argparse.Namespace) -> cluster_pb2.CacheRequest:
 
 def read_ids(path: Path) -> list[int]:
     """Reads token ids: whole numbers with spaces or commas between them, or a list of JSON. Raises InvalidRequest."""
-    with path.open("rb") as file:
-        data = file.read(MAX_IDS_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_IDS_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest("--token-ids", f"{path}: {error.strerror}") from error
     words = data.decode(errors="replace").strip().strip("[]").replace(",", " ").split()
     if len(data) > MAX_IDS_BYTES or not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
         raise InvalidRequest("--token-ids", f"{path} must have whole numbers below 10^9, in at most 16 MiB")
