@@ -61,7 +61,7 @@ class BlockStore(Protocol):
         """
 
     def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        """Does what `fetch` does, but where blocks are better read from the end while those before are computed.
+        """Does what `fetch` does, but where blocks are better read from the end while the front is computed.
 
         Then it copies the first blocks of the host tier alone, and returns the other found ones.
         """

@@ -28,7 +28,7 @@ _REST_PER_PROBE = 50
 _MOST_OF_UNSPLIT = 0.9
 _GROUP_S = 0.2
 _FIRSTS_PER_GROUP = 4
-_CHUNKS_PER_GROUP = 4
+_CHUNKS_PER_GROUP = 6
 
 
 class SourceCosts:
@@ -77,7 +77,7 @@ LookupS = Callable[[SourceCosts, int, float], float]
 
 @dataclass(frozen=True)
 class Split:
-    """A division of found blocks: the first `num_first` are read at once, those up to `stop` later, from the end."""
+    """A division of found blocks: the first `num_first` are read at once, the blocks up to `stop` later, from the end."""
 
     num_first: int
     stop: int
@@ -176,7 +176,7 @@ class Costs:
         return sum(1 for _ in takewhile(lambda read: read[0] <= min(most_s, read[1] * compute_s), reads))
 
     def num_in_chunk(self, sources: Sequence[BlockSource | None]) -> int:
-        """Returns how many blocks to compute in one step beside these: a quarter of a group's time."""
+        """Returns how many blocks to compute in one step beside these: a sixth of a group's time."""
         return max(1, int(self.group_s(sources) / _CHUNKS_PER_GROUP / self.compute_s))
 
     def group_s(self, sources: Sequence[BlockSource | None]) -> float:

@@ -252,7 +252,7 @@ class NodeStore:
 
     def _copy_back(self, back: Back, pages: Sequence[PageId], entries: Sequence[Entry | None]) -> Front:
         """Copies the blocks up to the first one that was in the arena, and is gone."""
-        is_gone = [entry is source is None for entry, source in zip(entries, back.sources, strict=True)]
+        is_gone = [entry is None and source is None for entry, source in zip(entries, back.sources, strict=True)]
         there = back.part(0, is_gone.index(True) if True in is_gone else len(is_gone))
         return Front(self._copy(there, pages, entries, self._clock() + self.costs.group_budget_s(back.sources)))
 

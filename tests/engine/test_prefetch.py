@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.core import EngineCore, PrefillMeter
-from engine.events import Jumped
+from engine.events import ChoiceId, Jumped
 from engine.kv.retention import retention_of
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
@@ -20,12 +20,13 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.transfers import BackFetch, Done, NoStore, Transfer
-from tests.harness.engines import Run, gained, make_core, request, serve
+from tests.harness.engines import ROOT, Run, gained, make_core, request, serve
 from tests.harness.fake_clock import FakeClock
 from tests.harness.node import Node
 from tests.harness.paced_tier import PacedTier
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout
+from wire.names import cover
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -33,6 +34,7 @@ LAYOUTS = [LAYOUT, replace(LAYOUT, dtype="bfloat16"), replace(LAYOUT, quantizati
 NUM_BLOCKS = 40
 PROMPT = tuple((7 * place + place // 5) % 250 for place in range(NUM_BLOCKS * 16 + 5))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+NAMES = cover(ROOT, PROMPT, 16)
 COMPUTE_S = 0.016
 READ_S = 0.016
 LATENCY_S = 0.004
@@ -119,7 +121,8 @@ class Worker:
         """Runs requests to their end, with the books checked after each step; `amid` gets the number of each step."""
         began_s = self.engine_clock.now
         runs = {one.attempt_id: Run(one, {choice.index: [] for choice in one.choices}) for one in requests}
-        jumps, ttft_s = [], {}
+        jumps: list[Jumped] = []
+        ttft_s: dict[ChoiceId, float] = {}
         for one in requests:
             self.core.add(one)
         number = 0
@@ -171,7 +174,7 @@ def worker() -> Worker:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["float32", "bfloat16", "int8"])
-def test_tokens_are_those_of_an_engine_without_a_store(layout: KVLayout) -> None:
+def test_tokens_equal_an_engine_without_a_store(layout: KVLayout) -> None:
     worker = Worker(layout).fill().teach()
     outcome = worker.serve(asked())
     assert outcome.runs[0].outputs[0] == oracle(layout=layout)
@@ -195,7 +198,7 @@ def test_the_tokens_depend_on_the_blocks_that_are_read(worker: Worker) -> None:
 @pytest.mark.parametrize("place", [1, 20, 30, NUM_BLOCKS - 1])
 @pytest.mark.parametrize("fault", ["corrupt", "gone"])
 def test_a_block_that_is_not_right_is_computed(worker: Worker, place: int, fault: str) -> None:
-    key = [*worker.tier.frames][place]
+    key = NAMES[place].key
 
     def strike(number: int) -> None:
         if number == 1:
@@ -210,11 +213,11 @@ def test_a_block_that_is_not_right_is_computed(worker: Worker, place: int, fault
 
 
 def test_blocks_behind_a_hole_are_found_once_it_is_computed(worker: Worker) -> None:
-    keys = [*worker.tier.frames]
-
     def strike(number: int) -> None:
         if len(worker.groups) == 1:
-            worker.tier.frames.pop(keys[24], None)
+            first = [name.key for name in worker.groups[0].names]
+            hole = next(place for place, name in enumerate(NAMES) if name.key == first[0]) - 2
+            worker.tier.frames.pop(NAMES[hole].key, None)
 
     outcome = worker.serve(asked(), amid=strike)
     assert outcome.runs[0].outputs[0] == oracle()
@@ -232,21 +235,34 @@ def test_a_tier_that_becomes_slow_holds_nothing_up(worker: Worker) -> None:
     assert len(worker.groups) == 1
 
 
-@pytest.mark.parametrize("step", range(2, 12, 3))
-def test_an_abort_gives_all_pages_back(worker: Worker, step: int) -> None:
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_an_abort_gives_all_pages_back(worker: Worker, num_groups: int) -> None:
     one = asked()
-    worker.serve(one, amid=lambda number: worker.core.abort(one.attempt_id) if number == step else None)
-    assert worker.groups
+
+    def strike(number: int) -> None:
+        if len(worker.groups) == num_groups:
+            worker.core.abort(one.attempt_id)
+
+    worker.serve(one, amid=strike)
+    assert len(worker.groups) == num_groups
     assert worker.serve(asked()).runs[0].outputs[0] == oracle()
 
 
 def test_preempted_sequences_go_on_right() -> None:
-    worker = Worker(num_pages=NUM_BLOCKS + 24).fill().teach()
-    first, second = asked(range(100), max_tokens=330), asked()
-    outcome = worker.serve(first, second)
-    assert worker.core.stats().num_preemptions > 0
-    assert worker.groups
-    assert [run.outputs[0] for run in outcome.runs] == [oracle(range(100), 330), oracle()]
+    """Ten older sequences grow while the youngest prefetches."""
+    worker = Worker(num_pages=10 * 3 + NUM_BLOCKS + 16).fill().teach()
+    older = [asked(range(number, number + 36), max_tokens=60) for number in range(10)]
+    youngest = asked()
+    groups: list[BackFetch] = []
+
+    def note(number: int) -> None:
+        if worker.core.stats().num_preemptions and not groups:
+            groups.extend(worker.groups)
+
+    outcome = worker.serve(*older, youngest, amid=note)
+    assert groups, "it was preempted once it had read a group"
+    assert [run.outputs[0] for run in outcome.runs[:10]] == [oracle(one.prompt_ids, 60) for one in older]
+    assert outcome.runs[10].outputs[0] == oracle()
 
 
 @pytest.mark.parametrize("num_pages", [NUM_BLOCKS + 2, NUM_BLOCKS + 6, NUM_BLOCKS + 20])

@@ -126,7 +126,7 @@ def taught(first_s: float, rest_s: float, compute_s: float, num_tiers: int = 1) 
     clock = FakeClock()
     costs = Costs(block_size=16, clock=clock)
     tiers = [PacedTier(LAYOUT, clock, 0.0, 0.0) for _ in range(num_tiers)]
-    for _ in range(NUM_WARM):
+    for _ in range(100):
         costs.note_prefill(160, 10 * compute_s)
         for tier in tiers:
             costs.of(tier).note_reads([first_s, rest_s])
@@ -158,17 +158,18 @@ def test_a_group_is_read_before_computing_gets_there_and_is_bounded_in_time() ->
     assert costs.num_in_group([tier] * 100, [*range(100)]) == 19, "a fifth of a second, with the latency"
     assert costs.num_in_group([tier] * 20, [*range(20)]) == 9, "11 blocks are computed while 9 are read"
     assert costs.num_in_group([tier] * 2, [*range(2)]) == 0
-    assert costs.num_in_group([tier, *[None] * 5], [*range(6)]) == 6
+    assert costs.num_in_group([tier, *[None] * 5], [*range(6)]) == 5, "blocks of the arena take no time"
     assert costs.num_in_group([], []) == 0
-    assert costs.num_in_chunk([tier] * 100) == 5
+    assert costs.num_in_chunk([tier] * 100) == 3
     slow, [far] = taught(0.5, 0.01, compute_s=0.01)
-    assert slow.group_s([far]) == pytest.approx(2.0, rel=0.1), "four latencies"
+    assert slow.group_s([far]) == pytest.approx(2.0, rel=0.01), "four latencies"
 
 
 @pytest.mark.parametrize(("block_s", "is_asked"), [(0.001, True), (0.02, True), (0.2, False)])
 def test_a_tier_is_asked_for_blocks_to_split_though_reading_all_is_slower(block_s: float, is_asked: bool) -> None:
     costs, [tier] = taught(block_s, block_s, compute_s=0.01)
-    costs.of(tier).ask.learn(0.02)
+    for _ in range(100):
+        costs.of(tier).ask.learn(0.05)
     costs.of(tier).due_s = inf
     asked = costs.worth_asking([tier], 40, SourceCosts.split_lookup_s)
     assert asked == ([tier] if is_asked else [])
