@@ -77,7 +77,7 @@ LookupS = Callable[[SourceCosts, int, float], float]
 
 @dataclass(frozen=True)
 class Split:
-    """A division of found blocks: the first `num_first` are read at once, the blocks up to `stop` later, from the end."""
+    """Found blocks, divided: the first `num_first` are read at once, the blocks up to `stop` later, from the end."""
 
     num_first: int
     stop: int
@@ -169,7 +169,7 @@ class Costs:
     def num_in_group(self, sources: Sequence[BlockSource | None], num_before: Sequence[int]) -> int:
         """Returns how many of these blocks, from the last one on, to read while the blocks before them are computed.
 
-        num_before: for each block, those to compute before it.
+        num_before: for each block, the blocks to compute before it.
         """
         most_s, compute_s = self.group_s(sources), self.compute_s
         reads = zip(self._reads_s(reversed(sources)), reversed(num_before), strict=True)
