@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.events import Drafted, Failed, Fetched, Finished, Scored
+from engine.events import Drafted, Failed, Fetched, Finished, Jumped, Scored
 from engine.request import EngineRequest
 from engine.schedule.batcher import Candidate, Pages, Phase, Plan, fit_running
 from wire.pb import worker_pb2
@@ -72,6 +72,8 @@ class DecodeJob(Job):
         match news:
             case Fetched(choice=choice):
                 return self._fetched(choice)
+            case Jumped():
+                return None if self._unfetched else self._update(prompt=self._prompt.source)
             case Scored():
                 return self._scored(news)
             case Drafted(num_guessed=num_guessed, num_accepted=num_accepted):

@@ -260,11 +260,22 @@ class EngineCore:
             self._runner.launch_ahead(launched, full, pages)
 
     def _plan(self) -> Plan:
+        self._follow_prefetches()
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
         plan = self._batcher.plan(waiting, running, self._cache.pages)
         self._tell_held_up({candidate.handle for candidate in waiting}.difference(plan.admit), plan.gate)
         return plan
+
+    def _follow_prefetches(self) -> None:
+        """Lets sequences jump to what was read meanwhile; prefetches take pages that no running sequence lacks."""
+        for sequence in [one for one in self._table.running if one.prefetch is not None]:
+            pages = self._cache.pages
+            num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
+            jump = self._cache.follow(sequence, pages.num_allocatable - num_lacking)
+            if jump is not None:
+                self._num["cached"] += sum(jump.found.values())
+                self._events.append(jump)
 
     def _tell_held_up(self, handles: Iterable[int], gate: Gate) -> None:
         for sequence in map(self._table.__getitem__, handles):

@@ -3,6 +3,7 @@
 Every request ends with one Finished per choice, one HandedOff, or one Failed.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from engine.schedule.batcher import Gate
 from wire.errors import BatonError
 from wire.ids import AttemptId
 from wire.sampling import FinishReason, Logprobs
-from wire.tier import LedgerCounts, MissRun
+from wire.tier import LedgerCounts, MissRun, without_blocks
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class PromptTokens:
     @property
     def num_found(self) -> int:
         return sum(self.found.values())
+
+    def after(self, jump: "Jumped") -> "PromptTokens":
+        """Counts the blocks of a jump as found."""
+        found = Counter(self.found)
+        found.update(jump.found)
+        misses = without_blocks(self.misses, jump.tokens, jump.block_size)
+        return PromptTokens(found, self.computed - sum(jump.found.values()), misses)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,18 @@ class Fetched(ChoiceEvent):
     """
 
     tokens: PromptTokens
+
+
+@dataclass(frozen=True)
+class Jumped(ChoiceEvent):
+    """A choice has found blocks on the device that were read while it computed the blocks before them.
+
+    tokens: all tokens of the blocks. found: prompt tokens, by the tier that had them.
+    """
+
+    tokens: range
+    found: Mapping[str, int]
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -128,7 +148,18 @@ class Failed:
 
 
 Event = (
-    HeldUp | Scheduled | Fetched | Started | Scored | Drafted | Finished | HandedOff | Abandoned | Preempted | Failed
+    HeldUp
+    | Scheduled
+    | Fetched
+    | Jumped
+    | Started
+    | Scored
+    | Drafted
+    | Finished
+    | HandedOff
+    | Abandoned
+    | Preempted
+    | Failed
 )
 
 

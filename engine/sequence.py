@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.events import ChoiceId
+from engine.kv.prefetch import Prefetch
 from engine.kv.retention import BlockTable, Prefix, retention_of
 from engine.model.batch import CausalModel
 from engine.model.sampler import Draw
@@ -41,7 +42,8 @@ class Ending:
 class Sequence:
     """A choice with its known tokens, prompt plus output; `num_computed` of them have run, never the last known one.
 
-    num_scored: as in EngineRequest, and grows. kv: the retention of its KV.
+    num_scored: as in EngineRequest, and grows. kv: the retention of its KV. prefetch: of the back of its prefix, while
+    it computes in front of that.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: CausalModel) -> None:
@@ -55,6 +57,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.gate: Gate | None = None
         self.has_started = False
+        self.prefetch: Prefetch | None = None
         self.num_scored = request.num_scored
         self._num_computed = 0
 
@@ -83,6 +86,11 @@ class Sequence:
         num_readable = self.num_scored - 1 if self.wants_scores else self.num_known - 1
         return self.kv.prefix(0 if self.request.computes_all else num_readable, self.num_known)
 
+    @property
+    def may_jump(self) -> bool:
+        """Whether blocks behind a computed one may be taken from the device, as if they were run."""
+        return self.kv.is_plain and not self.wants_scores
+
     def begin_run(self, num_computed: int) -> None:
         """Continues from `num_computed` tokens with KV: decodes if only the last emitted token has none.
 
@@ -100,6 +108,7 @@ class Sequence:
     def leave(self) -> None:
         """Drops the block table: a sequence that ends or waits has no KV."""
         self.kv.begin(BlockTable())
+        self.prefetch = None
         self._num_computed = 0
 
     def draw(self, guesses: Seq[int] = ()) -> Draw:
@@ -115,7 +124,8 @@ class Sequence:
         num_run = self.num_known if self.phase is Phase.FETCHING else self.num_computed
         table, spare = self.kv.table, self.kv.reserved
         num_known, num_stored = self.num_known - table.num_dropped, num_run - table.num_dropped
-        return Candidate(self.handle, self.phase, num_known, num_stored, len(table), len(table.behind), len(spare))
+        end = None if self.prefetch is None else self.prefetch.until * self.kv.window.layout.block_size
+        return Candidate(self.handle, self.phase, num_known, num_stored, len(table), len(table.behind), len(spare), end)
 
     def applicant(self, leader: "Sequence") -> Candidate:
         """Returns the sequence as batchers see it while it waits; it shares full blocks of the prompt with its leader.

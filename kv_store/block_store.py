@@ -1,11 +1,13 @@
 """The store as an engine sees it below its own pages: it finds, fetches and writes blocks by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kv_store.costs import Costs
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from kv_store.tiers.administration import ListableTier
+from kv_store.tiers.cold_tier import BlockSource
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.tier import FarStatus, Miss, Tier
@@ -26,6 +28,26 @@ class StoreStatus:
     prefill_token_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Back:
+    """Blocks of a prefix that a store has found, and left for `fetch_back`. sources: of each; None is the arena."""
+
+    names: Sequence[BlockName]
+    sources: Sequence[BlockSource | None]
+    costs: Costs
+
+    def part(self, start: int, stop: int) -> "Back":
+        return replace(self, names=self.names[start:stop], sources=self.sources[start:stop])
+
+
+@dataclass(frozen=True)
+class Front:
+    """The tier of each block that was copied, and the blocks left for later, if there are any."""
+
+    tiers: list[Tier]
+    back: Back | None = None
+
+
 class BlockStore(Protocol):
     """Blocking; one thread fetches, writes and purges. A tier at fault is a miss and never an error."""
 
@@ -37,6 +59,15 @@ class BlockStore(Protocol):
 
         peers: addresses of the block ports of other nodes to ask, in this order.
         """
+
+    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
+        """Does what `fetch` does, but where blocks are better read from the end while the front is computed.
+
+        Then it copies the first blocks of the host tier alone, and returns the other found ones.
+        """
+
+    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
+        """Copies blocks that `fetch_front` has found, up to the first that is gone or spoilt; returns their tiers."""
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
         """Finds why the last `fetch`, or `longest` before it, has not brought these blocks of one prompt."""

@@ -8,16 +8,16 @@ import logging
 import os
 import secrets
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
 
-from kv_store.block_store import StoreStatus
-from kv_store.costs import Costs
+from kv_store.block_store import Back, Front, StoreStatus
+from kv_store.costs import Costs, LookupS, SourceCosts, Split
 from kv_store.device_pool import DevicePool
 from kv_store.far_tiers import FarTiers, Promotion
 from kv_store.frame import checksum_of
@@ -92,8 +92,15 @@ class NodeStore:
         self._pool.fence()
 
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
-        self._unread.begin(names)
-        return self._or_else([], lambda: self._fetch(names, pages, peers))
+        search = _Search(self._far.sources(peers), SourceCosts.lookup_s, self.costs.whole)
+        return self._fetch(names, pages, search).tiers
+
+    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
+        search = _Search(self._far.sources(peers), SourceCosts.split_lookup_s, self.costs.split)
+        return self._fetch(names, pages, search)
+
+    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
+        return self._or_else([], lambda: self._reading(back.names, partial(self._copy_back, back, pages)).tiers)
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
         return self._unread.causes(names, lambda asked: self._or_else(None, lambda: self._why(asked)))
@@ -148,16 +155,22 @@ class NodeStore:
     def check(self) -> list[str]:
         return self._or_else(["the directory is out of reach"], self._directory.records.check)
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str]) -> list[Tier]:
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search") -> Front:
+        self._unread.begin(names)
+        copy = partial(self._copy_in, names, pages, search)
+        return self._or_else(Front([]), lambda: self._reading(names, copy))
+
+    def _reading(self, names: Sequence[BlockName], copy: Callable[[Sequence[Entry | None]], Front]) -> Front:
+        """Copies blocks under a lease; none where it ran out."""
         lease = self._lease(names)
         try:
             with self._writing():
-                tiers = self._copy_in(names, lease.entries, pages, self._far.sources(peers))
+                front = copy(lease.entries)
         finally:
             held = self._directory.release(lease.lease_id)
         if not held:
-            self._unread.note_lost_lease(names[: len(tiers)])
-        return tiers if held else []
+            self._unread.note_lost_lease(names[: len(front.tiers)])
+        return front if held else replace(front, tiers=[])
 
     def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
@@ -218,29 +231,48 @@ class NodeStore:
         return self._scratch if slot is None else self._arena.slot(slot)[: self._layout.payload_bytes]
 
     def _copy_in(
-        self,
-        names: Sequence[BlockName],
-        entries: Sequence[Entry | None],
-        pages: Sequence[PageId],
-        sources: Sequence[BlockSource],
-    ) -> list[Tier]:
-        """Copies the longest prefix that proves good; blocks from far tiers go into the arena on the way."""
+        self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search", entries: Sequence[Entry | None]
+    ) -> Front:
+        """Copies the longest prefix that proves good, and is worth it."""
         holes = [place for place, entry in enumerate(entries) if entry is None]
         deadline = self._clock() + self.costs.budget_s(len(holes))
         missing = [names[hole] for hole in holes]
-        worth_asking = self.costs.worth_asking(sources, len(holes))
+        worth_asking = self.costs.worth_asking(search.sources, len(holes), search.lookup_s)
         located = [*iter(partial(next, self._far.locate(missing, worth_asking, deadline), None), None)]
         end = holes[len(located)] if len(located) < len(holes) else len(names)
-        self._unread.note_hole(names[end:], sources, worth_asking, deadline)
-        found, places = names[:end], dict(zip(holes, located, strict=False))
-        end = self.costs.num_worth_reading([places.get(place) for place in range(end)])
-        located = located[: bisect_left(holes, end)]
-        promotion = Promotion(self._directory, self._me, missing[: len(located)], located, self._payload, self.costs)
-        near = self._read_arena(names, entries[:end])
+        self._unread.note_hole(names[end:], search.sources, worth_asking, deadline)
+        far = dict(zip(holes, located, strict=False))
+        found = Back(names[:end], [far.get(place) for place in range(end)], self.costs)
+        split = search.divide(found.sources)
+        tiers = self._copy(found.part(0, split.num_first), pages, entries, deadline)
+        self._unread.note_reads(found.names, len(tiers), split.num_first, far.get(len(tiers)), deadline)
+        is_tail = any(name.is_tail for name in found.names[-1:])
+        back = found.part(split.num_first, max(split.num_first, split.stop - is_tail))
+        return Front(tiers, back if back.names else None)
+
+    def _copy_back(self, back: Back, pages: Sequence[PageId], entries: Sequence[Entry | None]) -> Front:
+        """Copies the blocks up to the first one that was in the arena, and is gone."""
+        is_gone = [entry is None and source is None for entry, source in zip(entries, back.sources, strict=True)]
+        there = back.part(0, is_gone.index(True) if True in is_gone else len(is_gone))
+        return Front(self._copy(there, pages, entries, self._clock() + self.costs.group_budget_s(back.sources)))
+
+    def _copy(
+        self, found: Back, pages: Sequence[PageId], entries: Sequence[Entry | None], deadline: float
+    ) -> list[Tier]:
+        """Copies blocks up to the first that is not right; blocks from far tiers go into the arena on the way."""
+        entries = entries[: len(found.names)]
+        far = [
+            (name, source)
+            for name, source, entry in zip(found.names, found.sources, entries, strict=True)
+            if entry is None and source is not None
+        ]
+        missing, located = [name for name, _ in far], [source for _, source in far]
+        promotion = Promotion(self._directory, self._me, missing, located, self._payload, self.costs)
+        near = self._read_arena(found.names, entries)
         tiers: list[Tier] = []
-        with closing(promotion.read(lambda: self._clock() > deadline)) as far:
-            for entry, page in zip(entries[:end], pages, strict=False):
-                verified = next(far if entry is None else near, None)
+        with closing(promotion.read(lambda: self._clock() > deadline)) as promoted:
+            for entry, page in zip(entries, pages, strict=False):
+                verified = next(promoted if entry is None else near, None)
                 if verified is None:
                     break
                 tier, payload = verified
@@ -248,7 +280,6 @@ class NodeStore:
                 tiers.append(tier)
         self._pool.wait()  # a promoted block that can be found may be evicted
         promotion.commit()
-        self._unread.note_reads(found, len(tiers), end, places.get(len(tiers)), deadline)
         return tiers
 
     def _read_arena(
@@ -294,6 +325,15 @@ class NodeStore:
             return answer
         self._num_failed += 1
         return otherwise
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The far sources of one fetch, the rule by which they are asked, and the rule by which found blocks are read."""
+
+    sources: Sequence[BlockSource]
+    lookup_s: LookupS
+    divide: Callable[[Sequence[BlockSource | None]], Split]
 
 
 @cache

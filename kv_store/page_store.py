@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from kv_store.block_store import StoreStatus
+from kv_store.block_store import Back, Front, StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
 from kv_store.tiers.administration import ListableTier
@@ -36,6 +36,13 @@ class PageStore:
                 self._pool.wait()
                 tiers.append(tier)
         return tiers
+
+    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
+        """Leaves nothing for later: these tiers learn no costs."""
+        return Front(self.fetch(names, pages, peers))
+
+    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
+        return []
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
         """Names no causes but a partial block: these tiers do not remember what they have lost."""

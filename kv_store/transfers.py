@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from kv_store.block_store import BlockStore
+from kv_store.block_store import Back, BlockStore
 from kv_store.node.directory_port import KeepHint
 from wire.ids import AttemptId, BlockKey, PageId
 from wire.names import BlockName
@@ -63,6 +63,26 @@ class Fetch(Transfer):
 
 
 @dataclass(frozen=True, eq=False)
+class FrontFetch(Fetch):
+    """A Fetch that may leave found blocks for later, as `BlockStore.fetch_front` does."""
+
+    def run(self, store: BlockStore) -> "Done":
+        front = store.fetch_front(self.names, self.pages, self.peers)
+        misses = _misses(store, self.names[len(front.tiers) :])
+        return Done(self, front.tiers, misses=misses, back=front.back)
+
+
+@dataclass(frozen=True, eq=False)
+class BackFetch(Transfer):
+    """An order to fill pages that no sequence owns with a group of blocks that were found before."""
+
+    back: Back = field(kw_only=True)
+
+    def run(self, store: BlockStore) -> "Done":
+        return Done(self, store.fetch_back(self.back, self.pages))
+
+
+@dataclass(frozen=True, eq=False)
 class WriteThrough(Transfer):
     """An order to copy pages into the store, under the hold of an attempt if there is one."""
 
@@ -100,6 +120,7 @@ class Done:
 
     tiers: of each block fetched; these fill the first pages. first: the place of the first of them in the names.
     num_resident: blocks of a write that the host tier has. misses: the causes of blocks that a fetch has not found.
+    back: found blocks that a fetch has left for later.
     """
 
     transfer: Transfer
@@ -108,6 +129,7 @@ class Done:
     num_resident: int = 0
     misses: Mapping[BlockKey, Miss] = field(default_factory=dict)
     error: str | None = None
+    back: Back | None = None
 
 
 def _misses(store: BlockStore, names: Sequence[BlockName]) -> Mapping[BlockKey, Miss]:

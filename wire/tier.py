@@ -226,6 +226,16 @@ def runs_of(misses: Iterable[Miss], first_block: int, block_size: int) -> tuple[
     return tuple(runs)
 
 
+def without_blocks(runs: Iterable[MissRun], tokens: range, block_size: int) -> tuple[MissRun, ...]:
+    """Takes the blocks of these tokens out of runs; at most MAX_RUNS are left."""
+    kept: list[MissRun] = []
+    for run in runs:
+        stop = run.first_token + run.num_blocks * block_size
+        spans = (run.first_token, min(stop, tokens.start)), (max(run.first_token, tokens.stop), stop)
+        kept += (MissRun(run.miss, first, (end - first) // block_size) for first, end in spans if first < end)
+    return tuple(kept[:MAX_RUNS])
+
+
 def words_of(run: MissRun) -> str:
     """Describes a run of blocks and its cause, for an operator."""
     blocks = "1 block" if run.num_blocks == 1 else f"{run.num_blocks} blocks"

@@ -5,13 +5,13 @@ A job writes the very messages that go to the router. Its Stopwatch divides the 
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import repeat
 from typing import Any
 
-from engine.events import Event, Fetched, Finished, HeldUp, Preempted, PromptTokens, Scheduled, Scored, Started
+from engine.events import Event, Fetched, Finished, HeldUp, Jumped, Preempted, PromptTokens, Scheduled, Scored, Started
 from engine.request import EngineRequest
 from engine.schedule.batcher import Batcher, Gate
 from wire.convert import logprobs_to_pb, misses_to_pb, reason_to_pb, tiers_to_pb
@@ -93,6 +93,7 @@ class PromptProgress:
         self._after = after
         self.tokens: PromptTokens | None = None
         """The prompt's tokens by where their KV came from, as the leader first found them."""
+        self._is_first = True
 
     @property
     def source(self) -> worker_pb2.PromptSource | None:
@@ -111,16 +112,22 @@ class PromptProgress:
                 self._stopwatch.begin_span(SpanName.FETCH, now_s)
             case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
                 self.tokens = tokens
-                self._count_tiers(tokens)
+                self._count_tiers(tokens.found)
                 self._stopwatch.begin_span(SpanName.WAIT_TURN, now_s)
             case Started(choice=choice) if choice == self._leader and self.tokens is not None:
                 self._stopwatch.begin_span(SpanName.COMPUTE if self.tokens.computed else self._after, now_s)
                 self._stopwatch.count(tokens_computed=self.tokens.computed)
+            case Jumped(choice=choice) if choice == self._leader and self.tokens is not None and self._is_first:
+                self.tokens = self.tokens.after(event)
+                self._count_tiers(event.found)
+                if self._stopwatch.span is SpanName.COMPUTE:
+                    self._stopwatch.count(tokens_computed=-sum(event.found.values()))
             case Preempted():
                 self._stopwatch.count(preemptions=1)
+                self._is_first = False
 
-    def _count_tiers(self, tokens: PromptTokens) -> None:
-        for tier, num_tokens in tokens.found.items():
+    def _count_tiers(self, found: Mapping[str, int]) -> None:
+        for tier, num_tokens in found.items():
             num_blocks = -(-num_tokens // self._block_size)
             self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})
 

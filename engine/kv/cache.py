@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.events import Fetched, PromptTokens
+from engine.events import Fetched, Jumped, PromptTokens
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
+from engine.kv.prefetch import Prefetch
 from engine.kv.retention import BlockTable
 from engine.request import HandOff
 from engine.schedule.batcher import Pages, Phase
 from engine.sequence import Sequence
+from kv_store.block_store import Back
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
+from kv_store.transfers import BackFetch, Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
 from wire.ids import BlockKey, PageId
 from wire.layout import Window
 from wire.names import BlockName
@@ -44,6 +46,7 @@ class KVCache:
         self._transfers = transfers
         self._layout = pool.layout
         self._waiting: dict[Transfer, tuple[Sequence, Lookup | None]] = {}
+        self._reading: dict[Transfer, tuple[Sequence, Prefetch]] = {}
 
     @property
     def pages(self) -> Pages:
@@ -92,7 +95,8 @@ class KVCache:
             [place] = lookup.missing
             if self._copy_tail(sequence, place, to_fill[0], siblings):
                 lookup.found[place], lookup.missing, to_fill = to_fill[0], [], []
-        fetch = lookup.fetch(to_fill, sequence.request.peers)
+        order = lookup.fetch_front if sequence.may_jump else lookup.fetch
+        fetch = order(to_fill, sequence.request.peers)
         self._waiting[fetch] = sequence, lookup
         self._begin(fetch)
 
@@ -255,6 +259,8 @@ class KVCache:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
         ended: list[Fetched | HandOffStored] = []
         for done in self._transfers.poll():
+            if done.transfer in self._reading:
+                self._index_group(done)
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
             sequence, lookup = self._waiting.pop(done.transfer, (None, None))
@@ -264,6 +270,54 @@ class KVCache:
                 fetched = self._fetched(sequence, lookup, done)
                 ended += [] if fetched is None else [fetched]
         return ended
+
+    def follow(self, sequence: Sequence, num_spare: int) -> Jumped | None:
+        """Lets a sequence acquire the blocks at its place that its prefetch has read, and begins the next group.
+
+        num_spare: pages that no running sequence lacks. The sequence ends its prefetch behind the last block of it.
+        """
+        prefetch, block_size = sequence.prefetch, self._layout.block_size
+        assert prefetch is not None
+        start, is_within = divmod(sequence.num_computed, block_size)
+        is_at_end = not is_within and len(sequence.kv.table) == start
+        pages = prefetch.run(start, self._ledger.find) if is_at_end else []
+        for page in pages:
+            self._ledger.acquire(page)
+        sequence.kv.table.extend(pages)
+        if pages:
+            sequence.begin_run((start + len(pages)) * block_size)
+        place = start + len(pages)
+        if place >= len(prefetch.names):
+            sequence.prefetch = None
+        elif group := prefetch.next_group(place, self._ledger.find, num_spare):
+            self._read_group(sequence, prefetch, group)
+        prefetch.end_chunk_after(place, self._ledger.find)
+        return self._jumped(sequence, prefetch, start, place) if pages else None
+
+    def _read_group(self, sequence: Sequence, prefetch: Prefetch, group: Back) -> None:
+        """Begins to fill pages that drain meanwhile: batchers count on them, and no sequence has to give them back."""
+        pages = self._allocate(len(group.names))
+        order = BackFetch(group.names, pages, back=group)
+        self._reading[order] = sequence, prefetch
+        self._begin(order)
+        self._free(pages)
+
+    def _index_group(self, done: Done) -> None:
+        """Indexes the right pages of a group if its sequence still computes; the others come free."""
+        sequence, prefetch = self._reading.pop(done.transfer)
+        pages = done.transfer.pages
+        prefetch.note_read(len(pages), done.tiers)
+        if sequence.prefetch is prefetch:
+            for name, page, _ in reversed([*zip(done.transfer.names, pages, done.tiers, strict=False)]):
+                self._ledger.index(page, name.key)
+
+    def _jumped(self, sequence: Sequence, prefetch: Prefetch, start: int, stop: int) -> Jumped:
+        block_size, found = self._layout.block_size, Counter[str]()
+        for place in range(start, stop):
+            covered = sequence.request.num_prompt - place * block_size
+            found[prefetch.tier_of(place)] += max(0, min(covered, block_size))
+        tokens = range(start * block_size, stop * block_size)
+        return Jumped(sequence.choice.attempt_id, sequence.choice.index, tokens, +found, block_size)
 
     def _fetched(self, sequence: Sequence, lookup: Lookup, done: Done) -> Fetched | None:
         """Makes the block table of the longest usable prefix, and gives the other pages back.
@@ -289,6 +343,7 @@ class KVCache:
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._layout.block_size, prefix.num_stored) + prefix.num_dropped)
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
+        sequence.prefetch = None if done.back is None else Prefetch(lookup.names, done.back)
         tokens = self._prompt_tokens(sequence, tiers[:end])
         if not prefix.num_dropped:
             tokens = replace(tokens, misses=lookup.misses(end, sequence.request.num_prompt, done.misses))

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from engine.kv.retention import Prefix
-from kv_store.transfers import Fetch
+from kv_store.transfers import Fetch, FrontFetch
 from wire.ids import BlockKey, PageId
 from wire.layout import Window
 from wire.names import BlockName
@@ -83,6 +83,10 @@ class Lookup:
         """Orders the missing blocks."""
         names = [self.names[place] for place in self.missing]
         return Fetch(names, pages, peers, self.starts if names else None, self._num_sinks)
+
+    def fetch_front(self, pages: Sequence[PageId], peers: Sequence[str]) -> FrontFetch:
+        """Orders the missing blocks, or a front of them: each is of use once all before it are here."""
+        return FrontFetch([self.names[place] for place in self.missing], pages, peers)
 
     @property
     def _num_sinks(self) -> int:

@@ -128,6 +128,12 @@ class Retention:
         """The number of computed tokens at which KV may be dropped next."""
         return None if self.watch is None else self.watch.boundary
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all KV stays, in pages that have names once they are full."""
+        layout = self.window.layout
+        return layout.window is None and not layout.has_open_blocks and type(self) is Retention
+
     def prefix(self, num_readable: int, num_known: int) -> Prefix:
         """Returns the prefix that a sequence without pages may begin with.
 

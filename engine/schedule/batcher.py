@@ -29,7 +29,7 @@ class Candidate:
     """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV.
 
     num_blocks: up to the last page; `num_behind` of them are behind the window, and have no page. num_spare: further
-    pages, for later.
+    pages, for later. chunk_end: the number of computed tokens beyond which no chunk goes; None without a bound.
     """
 
     handle: int
@@ -39,6 +39,7 @@ class Candidate:
     num_blocks: int
     num_behind: int = 0
     num_spare: int = 0
+    chunk_end: int | None = None
 
     @property
     def num_pages(self) -> int:
@@ -48,6 +49,11 @@ class Candidate:
     def num_missing(self) -> int:
         """Tokens to run before the next one can be sampled; 0 while fetching."""
         return self.num_known - self.num_computed
+
+    @property
+    def num_runnable(self) -> int:
+        """Tokens to run in one step."""
+        return self.num_missing if self.chunk_end is None else min(self.num_missing, self.chunk_end - self.num_computed)
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int
         if candidate in sharing.yielding:
             continue
         decodes = candidate.phase is Phase.DECODE
-        wanted = 1 if decodes else min(candidate.num_missing, for_chunks)
+        wanted = 1 if decodes else min(candidate.num_runnable, for_chunks)
         granted = sharing.grant(age, wanted)
         if granted:
             run[candidate.handle] = granted

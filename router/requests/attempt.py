@@ -240,14 +240,15 @@ class Attempt:
 
     def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:
         """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
-        answer = self.request.answer
+        answer, summary = self.request.answer, self.request.summary
+        tells_first = summary.cached is None
 
         def take(update: worker_pb2.Update) -> bool:
             if update.HasField("prompt"):
                 cached = tiers_from_pb(update.prompt.cached_tokens)
                 self.has_read_cache |= bool(cached)
-                if self.request.summary.cached is None:
-                    self.request.summary.cached, self.request.summary.misses = cached, list(update.prompt.misses)
+                if tells_first:
+                    summary.cached, summary.misses = cached, list(update.prompt.misses)
                 on_prompt(self.id)
             self._pass_on(update)
             spans.extend(update.end.spans)

@@ -1,44 +1,22 @@
 """The choice between reading blocks and computing them, on a clock that moves only with work."""
 
-from collections.abc import Generator, Sequence
 from contextlib import closing
+from math import inf
 
 import pytest
 
-from kv_store.costs import Costs
+from kv_store.costs import Costs, SourceCosts, Split
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
-from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.fake_clock import FakeClock
+from tests.harness.paced_tier import PacedTier
 from tests.kv_store.names import LAYOUT, names_of, put_one
 from tests.kv_store.pools import filled_pool, pages_from
-from wire.ids import BlockKey
 
 NUM_BLOCKS = 16
 NUM_WARM = 20
 NUM_TIMED = 20
-
-
-class PacedTier(MemoryTier):
-    """A cold tier whose calls and bytes take time."""
-
-    def __init__(self, clock: FakeClock, latency_s: float, block_s: float) -> None:
-        super().__init__(LAYOUT, max_blocks=1 << 20)
-        self.latency_s, self.block_s = latency_s, block_s
-        self._now = clock
-        self.num_calls = 0
-
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self.num_calls += 1
-        self._now.now += self.latency_s
-        return super().exists(keys)
-
-    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
-        self._now.now += self.latency_s
-        for front in super()._read(keys, into):
-            self._now.now += self.block_s
-            yield front
 
 
 class Server:
@@ -86,13 +64,13 @@ def mean_ttft_s(tier: PacedTier | None, clock: FakeClock, block_s: float) -> flo
 @pytest.mark.parametrize("compute_s", [0.002, 0.05])
 def test_a_tier_of_1_mb_a_second_and_50_ms_makes_a_hit_no_slower_than_a_miss(block_kib: int, compute_s: float) -> None:
     clock = FakeClock()
-    slow = PacedTier(clock, latency_s=0.05, block_s=block_kib / 1000)
+    slow = PacedTier(LAYOUT, clock, latency_s=0.05, block_s=block_kib / 1000)
     assert mean_ttft_s(slow, clock, compute_s) <= 1.10 * mean_ttft_s(None, clock, compute_s)
 
 
 def test_a_tier_that_never_has_a_block_is_hardly_asked() -> None:
     clock = FakeClock()
-    tier = PacedTier(clock, latency_s=0.05, block_s=0.001)
+    tier = PacedTier(LAYOUT, clock, latency_s=0.05, block_s=0.001)
     with closing(Server(tier, clock, 0.01)) as server:
         took_s = [server.ttft_s(number * 1000) for number in range(60)]
     assert sum(took_s[20:]) <= 1.10 * 40 * NUM_BLOCKS * 0.01
@@ -101,13 +79,13 @@ def test_a_tier_that_never_has_a_block_is_hardly_asked() -> None:
 
 def test_a_quick_tier_is_read() -> None:
     clock = FakeClock()
-    quick = PacedTier(clock, latency_s=0.001, block_s=0.0001)
+    quick = PacedTier(LAYOUT, clock, latency_s=0.001, block_s=0.0001)
     assert mean_ttft_s(quick, clock, 0.01) <= 0.08 * mean_ttft_s(None, clock, 0.01)
 
 
 def test_a_tier_that_was_slow_is_read_again_within_a_minute_of_being_quick() -> None:
     clock = FakeClock()
-    tier = PacedTier(clock, latency_s=0.3, block_s=0.1)
+    tier = PacedTier(LAYOUT, clock, latency_s=0.3, block_s=0.1)
     with closing(Server(tier, clock, 0.01)) as server:
         for number in range(100):
             fill(tier, number * 1000)
@@ -121,7 +99,7 @@ def test_a_tier_that_was_slow_is_read_again_within_a_minute_of_being_quick() -> 
 def test_of_blocks_in_several_places_the_front_that_pays_is_read() -> None:
     clock = FakeClock()
     costs = Costs(block_size=16, clock=clock)
-    near, far = (PacedTier(clock, 0.0, 0.0) for _ in range(2))
+    near, far = (PacedTier(LAYOUT, clock, 0.0, 0.0) for _ in range(2))
     for _ in range(NUM_WARM):
         costs.note_prefill(1600, 1.0)
         costs.of(near).note_reads([0.001, 0.001])
@@ -141,3 +119,58 @@ def test_an_outlier_does_not_spoil_what_was_learned() -> None:
     costs.note_prefill(1, 5.0)
     costs.note_prefill(100, 0.0)
     assert costs.compute_s < 3 * 0.016, "a token alone, and a run without a clock, say nothing"
+
+
+def taught(first_s: float, rest_s: float, compute_s: float, num_tiers: int = 1) -> tuple[Costs, list[PacedTier]]:
+    """Costs that have learned these times, of blocks, and the tiers."""
+    clock = FakeClock()
+    costs = Costs(block_size=16, clock=clock)
+    tiers = [PacedTier(LAYOUT, clock, 0.0, 0.0) for _ in range(num_tiers)]
+    for _ in range(100):
+        costs.note_prefill(160, 10 * compute_s)
+        for tier in tiers:
+            costs.of(tier).note_reads([first_s, rest_s])
+    return costs, tiers
+
+
+@pytest.mark.parametrize(
+    ("first_s", "rest_s", "num_blocks", "splits"),
+    [
+        (0.01, 0.01, 40, True),
+        (0.02, 0.02, 40, True),
+        (0.01, 0.001, 40, False),  # reading is ten times as quick
+        (0.3, 0.2, 40, False),  # computing is
+        (0.01, 0.01, 2, False),  # no more than 10 ms to gain
+        (0.6, 0.01, 40, False),  # a latency longer than computing
+        (0.01, 0.01, 0, False),
+    ],
+)
+def test_a_prefix_is_split_where_that_beats_reading_and_computing_it(
+    first_s: float, rest_s: float, num_blocks: int, splits: bool
+) -> None:
+    costs, [tier] = taught(first_s, rest_s, compute_s=0.01)
+    sources = [None, None, *[tier] * num_blocks]
+    assert costs.split(sources) == (Split(2, 2 + num_blocks) if splits else costs.whole(sources))
+
+
+def test_a_group_is_read_before_computing_gets_there_and_is_bounded_in_time() -> None:
+    costs, [tier] = taught(0.02, 0.01, compute_s=0.01)
+    assert costs.num_in_group([tier] * 100, [*range(100)]) == 19, "a fifth of a second, with the latency"
+    assert costs.num_in_group([tier] * 20, [*range(20)]) == 9, "11 blocks are computed while 9 are read"
+    assert costs.num_in_group([tier] * 2, [*range(2)]) == 0
+    assert costs.num_in_group([tier, *[None] * 5], [*range(6)]) == 5, "blocks of the arena take no time"
+    assert costs.num_in_group([], []) == 0
+    assert costs.num_in_chunk([tier] * 100) == 3
+    slow, [far] = taught(0.5, 0.01, compute_s=0.01)
+    assert slow.group_s([far]) == pytest.approx(2.0, rel=0.01), "four latencies"
+
+
+@pytest.mark.parametrize(("block_s", "is_asked"), [(0.001, True), (0.02, True), (0.2, False)])
+def test_a_tier_is_asked_for_blocks_to_split_though_reading_all_is_slower(block_s: float, is_asked: bool) -> None:
+    costs, [tier] = taught(block_s, block_s, compute_s=0.01)
+    for _ in range(100):
+        costs.of(tier).ask.learn(0.05)
+    costs.of(tier).due_s = inf
+    asked = costs.worth_asking([tier], 40, SourceCosts.split_lookup_s)
+    assert asked == ([tier] if is_asked else [])
+    assert costs.worth_asking([tier], 40) == ([tier] if block_s < 0.01 else [])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import StoreStatus
+from kv_store.block_store import Back, Front, StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.tiers.administration import ListableTier
 from kv_store.transfers import (
@@ -45,6 +45,12 @@ class FakeStore:
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
         self._work("fetch", names, pages)
         return [Tier.HOST] * len(names)
+
+    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
+        return Front(self.fetch(names, pages, peers))
+
+    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
+        return self.fetch(back.names, pages)
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
         return [Miss(Cause.NEVER_SEEN)] * len(names)

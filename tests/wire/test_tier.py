@@ -1,4 +1,4 @@
-from wire.tier import MAX_RUNS, Cause, Miss, MissRun, runs_of, words_of
+from wire.tier import MAX_RUNS, Cause, Miss, MissRun, runs_of, without_blocks, words_of
 
 
 def test_consecutive_blocks_of_one_cause_are_a_run_with_the_first_ones_age() -> None:
@@ -27,3 +27,15 @@ def test_the_last_run_has_all_blocks_of_too_many_runs() -> None:
 def test_every_cause_has_words() -> None:
     for cause in Cause:
         assert words_of(MissRun(Miss(cause, "how", 7200.0), 32, 2)).startswith("2 blocks from token 32: ")
+
+
+def test_blocks_that_were_found_later_are_taken_out_of_runs() -> None:
+    runs = (MissRun(Miss(Cause.CHEAPER), 32, 4), MissRun(Miss(Cause.PARTIAL), 96, 1))
+    assert without_blocks(runs, range(48, 80), 16) == (
+        MissRun(Miss(Cause.CHEAPER), 32, 1),
+        MissRun(Miss(Cause.CHEAPER), 80, 1),
+        runs[1],
+    )
+    assert without_blocks(runs, range(32), 16) == runs
+    assert without_blocks(runs, range(200), 16) == ()
+    assert len(without_blocks([MissRun(Miss(Cause.CHEAPER), 16 * n, 1) for n in range(90)], range(0), 16)) == MAX_RUNS

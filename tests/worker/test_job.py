@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
-from engine.events import Event, Fetched, HeldUp, Preempted, PromptTokens, Scheduled, Started
+from engine.events import Event, Fetched, HeldUp, Jumped, Preempted, PromptTokens, Scheduled, Started
 from engine.schedule.batcher import Gate
 from wire.ids import AttemptId
 from wire.pools import Role
+from wire.tier import Cause, Miss, MissRun
 from worker.job import PromptProgress, SpanName, Stopwatch
 
 ID = AttemptId("request")
@@ -50,3 +53,26 @@ def test_counts_blocks_by_tier_and_preemptions(stopwatch: Stopwatch) -> None:
     _, fetch, wait = stopwatch.spans(4.0)
     assert dict(fetch.counts) == {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2}
     assert dict(wait.counts) == {"preemptions": 1}
+
+
+LEFT = PromptTokens({"host": 16}, 70, (MissRun(Miss(Cause.CHEAPER), 16, 4), MissRun(Miss(Cause.PARTIAL), 80, 1)))
+JUMP = Jumped(ID, 1, range(48, 80), {"redis": 32}, 16)
+
+
+def test_blocks_that_were_read_meanwhile_count_as_found_and_have_no_cause(stopwatch: Stopwatch) -> None:
+    progress = note(stopwatch, Fetched(ID, 1, LEFT), Started(ID, 1), JUMP, replace(JUMP, choice=2))
+    kept = (MissRun(Miss(Cause.CHEAPER), 16, 2), MissRun(Miss(Cause.PARTIAL), 80, 1))
+    assert progress.tokens == PromptTokens({"host": 16, "redis": 32}, 38, kept)
+    compute = stopwatch.spans(5.0)[-1]
+    assert compute.name == "decode.compute"
+    assert dict(compute.counts) == {"tokens_computed": 38, "tokens_redis": 32, "blocks_redis": 2}
+
+
+def test_what_a_preempted_choice_finds_later_is_not_counted(stopwatch: Stopwatch) -> None:
+    progress = note(stopwatch, Fetched(ID, 1, LEFT), Started(ID, 1), Preempted(ID, 1), Fetched(ID, 1, LEFT), JUMP)
+    assert progress.tokens == LEFT
+
+
+def test_a_jump_before_the_first_step_is_not_computed(stopwatch: Stopwatch) -> None:
+    note(stopwatch, Fetched(ID, 1, LEFT), JUMP, Started(ID, 1))
+    assert stopwatch.spans(5.0)[-1].counts["tokens_computed"] == 38

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import StoreStatus
+from kv_store.block_store import Back, Front, StoreStatus
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
@@ -33,6 +33,12 @@ class SlowStore:
 
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
         return []
+
+    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
+        return Front(self.fetch(names, pages, peers))
+
+    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
+        return self.fetch(back.names, pages)
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
         return []

@@ -1,0 +1,82 @@
+"""The prefetch of the back of a prefix: groups of blocks, from the last one on, while the front is computed.
+
+ blocks   0 ... p ─── computed in chunks ──▶        ◀── read in groups ─── last
+                  p: pages that are indexed are acquired, and count as run
+
+A group has pages that no sequence owns: they drain while they are filled, and are cached once they are right.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from kv_store.block_store import Back
+from wire.ids import BlockKey, PageId
+from wire.names import BlockName
+from wire.tier import Tier
+
+Find = Callable[[BlockKey], PageId | None]
+"""Finds the device page of a block."""
+
+
+class Prefetch:
+    """The books of one sequence's prefetch, with at most one group at the store.
+
+    names: of the prefix, in which the back's may have gaps for blocks on the device. until: the block before which the
+    next chunk ends, at which there may be more on the device by then.
+    """
+
+    def __init__(self, names: Sequence[BlockName], back: Back) -> None:
+        place_of = {name.key: place for place, name in enumerate(names)}
+        self._places = [place_of[name.key] for name in back.names]
+        self._back = back
+        self._num_left = len(back.names)
+        self._tiers: dict[int, Tier] = {}
+        self._chunk = back.costs.num_in_chunk(back.sources)
+        self.names = names[: self._places[-1] + 1]
+        self.until = 0
+        self.is_reading = False
+        self._is_over = False
+
+    def run(self, start: int, find: Find) -> list[PageId]:
+        """Lists the pages of the blocks from `start` on that are on the device, without a gap."""
+        pages: list[PageId] = []
+        for name in self.names[start:]:
+            page = find(name.key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def tier_of(self, place: int) -> Tier:
+        """Returns the tier that a block on the device was read from."""
+        return self._tiers.get(place, Tier.DEVICE)
+
+    def end_chunk_after(self, start: int, find: Find) -> None:
+        """Sets the end of a chunk from block `start` on: at a block on the device, or at the group under way."""
+        stop = start + self._chunk
+        group = self._places[self._num_left] if self._num_left < len(self._places) else len(self.names)
+        stop = min(stop, group) if group > start else stop
+        later = range(start + 1, min(stop, len(self.names)))
+        self.until = next((place for place in later if find(self.names[place].key) is not None), stop)
+
+    def next_group(self, start: int, find: Find, max_pages: int) -> Back | None:
+        """Takes the next group, which is read before a sequence at block `start` has computed up to it.
+
+        None, now and later, if there is none, or if it has no room.
+        """
+        if self.is_reading or self._is_over:
+            return None
+        while self._num_left and find(self._back.names[self._num_left - 1].key) is not None:
+            self._num_left -= 1
+        first = min(bisect_left(self._places, start), self._num_left)
+        num_before = [place - start for place in self._places[first : self._num_left]]
+        sources = self._back.sources[first : self._num_left]
+        num = max(0, min(self._back.costs.num_in_group(sources, num_before), max_pages))
+        self._num_left -= num
+        self.is_reading, self._is_over = num > 0, num == 0
+        return self._back.part(self._num_left, self._num_left + num) if num else None
+
+    def note_read(self, num_pages: int, tiers: Sequence[Tier]) -> None:
+        """Ends a group; after one that came back short no other begins."""
+        self.is_reading, self._is_over = False, len(tiers) < num_pages
+        self._tiers |= dict(zip(self._places[self._num_left :], tiers, strict=False))
