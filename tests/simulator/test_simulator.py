@@ -128,12 +128,12 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
 
 FIRST_SEEDS = {
     "a block of the arena is not checked": 81,
-    "a block of the cold tier is not checked": 38,
+    "a block of the cold tier is not checked": 44,
     "a draining page is given out": 3,
-    "a fetch counts whatever its lease": 60,
+    "a fetch counts whatever its lease": 194,
     "tokens are taken twice": 61,
     "a deadline is late": 139,
-    "a hold ends before its blocks are elsewhere": 40,
+    "a hold ends before its blocks are elsewhere": 56,
     "blocks of a dead epoch stay in the index": 33,
     "blocks that are gone have no event": 9,
 }
