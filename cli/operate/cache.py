@@ -78,12 +78,12 @@ def request_of(args: argparse.Namespace) -> cluster_pb2.CacheRequest:
 
 
 def read_ids(path: Path) -> list[int]:
-    """Reads token ids: whole numbers with spaces or commas between them, or a list of JSON. Raises InvalidRequest."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_IDS_BYTES + 1)
-    except OSError as error:
-        raise InvalidRequest("--token-ids", f"{path}: {error.strerror}") from error
+    """Reads token ids: whole numbers with spaces or commas between them, or a list of JSON.
+
+    Raises InvalidRequest, OSError.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_IDS_BYTES + 1)
     words = data.decode(errors="replace").strip().strip("[]").replace(",", " ").split()
     if len(data) > MAX_IDS_BYTES or not all(word.isascii() and word.isdigit() and len(word) <= 9 for word in words):
         raise InvalidRequest("--token-ids", f"{path} must have whole numbers below 10^9, in at most 16 MiB")

@@ -287,7 +287,8 @@ class _Room:
         num_bytes = sum(file.num_bytes for file in files)
         oldest = sorted(files)
         is_full = num_bytes > self.max_bytes - self._step_bytes
-        if (is_full or folder.is_expired(oldest[0].used_ns if oldest else time.time_ns())) and folder.try_lock():
+        has_expired = bool(oldest) and folder.is_expired(oldest[0].used_ns)
+        if (is_full or has_expired) and folder.try_lock():
             try:
                 num_wanted = num_bytes - self.max_bytes + 2 * self._step_bytes if is_full else 0
                 num_bytes -= self._evict(folder, oldest, num_wanted)
