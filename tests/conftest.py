@@ -34,7 +34,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Makes a process run whole groups (pytest -n 2)."""
+    """Makes a process run whole groups (pytest -n 3)."""
     from xdist.scheduler import LoadScopeScheduling  # here, for a machine with a GPU may have no such package
 
     class Grouped(LoadScopeScheduling):  # type: ignore[misc]
