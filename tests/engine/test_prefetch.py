@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from engine.core import EngineCore, PrefillMeter
 from engine.events import ChoiceId, Jumped
 from engine.kv.retention import retention_of
-from engine.model.batch import Batch
+from engine.model.batch import Batch, CausalModel
+from engine.model.decoder import Decoder
 from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -20,6 +22,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.transfers import BackFetch, Done, NoStore, Transfer
+from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import ROOT, Run, gained, make_core, request, serve
 from tests.harness.fake_clock import FakeClock
 from tests.harness.node import Node
@@ -50,6 +53,20 @@ class PacedModel(HashModel):
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self._clock.now += len(batch.token_ids) * self._token_s
         return super().forward(batch, kv)
+
+
+class PacedDecoder:
+    """A decoder whose tokens take time of a clock, too."""
+
+    def __init__(self, decoder: Decoder, clock: FakeClock) -> None:
+        self._decoder, self._clock = decoder, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        self._clock.now += len(batch.token_ids) * COMPUTE_S / 16
+        return self._decoder.forward(batch, kv)
 
 
 class Lane(NoStore):
@@ -89,9 +106,15 @@ class Outcome:
 class Worker:
     """An engine over a store with one cold tier, on two clocks."""
 
-    def __init__(self, layout: KVLayout = LAYOUT, num_pages: int = 256, has_tier: bool = True) -> None:
+    def __init__(
+        self, layout: KVLayout = LAYOUT, num_pages: int = 256, has_tier: bool = True, decoder: Decoder | None = None
+    ) -> None:
         self.engine_clock, self.lane_clock = FakeClock(), FakeClock()
-        self.model = PacedModel(layout, self.engine_clock, COMPUTE_S / 16)
+        self.plain: CausalModel = decoder or HashModel(layout, 997)
+        layout = self.plain.layout
+        self.model: Any = PacedModel(layout, self.engine_clock, COMPUTE_S / 16)
+        if decoder is not None:
+            self.model = PacedDecoder(decoder, self.engine_clock)
         self.tier = PacedTier(layout, self.lane_clock, LATENCY_S, READ_S)
         self.arena = Arena.anonymous(layout.block_bytes, 1)
         pool = DevicePool(layout, num_pages, self.model.device)
@@ -112,7 +135,7 @@ class Worker:
     def fill(self, prompt: Sequence[int] = PROMPT) -> "Worker":
         """Puts the blocks of a prompt into the tier, as another worker computes them."""
         node = Node(self.model.layout, cold=self.tier)
-        serve(make_core(HashModel(self.model.layout, 997), node), prompt, replace(GREEDY, max_tokens=1))
+        serve(make_core(self.plain, node), prompt, replace(GREEDY, max_tokens=1))
         node.write_all_cold()
         node.arena.close()
         return self
@@ -184,6 +207,18 @@ def test_tokens_equal_an_engine_without_a_store(layout: KVLayout) -> None:
     assert stats.cached_prompt_tokens == num_jumped(outcome)
     assert stats.cached_prompt_tokens + stats.computed_prompt_tokens == len(PROMPT)
     assert {tier for jump in outcome.jumps for tier in jump.found} == {"redis"}
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+def test_a_decoder_gives_the_tokens_of_an_engine_without_a_store(tmp_path: Path, dtype: str, kept: str) -> None:
+    decoder = Decoder.load(make_checkpoint("llama-gqa", tmp_path), dtype, torch.device("cpu"), 16, kv_dtype=kept)
+    worker = Worker(decoder=decoder).fill().teach()
+    settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 20}
+    expected = serve(make_core(decoder), PROMPT, replace(GREEDY, **settings)).outputs[0]
+    outcome = worker.serve(asked(**settings))
+    assert outcome.runs[0].outputs[0] == expected
+    assert num_jumped(outcome) > 10 * 16
+    assert len({*expected}) > 10
 
 
 def test_the_tokens_depend_on_the_blocks_that_are_read(worker: Worker) -> None:
