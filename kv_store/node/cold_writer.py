@@ -72,9 +72,9 @@ class ColdWriter:
 
         Without blocks it asks a broken tier for a key that no block has, to find out whether the tier answers again.
         """
+        self._directory.records.mark_cold(self._cold.tier, [], self._cold.take_lost())
         batch = self._directory.lease_cold(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
-        lost_before = self._cold.take_lost()
         until = time.monotonic() + _LEASE_TTL_S / 2
         try:
             if not batch.blocks and self._cold.status().state == "broken":
@@ -90,7 +90,7 @@ class ColdWriter:
             self._directory.records.note_cold(self._cold.status())
         lost = self._cold.take_lost()
         stored = [key for key in written if key not in lost] if held else []
-        return self._directory.records.mark_cold(self._cold.tier, stored, lost_before + lost)
+        return self._directory.records.mark_cold(self._cold.tier, stored, lost)
 
     def _take_back(self, written: Sequence[BlockKey]) -> None:
         """Deletes copies of leased blocks that were unindexed meanwhile: cleared, purged, or found corrupt."""

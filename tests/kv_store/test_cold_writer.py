@@ -261,3 +261,22 @@ def test_what_a_tier_evicts_for_what_it_is_given_is_told() -> None:
             (there.update if one.kind is EventKind.STORED else there.difference_update)(one.keys)
     assert there == {*node.cold.frames}
     assert len(there) == 2
+
+
+def test_losses_are_told_by_a_pass_that_fails() -> None:
+    node = Node({Tier.REDIS: Write.ALL})
+    node.publish(names_of(4 * NUM_SLOTS))
+    assert node.writer.write_some()
+    lost = [*node.cold.frames]
+    node.cold.frames.clear()
+    node.cold.exists(lost)
+
+    def fail() -> bool:
+        raise OSError("amid a pass")
+
+    node.cold.before = fail
+    with pytest.raises(OSError, match="amid a pass"):
+        node.writer.write_some()
+    events = node.directory.records.events(EventCursor(node.directory.attach().epoch, 0)).events
+    told = {key for one in events if one.tier is node.cold.tier and one.kind is EventKind.REMOVED for key in one.keys}
+    assert told == {*lost}
