@@ -38,10 +38,11 @@ from tests.harness.assembled_worker import local_worker
 from tests.harness.cluster import role_of
 from tests.harness.faulty_transport import Faults
 from tests.harness.local_cluster import LocalCluster, Sizes
+from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator import virtual_time
 from wire.layout import KVLayout
 from worker.assembly import Assembly, Threads
-from worker.loop import MAX_IDLE_S, Command, Inbox, StepOutcome, WorkerLoop
+from worker.loop import MAX_IDLE_S, StepOutcome, WorkerLoop
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE, MAX_CONTEXT_LEN = 256, 8192
@@ -98,26 +99,6 @@ class PacedModel(HashModel):
         return logits
 
 
-class PacedInbox(Inbox):
-    """An inbox that never blocks, and tells of what comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_news = asyncio.Event()
-
-    def put(self, command: Command) -> bool:
-        self.has_news.set()
-        return super().put(command)
-
-    def ring(self) -> None:
-        self.has_news.set()
-        super().ring()
-
-    def take(self, timeout_s: float) -> list[Command]:
-        self.has_news.clear()
-        return super().take(0.0)
-
-
 class PacedLoop(WorkerLoop):
     """The loop of an engine without a thread: its outcomes come when the model's time has gone by."""
 
@@ -136,7 +117,7 @@ class PacedLoop(WorkerLoop):
         return True
 
     async def _turn(self) -> None:
-        assert isinstance(self._inbox, PacedInbox)
+        assert isinstance(self._inbox, VirtualInbox)
         goes_on = True
         while goes_on:
             if not (self._has_more_to_do or self._inbox.has_news.is_set()):
@@ -184,7 +165,9 @@ class PacedCluster(LocalCluster):
         def clock() -> float:
             return loop.time() + model.spent_s
 
-        threads = Threads(loop.time, PacedInbox, lambda *parts: PacedLoop(model, clock, *parts), PacedTransfers, clock)
+        threads = Threads(
+            loop.time, VirtualInbox, lambda *parts: PacedLoop(model, clock, *parts), PacedTransfers, clock
+        )
         tiers, role = self._parts(name).tiers, role_of(name)
         worker = local_worker(model, tiers, name, role, self._sizes.num_blocks, self._sizes.batch, threads=threads)
         await worker.service.start()

@@ -41,6 +41,13 @@ PLAIN_BATON = "baton-bfloat16"
 """Names behind a hyphen are widths of weights: engines of the checkpoint's own width are compared apart."""
 READ_GGUF = ("baton", "llamacpp")
 DECODE_PROMPT_LEN = 64
+SMOLLM_SIZES: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
 CHECKED_TOKENS = 32
 
 
@@ -86,8 +93,8 @@ class Launcher:
             engine.end()
 
 
-def make_model(folder: Path) -> Path:
-    """Makes a checkpoint of SmolLM-135M's shape with random weights in bfloat16, unless it is there.
+def make_model(folder: Path, **sizes: int) -> Path:
+    """Makes a checkpoint with random weights in bfloat16, of SmolLM-135M's shape or other sizes, unless it is there.
 
     Weights are larger than in training, or attention would matter so little that a wrong rotation gave the same tokens.
     """
@@ -97,11 +104,7 @@ def make_model(folder: Path) -> Path:
 
         say(f"making a model in {folder}")
         config = LlamaConfig(
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
+            **SMOLLM_SIZES | sizes,
             vocab_size=49152,
             max_position_embeddings=8192,
             rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},

@@ -268,7 +268,7 @@ class EngineCore:
         return plan
 
     def _follow_prefetches(self) -> None:
-        """Lets sequences jump to what was read meanwhile; prefetches take pages that no running sequence lacks."""
+        """Lets sequences jump to blocks that were read meanwhile; gives prefetches the pages that no sequence lacks."""
         for sequence in [one for one in self._table.running if one.prefetch is not None]:
             pages = self._cache.pages
             num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)

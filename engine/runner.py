@@ -89,17 +89,13 @@ class Runner:
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
         self._ahead: Ahead | None = None
-        self._goes_ahead = model.device.type != "cpu"
+        self.goes_ahead = model.device.type != "cpu"
+        """Whether `launch_ahead` gains time: a CPU has none to spare while a step is read."""
 
     @property
     def is_ahead(self) -> bool:
         """Whether the forward pass of the decoding rows' next tokens is launched already."""
         return self._ahead is not None
-
-    @property
-    def goes_ahead(self) -> bool:
-        """Whether `launch_ahead` gains time: a CPU has none to spare while a step is read."""
-        return self._goes_ahead
 
     def launch(self, work: Work) -> Launched | Exception:
         """Begins the forward pass of a step and the choice of its tokens; a GPU may be at them yet.

@@ -86,11 +86,6 @@ class Sequence:
         num_readable = self.num_scored - 1 if self.wants_scores else self.num_known - 1
         return self.kv.prefix(0 if self.request.computes_all else num_readable, self.num_known)
 
-    @property
-    def may_jump(self) -> bool:
-        """Whether blocks behind a computed one may be taken from the device, as if they were run."""
-        return self.kv.is_plain and not self.wants_scores
-
     def begin_run(self, num_computed: int) -> None:
         """Continues from `num_computed` tokens with KV: decodes if only the last emitted token has none.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kv_store.costs import Costs
+from kv_store.costs import SplitRule
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from kv_store.tiers.administration import ListableTier
 from kv_store.tiers.cold_tier import BlockSource
@@ -34,7 +34,7 @@ class Back:
 
     names: Sequence[BlockName]
     sources: Sequence[BlockSource | None]
-    costs: Costs
+    rule: SplitRule
 
     def part(self, start: int, stop: int) -> "Back":
         return replace(self, names=self.names[start:stop], sources=self.sources[start:stop])

@@ -115,10 +115,6 @@ class Costs:
         """Seconds to compute a block."""
         return self._block_size * self._prefill.mean_s
 
-    def group_budget_s(self, sources: Sequence[BlockSource | None]) -> float:
-        """Returns the time after which the read of a group is given up."""
-        return 2 * self.group_s(sources)
-
     def budget_s(self, num_blocks: int) -> float:
         """Returns the time after which a read of `num_blocks`, expected to be quicker, is given up."""
         return max(num_blocks * self.compute_s, _MIN_BUDGET_S)
@@ -156,43 +152,6 @@ class Costs:
         num_first = self.num_worth_reading(sources)
         return Split(num_first, num_first)
 
-    def split(self, sources: Sequence[BlockSource | None]) -> Split:
-        """Leaves all but the first blocks of the arena for later, where that beats all else by 10 ms and a tenth."""
-        num_here = next((place for place, source in enumerate(sources) if source is not None), len(sources))
-        whole, num_split = self.whole(sources), len(sources) - num_here
-        read_s, back_s = ([0.0, *self._reads_s(some)] for some in (sources, reversed(sources[num_here:])))
-        whole_s = read_s[whole.stop] + (len(sources) - whole.stop) * self.compute_s
-        split_s = min(max((num_split - num) * self.compute_s, took_s) for num, took_s in enumerate(back_s))
-        pays = split_s < min(whole_s - _SLACK_S, _MOST_OF_UNSPLIT * whole_s)
-        return Split(num_here, len(sources)) if pays else whole
-
-    def num_in_group(self, sources: Sequence[BlockSource | None], num_before: Sequence[int]) -> int:
-        """Returns how many of these blocks, from the last one on, to read while the blocks before them are computed.
-
-        num_before: for each block, the blocks to compute before it.
-        """
-        most_s, compute_s = self.group_s(sources), self.compute_s
-        reads = zip(self._reads_s(reversed(sources)), reversed(num_before), strict=True)
-        return sum(1 for _ in takewhile(lambda read: read[0] <= min(most_s, read[1] * compute_s), reads))
-
-    def num_in_chunk(self, sources: Sequence[BlockSource | None]) -> int:
-        """Returns how many blocks to compute in one step beside these: a sixth of a group's time."""
-        return max(1, int(self.group_s(sources) / _CHUNKS_PER_GROUP / self.compute_s))
-
-    def group_s(self, sources: Sequence[BlockSource | None]) -> float:
-        """Returns the most seconds that a group may take: a fifth, or four latencies if they are longer."""
-        firsts_s = (self.of(source).first.mean_s for source in {*sources} if source is not None)
-        return max(_GROUP_S, _FIRSTS_PER_GROUP * max(firsts_s, default=0.0))
-
-    def _reads_s(self, sources: Iterable[BlockSource | None]) -> Iterator[float]:
-        """Yields for each block the seconds until it is read, in one call of each source."""
-        read_s, begun = 0.0, set[BlockSource]()
-        for source in sources:
-            if source is not None:
-                read_s += self.of(source).rest.mean_s if source in begun else self.of(source).first.mean_s
-                begun.add(source)
-            yield read_s
-
     def _read_s(self, source: BlockSource | None, num_before: int) -> float:
         costs = None if source is None else self.of(source)
         if costs is None or (costs.is_probed and num_before < _PROBED_BLOCKS):
@@ -227,3 +186,51 @@ class Costs:
 
     def _rest(self, costs: SourceCosts, took_s: float) -> None:
         costs.due_s = self._clock() + _REST_PER_PROBE * took_s
+
+
+class SplitRule:
+    """The rule by which a prefix is split: its back is read, in groups from its end, while its front is computed."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+
+    def divide(self, sources: Sequence[BlockSource | None]) -> Split:
+        """Leaves all but the first blocks of the arena for later, where that beats all else by 10 ms and a tenth."""
+        num_here = next((place for place, source in enumerate(sources) if source is not None), len(sources))
+        whole, num_split = self._costs.whole(sources), len(sources) - num_here
+        read_s, back_s = ([0.0, *self._reads_s(some)] for some in (sources, reversed(sources[num_here:])))
+        whole_s = read_s[whole.stop] + (len(sources) - whole.stop) * self._costs.compute_s
+        split_s = min(max((num_split - num) * self._costs.compute_s, took_s) for num, took_s in enumerate(back_s))
+        pays = split_s < min(whole_s - _SLACK_S, _MOST_OF_UNSPLIT * whole_s)
+        return Split(num_here, len(sources)) if pays else whole
+
+    def num_in_group(self, sources: Sequence[BlockSource | None], num_before: Sequence[int]) -> int:
+        """Returns how many of these blocks, from the last one on, to read while the blocks before them are computed.
+
+        num_before: for each block, the blocks to compute before it.
+        """
+        most_s, compute_s = self.group_s(sources), self._costs.compute_s
+        reads = zip(self._reads_s(reversed(sources)), reversed(num_before), strict=True)
+        return sum(1 for _ in takewhile(lambda read: read[0] <= min(most_s, read[1] * compute_s), reads))
+
+    def num_in_chunk(self, sources: Sequence[BlockSource | None]) -> int:
+        """Returns how many blocks to compute in one step beside these: a sixth of a group's time."""
+        return max(1, int(self.group_s(sources) / _CHUNKS_PER_GROUP / self._costs.compute_s))
+
+    def group_s(self, sources: Sequence[BlockSource | None]) -> float:
+        """Returns the most seconds that a group may take: a fifth, or four latencies if they are longer."""
+        firsts_s = (self._costs.of(source).first.mean_s for source in {*sources} if source is not None)
+        return max(_GROUP_S, _FIRSTS_PER_GROUP * max(firsts_s, default=0.0))
+
+    def group_budget_s(self, sources: Sequence[BlockSource | None]) -> float:
+        """Returns the time after which the read of a group is given up."""
+        return 2 * self.group_s(sources)
+
+    def _reads_s(self, sources: Iterable[BlockSource | None]) -> Iterator[float]:
+        """Yields for each block the seconds until it is read, in one call of each source."""
+        read_s, begun = 0.0, set[BlockSource]()
+        for source in sources:
+            if source is not None:
+                read_s += self._costs.of(source).rest.mean_s if source in begun else self._costs.of(source).first.mean_s
+                begun.add(source)
+            yield read_s

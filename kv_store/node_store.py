@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kv_store.block_store import Back, Front, StoreStatus
-from kv_store.costs import Costs, LookupS, SourceCosts, Split
+from kv_store.costs import Costs, LookupS, SourceCosts, Split, SplitRule
 from kv_store.device_pool import DevicePool
 from kv_store.far_tiers import FarTiers, Promotion
 from kv_store.frame import checksum_of
@@ -96,7 +96,7 @@ class NodeStore:
         return self._fetch(names, pages, search).tiers
 
     def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        search = _Search(self._far.sources(peers), SourceCosts.split_lookup_s, self.costs.split)
+        search = _Search(self._far.sources(peers), SourceCosts.split_lookup_s, SplitRule(self.costs).divide)
         return self._fetch(names, pages, search)
 
     def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
@@ -242,7 +242,7 @@ class NodeStore:
         end = holes[len(located)] if len(located) < len(holes) else len(names)
         self._unread.note_hole(names[end:], search.sources, worth_asking, deadline)
         far = dict(zip(holes, located, strict=False))
-        found = Back(names[:end], [far.get(place) for place in range(end)], self.costs)
+        found = Back(names[:end], [far.get(place) for place in range(end)], SplitRule(self.costs))
         split = search.divide(found.sources)
         tiers = self._copy(found.part(0, split.num_first), pages, entries, deadline)
         self._unread.note_reads(found.names, len(tiers), split.num_first, far.get(len(tiers)), deadline)
@@ -254,7 +254,7 @@ class NodeStore:
         """Copies the blocks up to the first one that was in the arena, and is gone."""
         is_gone = [entry is None and source is None for entry, source in zip(entries, back.sources, strict=True)]
         there = back.part(0, is_gone.index(True) if True in is_gone else len(is_gone))
-        return Front(self._copy(there, pages, entries, self._clock() + self.costs.group_budget_s(back.sources)))
+        return Front(self._copy(there, pages, entries, self._clock() + back.rule.group_budget_s(back.sources)))
 
     def _copy(
         self, found: Back, pages: Sequence[PageId], entries: Sequence[Entry | None], deadline: float

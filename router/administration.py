@@ -45,7 +45,7 @@ class StoreAdministration:
         return self._contents(selection, await self._of_nodes(worker_pb2.Ask(count=selection)))
 
     async def clear(self, request: cluster_pb2.CacheRequest) -> cluster_pb2.CacheContents:
-        """Clears blocks, devices first: what is in no device and no arena reaches no cold tier. Raises as `count`."""
+        """Clears blocks, devices first: a block in no device and no arena reaches no cold tier. Raises as `count`."""
         if request == cluster_pb2.CacheRequest():
             raise InvalidRequest("everything", "wanted where no tenant, model or prompt is given")
         selection = await self._select(request)

@@ -95,7 +95,8 @@ class KVCache:
             [place] = lookup.missing
             if self._copy_tail(sequence, place, to_fill[0], siblings):
                 lookup.found[place], lookup.missing, to_fill = to_fill[0], [], []
-        order = lookup.fetch_front if sequence.may_jump else lookup.fetch
+        may_jump = sequence.kv.is_plain and not sequence.wants_scores  # all rows of a scored prompt run
+        order = lookup.fetch_front if may_jump else lookup.fetch
         fetch = order(to_fill, sequence.request.peers)
         self._waiting[fetch] = sequence, lookup
         self._begin(fetch)

@@ -31,7 +31,7 @@ class Prefetch:
         self._back = back
         self._num_left = len(back.names)
         self._tiers: dict[int, Tier] = {}
-        self._chunk = back.costs.num_in_chunk(back.sources)
+        self._chunk = back.rule.num_in_chunk(back.sources)
         self.names = names[: self._places[-1] + 1]
         self.until = 0
         self.is_reading = False
@@ -71,7 +71,7 @@ class Prefetch:
         first = min(bisect_left(self._places, start), self._num_left)
         num_before = [place - start for place in self._places[first : self._num_left]]
         sources = self._back.sources[first : self._num_left]
-        num = max(0, min(self._back.costs.num_in_group(sources, num_before), max_pages))
+        num = max(0, min(self._back.rule.num_in_group(sources, num_before), max_pages))
         self._num_left -= num
         self.is_reading, self._is_over = num > 0, num == 0
         return self._back.part(self._num_left, self._num_left + num) if num else None

@@ -177,7 +177,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
             spans = rows[np.arange(len(rows)), chosen] - rows.min(-1)
         chosen[~(spans < np.inf)] = -1
         return torch.from_numpy(chosen)
-    best = argmax(logits)
+    best = logits.argmax(-1)
     span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
     return torch.where(span < torch.inf, best, -1)
 

@@ -1,4 +1,4 @@
-"""The books of a node's arena: the blocks in its slots, the claims on them, and what is remembered of lost ones.
+"""The books of a node's arena: the blocks in its slots, the claims on them, and the memory of lost blocks.
 
     Directory ── claims on slots ──▶          ┌─ ledger, proofs: the index        ─┐
                                      Books ───┤  claims: leases, holds, reservations├── one lock

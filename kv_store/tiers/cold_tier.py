@@ -56,7 +56,7 @@ class ColdTier(BlockSource, ListableTier, Protocol):
         """Stores a block; False if that failed."""
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
-        """Evicts what is expired, and while little room is left, what is beyond the shares. Raises StoreError.
+        """Evicts expired blocks, and while little room is left, blocks beyond the shares. Raises StoreError.
 
         shares: of the tier's bytes, by the digests of namespaces, from now on: each namespace's own go first beyond it.
         For the node's service, from time to time.

@@ -264,7 +264,7 @@ class _Room:
         return True
 
     def sweep(self) -> None:
-        """Begins to remove what is to go, unless that is under way."""
+        """Begins to make room, unless that is under way."""
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = self._calls.begin(self._make_room)
 

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from kv_store.costs import Costs, SourceCosts, Split
+from kv_store.costs import Costs, SourceCosts, Split, SplitRule
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
@@ -150,19 +150,20 @@ def test_a_prefix_is_split_where_that_beats_reading_and_computing_it(
 ) -> None:
     costs, [tier] = taught(first_s, rest_s, compute_s=0.01)
     sources = [None, None, *[tier] * num_blocks]
-    assert costs.split(sources) == (Split(2, 2 + num_blocks) if splits else costs.whole(sources))
+    assert SplitRule(costs).divide(sources) == (Split(2, 2 + num_blocks) if splits else costs.whole(sources))
 
 
 def test_a_group_is_read_before_computing_gets_there_and_is_bounded_in_time() -> None:
     costs, [tier] = taught(0.02, 0.01, compute_s=0.01)
-    assert costs.num_in_group([tier] * 100, [*range(100)]) == 19, "a fifth of a second, with the latency"
-    assert costs.num_in_group([tier] * 20, [*range(20)]) == 9, "11 blocks are computed while 9 are read"
-    assert costs.num_in_group([tier] * 2, [*range(2)]) == 0
-    assert costs.num_in_group([tier, *[None] * 5], [*range(6)]) == 5, "blocks of the arena take no time"
-    assert costs.num_in_group([], []) == 0
-    assert costs.num_in_chunk([tier] * 100) == 3
+    rule = SplitRule(costs)
+    assert rule.num_in_group([tier] * 100, [*range(100)]) == 19, "a fifth of a second, with the latency"
+    assert rule.num_in_group([tier] * 20, [*range(20)]) == 9, "11 blocks are computed while 9 are read"
+    assert rule.num_in_group([tier] * 2, [*range(2)]) == 0
+    assert rule.num_in_group([tier, *[None] * 5], [*range(6)]) == 5, "blocks of the arena take no time"
+    assert rule.num_in_group([], []) == 0
+    assert rule.num_in_chunk([tier] * 100) == 3
     slow, [far] = taught(0.5, 0.01, compute_s=0.01)
-    assert slow.group_s([far]) == pytest.approx(2.0, rel=0.01), "four latencies"
+    assert SplitRule(slow).group_s([far]) == pytest.approx(2.0, rel=0.01), "four latencies"
 
 
 @pytest.mark.parametrize(("block_s", "is_asked"), [(0.001, True), (0.02, True), (0.2, False)])

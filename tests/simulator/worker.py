@@ -15,6 +15,7 @@ from kv_store.block_store import BlockStore
 from kv_store.frame import checksum_of
 from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
+from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator.invariants import Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import Node, SimDirectoryClient
@@ -25,7 +26,7 @@ from tests.simulator.virtual_time import Process
 from wire.pools import Role
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings
-from worker.loop import MAX_IDLE_S, Command, Inbox, WorkerLoop
+from worker.loop import MAX_IDLE_S, WorkerLoop
 
 BATCH = BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32)
 MAX_SILENCE_S = 5.0
@@ -129,7 +130,7 @@ class SimWorker:
         tiers = Tiers(arena, self.directory, [self.cold], lambda address: SimPeer(self, self.world.node_at(address)))
         threads = Threads(
             self.clock,
-            lambda: SimInbox(),
+            lambda: VirtualInbox(),
             lambda *parts: SimLoop(self, *parts),
             lambda store, wake: SimTransfers(self, store, wake),
             self.clock,
@@ -173,26 +174,6 @@ class SimModel(HashModel):
         return logits
 
 
-class SimInbox(Inbox):
-    """An inbox that never blocks, and tells of what comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_news = asyncio.Event()
-
-    def put(self, command: Command) -> bool:
-        self.has_news.set()
-        return super().put(command)
-
-    def ring(self) -> None:
-        self.has_news.set()
-        super().ring()
-
-    def take(self, timeout_s: float) -> list[Command]:
-        self.has_news.clear()
-        return super().take(0.0)
-
-
 class SimLoop(WorkerLoop):
     """The loop of an engine without a thread: a task makes its turns, each a drawn time after the one before."""
 
@@ -213,7 +194,7 @@ class SimLoop(WorkerLoop):
 
     async def _turn_for_ever(self) -> None:
         while self._go_on():
-            assert isinstance(self._inbox, SimInbox)
+            assert isinstance(self._inbox, VirtualInbox)
             if not self._has_more_to_do:
                 await _wait(self._inbox.has_news, MAX_IDLE_S)
             await asyncio.sleep(self._worker.world.draw.random() * 2 * STEP_S)
