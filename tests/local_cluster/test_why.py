@@ -28,8 +28,8 @@ T = TypeVar("T")
 class OrderedTombstones(Tombstones):
     """Tombstones that tell the order of losses."""
 
-    def __init__(self, num_places: int, policy: str, clock: Callable[[], float]) -> None:
-        super().__init__(num_places, policy, clock)
+    def __init__(self, num_places: int, num_slots: int, policy: str, clock: Callable[[], float]) -> None:
+        super().__init__(num_places, num_slots, policy, clock)
         self.order: list[BlockKey] = []
 
     def bury(self, key: bytes, parent: bytes, loss: Loss, copies: Iterable[Tier]) -> None:
