@@ -56,7 +56,7 @@ class Historian(Directory):
     def __init__(self) -> None:
         super().__init__(NUM_SLOTS, block_bytes=LAYOUT.block_bytes)
         self.records = JudgedRecords(self.books, self)
-        self.books.tombstones = OrderedTombstones(NUM_SLOTS, "least recent use", time.monotonic)
+        self.books.tombstones = OrderedTombstones(NUM_SLOTS, NUM_SLOTS, "least recent use", time.monotonic)
         self.parent_of: dict[BlockKey, bytes] = {}
         self.lost: list[BlockKey] = []
         self.last_loss: dict[BlockKey, int] = {}
