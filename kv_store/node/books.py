@@ -3,6 +3,7 @@
     Directory ── claims on slots ──▶          ┌─ ledger, proofs: the index        ─┐
                                      Books ───┤  claims: leases, holds, reservations├── one lock
     Records ─── records of blocks ─▶          └─ copies, sessions, tombstones, log ─┘
+    Contents ── lists of blocks ───▶
 
 A block enters and leaves the index here only, so that copies, sessions, tombstones and events follow it.
 """
@@ -62,8 +63,7 @@ class Books:
         self.tombstones = Tombstones(num_slots, self.ledger.order.policy_name, clock)
         self.log = BlockEventLog(num_events)
         self.num_read = Counter[bool]()
-        self.owners: dict[bytes, int] = {}
-        self.shares: Mapping[bytes, float] = {}
+        self.shares = Shares(self.ledger)
         self._proofs = _Proofs(num_slots)
         self._clock = clock
         self._used_s = array("f", bytes(4 * num_slots))
@@ -104,7 +104,7 @@ class Books:
     def index(self, block: Block) -> None:
         """Indexes a block, unless another slot has it."""
         priority = Priority.LEAST if block.name.is_tail else Priority.ONLY_COPY
-        owner = self.owners.get(block.name.root_digest, 0)
+        owner = self.shares.owner_of(block.name.root_digest)
         is_new = self.ledger.find(block.name.key) is None
         if self.ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
             self._proofs.put(block)
@@ -148,6 +148,34 @@ class Books:
             self.tombstones.bury(key, parent, loss, [] if is_cleared else copies)
             for tier in (Tier.HOST, *(copies if is_cleared else ())):
                 self.log.note(EventKind.REMOVED, tier, key)
+
+
+class Shares:
+    """The shares of namespaces in the slots, by their roots' digests; a namespace with one is an owner of its own."""
+
+    def __init__(self, ledger: Ledger[SlotId]) -> None:
+        self.by_namespace: Mapping[bytes, float] = {}
+        self._ledger = ledger
+        self._owners: dict[bytes, int] = {}
+
+    def set(self, shares: Mapping[bytes, float], blocks: Iterable[Block]) -> None:
+        """Bounds namespaces, and gives all indexed blocks to their owners."""
+        order, num_slots = self._ledger.order, self._ledger.num_pages
+        self.by_namespace = shares
+        for digest in shares:
+            self._owners.setdefault(digest, len(self._owners) + 1)
+        order.max_owned = {self._owners[digest]: int(share * num_slots) for digest, share in shares.items()}
+        for block in blocks:
+            order.set_owner(block.slot, self.owner_of(block.name.root_digest))
+
+    def owner_of(self, namespace: bytes) -> int:
+        """Returns the number of a namespace's owner; 0 is the one of all namespaces without a share."""
+        return self._owners.get(namespace, 0)
+
+    def max_slots(self, namespace: bytes) -> int:
+        """Counts the slots that a namespace may have."""
+        num_slots = self._ledger.num_pages
+        return min(num_slots, self._ledger.order.max_owned.get(self.owner_of(namespace), num_slots))
 
 
 class Proof(NamedTuple):

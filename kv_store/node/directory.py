@@ -16,7 +16,7 @@ from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 from kv_store.node.books import Books, exclusive
 from kv_store.node.directory_port import Block, DirectoryInfo, DirectoryPort, Entry, Hold, Lease, Reservation
 from kv_store.node.event_log import NUM_PLACES
-from kv_store.node.records import Records
+from kv_store.node.records import Contents, Records
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from kv_store.node.tombstones import Loss
 from wire.ids import AttemptId, BlockKey, SlotId
@@ -42,6 +42,7 @@ class Directory(DirectoryPort):
     """
 
     records: Records
+    contents: Contents
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class Directory(DirectoryPort):
         self._claims = self.books.claims
         self._info = DirectoryInfo(self.books.epoch, arena_path, num_slots, block_bytes)
         self._max_held = num_slots * _MAX_HELD_SHARE
-        self.records = Records(self.books, block_bytes)
+        self.records = Records(self.books)
+        self.contents = Contents(self.books, block_bytes)
 
     def attach(self) -> DirectoryInfo:
         return self._info
@@ -140,10 +142,6 @@ class Directory(DirectoryPort):
     @exclusive
     def delete(self, keys: Sequence[BlockKey]) -> int:
         return self.books.unindex(self.books.find(keys), Loss.PURGED)
-
-    @exclusive
-    def clear(self, keys: Sequence[BlockKey]) -> int:
-        return self.books.unindex(self.books.find(keys), Loss.CLEARED)
 
     @exclusive
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: float) -> list[AttemptId]:

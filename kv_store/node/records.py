@@ -1,11 +1,15 @@
-"""The records of a node's arena: events of its blocks, causes of misses, sessions, copies in cold tiers, and usage."""
+"""The records of a node's arena: events of its blocks, causes of misses, sessions, copies in cold tiers, and usage.
+
+Beside them its contents, for administration: what it holds, by key.
+"""
 
 import threading
 from collections.abc import Mapping, Sequence
 
 from kv_store.node.books import Books, exclusive
-from kv_store.node.directory_port import Block, DirectoryStatus, KeepHint, RecordsPort
+from kv_store.node.directory_port import Block, ContentsPort, DirectoryStatus, KeepHint, RecordsPort
 from kv_store.node.event_log import EVENT_TIERS, MAX_PAGE_BLOCKS, BlockEvents, EventCursor, EventPage
+from kv_store.node.tombstones import Loss
 from wire.ids import BlockKey
 from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, StoredBlock, Tier, runs_of
 
@@ -13,9 +17,8 @@ from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, StoredBlock, T
 class Records(RecordsPort):
     """Answers and notes about the blocks of the arena that `books` are of; thread-safe."""
 
-    def __init__(self, books: Books, block_bytes: int = 0) -> None:
+    def __init__(self, books: Books) -> None:
         self.books = books
-        self._block_bytes = block_bytes
         self.bell = books.log.bell
 
     @exclusive
@@ -24,13 +27,12 @@ class Records(RecordsPort):
 
     @exclusive
     def retain(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
-        books, order = self.books, self.books.ledger.order
+        books = self.books
         found = books.find(dict.fromkeys(keys))
         own = [slot for slot in found if books.proof(slot).root_digest == hint.namespace]
         books.touch(own)
         full = [slot for slot in own if not books.copies.is_tail(slot)]
-        owner, num_slots = books.owners.get(hint.namespace, 0), books.ledger.num_pages
-        return books.sessions.note(hint, full, min(num_slots, order.max_owned.get(owner, num_slots)))
+        return books.sessions.note(hint, full, books.shares.max_slots(hint.namespace))
 
     @exclusive
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
@@ -64,7 +66,7 @@ class Records(RecordsPort):
 
     @property
     def shares(self) -> Mapping[bytes, float]:
-        return self.books.shares
+        return self.books.shares.by_namespace
 
     @exclusive
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
@@ -72,13 +74,7 @@ class Records(RecordsPort):
 
         Writers hold cold tiers to the same shares.
         """
-        self.books.shares = shares
-        owners, ledger = self.books.owners, self.books.ledger
-        for digest in shares:
-            owners.setdefault(digest, len(owners) + 1)
-        ledger.order.max_owned = {owners[digest]: int(share * ledger.num_pages) for digest, share in shares.items()}
-        for block in self.books.blocks():
-            ledger.order.set_owner(block.slot, owners.get(block.name.root_digest, 0))
+        self.books.shares.set(shares, self.books.blocks())
 
     @exclusive
     def events(self, after: EventCursor) -> EventPage:
@@ -114,25 +110,6 @@ class Records(RecordsPort):
         )
 
     @exclusive
-    def keys(self, first_slot: int, num_slots: int) -> list[BlockKey]:
-        slots = self.books.ledger.pages[max(0, first_slot) : max(0, first_slot) + max(0, num_slots)]
-        return [key for slot in slots if (key := self.books.ledger.key_of(slot)) is not None]
-
-    @exclusive
-    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        books = self.books
-        found = {key: slot for key in keys if (slot := books.ledger.find(key)) is not None}
-        return [
-            StoredBlock(key, books.proof(slot).root_digest, self._block_bytes, books.idle_s(slot))
-            for key, slot in found.items()
-        ]
-
-    @exclusive
-    def blocks(self) -> list[Block]:
-        """Returns the indexed blocks."""
-        return self.books.blocks()
-
-    @exclusive
     def check(self) -> list[str]:
         parts = (self.books.ledger, self.books.copies, self.books.sessions, self.books.claims)
         return [problem for part in parts for problem in part.check()]
@@ -152,3 +129,34 @@ class Records(RecordsPort):
             events += [BlockEvents(EventKind.STORED, tier, keys)] if keys else []
         next_slot = (first + len(slots)) % ledger.num_pages
         return EventPage(after, EventCursor(self.books.epoch, self.books.log.number, next_slot), events)
+
+
+class Contents(ContentsPort):
+    """Lists and clears the blocks of the arena that `books` are of; thread-safe."""
+
+    def __init__(self, books: Books, block_bytes: int) -> None:
+        self.books = books
+        self._block_bytes = block_bytes
+
+    @exclusive
+    def keys(self, first_slot: int, num_slots: int) -> list[BlockKey]:
+        slots = self.books.ledger.pages[max(0, first_slot) : max(0, first_slot) + max(0, num_slots)]
+        return [key for slot in slots if (key := self.books.ledger.key_of(slot)) is not None]
+
+    @exclusive
+    def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        books = self.books
+        found = {key: slot for key in keys if (slot := books.ledger.find(key)) is not None}
+        return [
+            StoredBlock(key, books.proof(slot).root_digest, self._block_bytes, books.idle_s(slot))
+            for key, slot in found.items()
+        ]
+
+    @exclusive
+    def blocks(self) -> list[Block]:
+        """Returns the indexed blocks."""
+        return self.books.blocks()
+
+    @exclusive
+    def clear(self, keys: Sequence[BlockKey]) -> int:
+        return self.books.unindex(self.books.find(keys), Loss.CLEARED)
