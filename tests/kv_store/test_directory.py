@@ -617,12 +617,12 @@ def test_a_wait_for_events_ends_with_the_first_event(served: Served) -> None:
     place = served.port.records.events(EventCursor()).cursor
     with ThreadPoolExecutor(1) as waiter:
         waiting = waiter.submit(served.port.records.wait_for_events, place, 10.0)
-        while not served.directory.records.bell.num_waiting:
+        while not served.directory.records.signal.num_waiting:
             time.sleep(0.001)
         served.publish(names_of(10))
         assert waiting.result(5.0)
     assert served.port.records.events(place).events
-    assert not served.directory.records.bell.num_waiting
+    assert not served.directory.records.signal.num_waiting
 
 
 def test_a_wait_for_events_that_are_there_ends_at_once(served: Served) -> None:
@@ -635,7 +635,7 @@ def test_a_wait_for_events_that_are_there_ends_at_once(served: Served) -> None:
 def test_a_wait_for_events_is_bounded(served: Served) -> None:
     place = served.port.records.events(EventCursor()).cursor
     assert not served.port.records.wait_for_events(place, 0.01)
-    assert not served.directory.records.bell.num_waiting
+    assert not served.directory.records.signal.num_waiting
 
 
 def test_the_loss_of_a_copy_is_an_event_once(served: Served) -> None:

@@ -49,7 +49,7 @@ class SlowRecords(Records):
     """Records of an empty directory, whose events come when the tests say so."""
 
     def __init__(self) -> None:
-        super().__init__(Directory(1).books)
+        super().__init__(Directory(1).state)
         self.place: EventCursor | None = None
         self.is_away = False
         self.does_wait = True
@@ -64,15 +64,15 @@ class SlowRecords(Records):
         return EventPage(after, self.place or after, [])
 
     def wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
-        """Waits for the bell alone."""
+        """Waits for the signal alone."""
         self.num_waits += 1
         news = threading.Event()
-        with self.bell.waking(news.set):
+        with self.signal.subscribed(news.set):
             return news.wait(wait_s) if self.does_wait else False
 
     def tell(self, place: EventCursor) -> None:
         self.place = place
-        self.bell.ring()
+        self.signal.notify()
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""The books of a node's arena: the blocks in its slots, the claims on them, and the memory of lost blocks.
+"""The state of a node's directory: the blocks in its slots, the claims on them, and the memory of lost blocks.
 
-    Directory ── claims on slots ──▶          ┌─ ledger, proofs: the index        ─┐
-                                     Books ───┤  claims: leases, holds, reservations├── one lock
-    Records ─── records of blocks ─▶          └─ copies, sessions, tombstones, log ─┘
-    Contents ── lists of blocks ───▶
+    Directory ── claims on slots ──▶                   ┌─ ledger, proofs: the index         ─┐
+    Records ─── records of blocks ─▶  DirectoryState ──┤  claims: leases, holds, reservations├── one lock
+    Contents ── lists of blocks ───▶                   └─ copies, sessions, tombstones, log  ┘
 
 A block enters and leaves the index here only, so that copies, sessions, tombstones and events follow it.
 """
@@ -35,8 +34,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Books:
-    """The books of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
+class DirectoryState:
+    """The state of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
 
     order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.WriteQueues`. keeps: bounds on hints.
     num_events: places of the log.
@@ -207,18 +206,18 @@ class _Proofs:
 
 class _Owner(Protocol):
     @property
-    def books(self) -> Books: ...
+    def state(self) -> DirectoryState: ...
 
 
 Owner = TypeVar("Owner", bound=_Owner)
 
 
 def exclusive(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Runs a method within the context of its object's books."""
+    """Runs a method within the context of its object's state."""
 
     @wraps(method)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.books:
+        with self.state:
             return method(self, *args, **kwargs)
 
     return run
