@@ -62,7 +62,7 @@ class DirectoryState:
         self.tombstones = Tombstones(num_slots, self.ledger.order.policy_name, clock)
         self.log = BlockEventLog(num_events)
         self.num_read = Counter[bool]()
-        self.shares = Shares(self.ledger)
+        self.shares = SlotShares(self.ledger)
         self._proofs = _Proofs(num_slots)
         self._clock = clock
         self._used_s = array("f", bytes(4 * num_slots))
@@ -149,7 +149,7 @@ class DirectoryState:
                 self.log.note(EventKind.REMOVED, tier, key)
 
 
-class Shares:
+class SlotShares:
     """The shares of namespaces in the slots, by their roots' digests; a namespace with one is an owner of its own."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
