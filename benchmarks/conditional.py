@@ -207,7 +207,7 @@ async def play(turns: Sequence[Turn], mode: Disaggregation) -> tuple[list[Record
     loop = asyncio.get_running_loop()
     model = HashModel(LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
     cluster = PacedCluster(model, Sizes(NUM_PAGES, NUM_SLOTS, streams=streams), clock=loop.time)
-    cluster.directory.records = PacedRecords(cluster.directory.books, LAYOUT.block_bytes)
+    cluster.directory.records = PacedRecords(cluster.directory.state)
     await cluster.start(NUM_PREFILL, NUM_DECODE)
     records = await asyncio.gather(*(serve(cluster, turn, loop.time()) for turn in turns))
     reasons = Counter[str]()

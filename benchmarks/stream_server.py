@@ -132,7 +132,7 @@ async def _worker(interval_s: str) -> None:
     node = timeless_node()
     store = NodeStore(LAYOUT, node.arena, node.directory, [], DevicePool(LAYOUT, 1, torch.device("cpu")))
     engine: Any = PacedEngine(float(interval_s))
-    asynced = AsyncStore(store, node.directory.records)
+    asynced = AsyncStore(store.control, node.directory.records)
     info = WorkerInfo(worker_id="decode-0", role="decode", vocab_size=VOCAB_SIZE)
     behaviour = decode_behaviour(BatchSettings(), LAYOUT.block_size)
     service = WorkerService(info, behaviour, engine, Inbox(), asynced, lambda: None, MAX_SILENCE_S)

@@ -231,7 +231,7 @@ class EngineCore:
         if not rows or not (self._runner.is_ahead or len(rows) == self._table.num_active):
             return None
         if full := rows.full(len(rows)):
-            pages = self._cache.extend([rows.sequences[row] for row in full])
+            pages = self._cache.allocator.extend([rows.sequences[row] for row in full])
             if pages is None:
                 return None
             rows.grow(full, pages)
@@ -255,7 +255,7 @@ class EngineCore:
         if ends_all or rows.is_watched[:num_rows].any() or self._speculator.may_draft(rows, num_rows, num_rows):
             return
         full = rows.full(num_rows, 1)
-        pages = self._cache.extend([rows.sequences[row] for row in full], 1)
+        pages = self._cache.allocator.extend([rows.sequences[row] for row in full], 1)
         if pages is not None:
             self._runner.launch_ahead(launched, full, pages)
 
@@ -263,16 +263,16 @@ class EngineCore:
         self._follow_prefetches()
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
-        plan = self._batcher.plan(waiting, running, self._cache.pages)
+        plan = self._batcher.plan(waiting, running, self._cache.allocator.available)
         self._tell_held_up({candidate.handle for candidate in waiting}.difference(plan.admit), plan.gate)
         return plan
 
     def _follow_prefetches(self) -> None:
         """Lets sequences jump to blocks that were read meanwhile; gives prefetches the pages that no sequence lacks."""
         for sequence in [one for one in self._table.running if one.prefetch is not None]:
-            pages = self._cache.pages
+            pages = self._cache.allocator.available
             num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
-            jump = self._cache.follow(sequence, pages.num_allocatable - num_lacking)
+            jump = self._cache.backs.follow(sequence, pages.num_allocatable - num_lacking)
             if jump is not None:
                 self._num["cached"] += sum(jump.found.values())
                 self._events.append(jump)
@@ -308,7 +308,7 @@ class EngineCore:
             if sequence.wants_scores:
                 num_tokens = min(num_tokens, num_scorable)
                 num_scorable -= num_tokens
-            num_tokens = self._cache.grow(sequence, num_tokens)
+            num_tokens = self._cache.allocator.grow(sequence, num_tokens)
             if not num_tokens:
                 continue
             if not sequence.has_started:

@@ -263,11 +263,11 @@ class Runner:
         if isinstance(chosen, torch.Tensor):
             self._cache.keep_tokens(sequence, chosen)
         else:
-            self._cache.drop_pages(sequence, chosen)
+            self._cache.allocator.drop(sequence, chosen)
 
     def _is_sound(self) -> bool:
         """Probes the model with one token; without a free page it counts as unsound."""
-        with self._cache.borrowed_page() as page:
+        with self._cache.allocator.borrowed_page() as page:
             try:
                 return page is not None and bool(self._model.forward(self._probe(page), self._kv).numel())
             except Exception:  # as above

@@ -90,6 +90,10 @@ class BlockStore(Protocol):
     def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         """Notes a hint about blocks that a request has used; may do nothing."""
 
+
+class StoreControl(Protocol):
+    """The calls about a node's store that move no block. Blocking; for another thread than a `BlockStore`."""
+
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         """Prolongs the holds of requests; returns the requests that have none, or none any more."""
 
@@ -98,7 +102,7 @@ class BlockStore(Protocol):
 
     @property
     def listable_tiers(self) -> Sequence[ListableTier]:
-        """The tiers whose blocks can be listed and cleared, nearest first; for another thread than the others."""
+        """The tiers whose blocks can be listed and cleared, nearest first."""
 
     def status(self) -> StoreStatus: ...
 

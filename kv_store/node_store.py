@@ -4,7 +4,6 @@ A block is copied to a device only from bytes with the right checksum, and a rea
 lease held to the end.
 """
 
-import logging
 import os
 import secrets
 import time
@@ -14,28 +13,19 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
-from typing import TypeVar
 
 from kv_store.block_store import Back, Front, StoreStatus
 from kv_store.costs import Costs, LookupS, SourceCosts, Split, SplitRule
 from kv_store.device_pool import DevicePool
-from kv_store.far_tiers import FarTiers, Promotion
 from kv_store.frame import checksum_of
+from kv_store.mapped_arena import MappedArena
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import (
-    Block,
-    DirectoryPort,
-    DirectoryStatus,
-    Entry,
-    EpochChanged,
-    Hold,
-    KeepHint,
-    Lease,
-)
+from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, Hold, KeepHint, Lease
 from kv_store.tiers.administration import HostTier, ListableTier
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
+from kv_store.tiers.far_tiers import FarTiers, Promotion
 from kv_store.unread import Unread
-from wire.errors import ConfigError, StoreError
+from wire.errors import StoreError
 from wire.ids import AttemptId, PageId, SlotId
 from wire.layout import KVLayout
 from wire.names import BlockName
@@ -45,15 +35,43 @@ HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
 _MAX_SUM_THREADS = 4
-T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+
+class NodeControl:
+    """The StoreControl of a node's process; thread-safe."""
+
+    def __init__(self, host: MappedArena, far: FarTiers) -> None:
+        self._host = host
+        self._far = far
+
+    @property
+    def listable_tiers(self) -> Sequence[ListableTier]:
+        return [HostTier(self._host.directory), *self._far.cold]
+
+    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
+        return self._host.or_else([], lambda: self._host.directory.renew(attempt_ids, HOLD_TTL_S))
+
+    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
+        self._host.or_else(0, lambda: self._host.directory.release_holds(attempt_ids))
+
+    def status(self) -> StoreStatus:
+        ask: Callable[[], DirectoryStatus | None] = self._host.directory.records.status
+        return StoreStatus(
+            directory=self._host.or_else(None, ask),
+            cold=self._far.status(),
+            block_bytes=self._host.block_bytes,
+            num_corrupt=self._host.num_corrupt,
+            num_failed=self._host.num_failed,
+            prefill_token_s=self._far.costs.prefill_token_s,
+        )
+
+    def check(self) -> list[str]:
+        return self._host.or_else(["the directory is out of reach"], self._host.directory.records.check)
 
 
 class NodeStore:
-    """A BlockStore. `fetch`, `write_through` and `purge` are for one thread, the rest for any.
+    """A BlockStore, for one thread; `control` is for another.
 
-    directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
     costs: the durations that fetches learn from, and choose by.
     """
@@ -68,25 +86,18 @@ class NodeStore:
         clock: Callable[[], float] = time.monotonic,
         peer: Callable[[str], BlockSource] | None = None,
     ) -> None:
-        if arena.block_bytes != layout.block_bytes:
-            raise ConfigError(f"an arena of {arena.block_bytes}-byte slots for blocks of {layout.block_bytes} bytes")
-        self._me = secrets.token_hex(8)
-        self._layout = layout
-        self._arena = arena
-        self._is_arena_old = False
-        self._directory = directory
         self.costs = Costs(layout.block_size, clock)
+        self._me = secrets.token_hex(8)
+        self._host = MappedArena(layout, arena, directory)
         self._far = FarTiers(cold, peer, clock, self.costs)
+        self.control = NodeControl(self._host, self._far)
         self._pool = pool
         self._clock = clock
-        self._scratch = memoryview(bytearray(layout.payload_bytes))
         # Of a CPU's pages one by one, while they are in its cache; of a GPU's in threads, for copies are faster.
         self._checksums = (
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
         self._unread = Unread(clock)
-        self._is_passed_over = False
-        self._num_corrupt = self._num_failed = 0
 
     def fence(self) -> None:
         self._pool.fence()
@@ -100,65 +111,41 @@ class NodeStore:
         return self._fetch(names, pages, search)
 
     def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
-        return self._or_else([], lambda: self._reading(back.names, partial(self._copy_back, back, pages)).tiers)
+        return self._host.or_else([], lambda: self._reading(back.names, partial(self._copy_back, back, pages)).tiers)
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        return self._unread.causes(names, lambda asked: self._or_else(None, lambda: self._why(asked)))
+        return self._unread.causes(names, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
-        return self._or_else(slice(0, 0), lambda: self._longest(names, starts, peers))
+        return self._host.or_else(slice(0, 0), lambda: self._longest(names, starts, peers))
 
     def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
         parents = [b"" if name.parent == name.root_digest else name.parent for name in names]
-        runs = self._directory.records.why([name.key for name in names], parents)
+        runs = self._host.directory.records.why([name.key for name in names], parents)
         misses = [run.miss for run in runs for _ in range(run.num_blocks)]
         copied = {name.key for name, miss in zip(names, misses, strict=False) if miss.cause is Cause.ELSEWHERE}
         for tier, keys in self._far.take_lost().items():
             if lost := keys & copied:
-                self._directory.records.mark_cold(tier, [], [*lost])
+                self._host.directory.records.mark_cold(tier, [], [*lost])
         return misses
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
-        return self._or_else(0, lambda: self._write_through(names, pages, hold))
+        return self._host.or_else(0, lambda: self._write_through(names, pages, hold))
 
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         keys = [name.key for name in names]
-        self._or_else(0, lambda: self._directory.delete(keys))
+        self._host.or_else(0, lambda: self._host.directory.delete(keys))
         for source in self._far.sources(peers):
             source.delete(keys)
 
     def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         keys = [*dict.fromkeys(name.key for name in names)]
-        self._or_else(0, lambda: self._directory.records.retain(keys, hint))
-
-    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
-        return self._or_else([], lambda: self._directory.renew(attempt_ids, HOLD_TTL_S))
-
-    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
-        self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
-
-    @property
-    def listable_tiers(self) -> Sequence[ListableTier]:
-        return [HostTier(self._directory), *self._far.cold]
-
-    def status(self) -> StoreStatus:
-        ask: Callable[[], DirectoryStatus | None] = self._directory.records.status
-        return StoreStatus(
-            directory=self._or_else(None, ask),
-            cold=self._far.status(),
-            block_bytes=self._layout.block_bytes,
-            num_corrupt=self._num_corrupt,
-            num_failed=self._num_failed,
-            prefill_token_s=self.costs.prefill_token_s,
-        )
-
-    def check(self) -> list[str]:
-        return self._or_else(["the directory is out of reach"], self._directory.records.check)
+        self._host.or_else(0, lambda: self._host.directory.records.retain(keys, hint))
 
     def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search") -> Front:
         self._unread.begin(names)
         copy = partial(self._copy_in, names, pages, search)
-        return self._or_else(Front([]), lambda: self._reading(names, copy))
+        return self._host.or_else(Front([]), lambda: self._reading(names, copy))
 
     def _reading(self, names: Sequence[BlockName], copy: Callable[[Sequence[Entry | None]], Front]) -> Front:
         """Copies blocks under a lease; none where it ran out."""
@@ -167,14 +154,14 @@ class NodeStore:
             with self._writing():
                 front = copy(lease.entries)
         finally:
-            held = self._directory.release(lease.lease_id)
+            held = self._host.directory.release(lease.lease_id)
         if not held:
             self._unread.note_lost_lease(names[: len(front.tiers)])
         return front if held else replace(front, tiers=[])
 
     def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
-        is_here = self._directory.records.exists([name.key for name in names])
+        is_here = self._host.directory.records.exists([name.key for name in names])
         missing = [place for place, here in enumerate(is_here) if not here]
         sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
         deadline = self._clock() + self.costs.budget_s(len(missing))
@@ -189,31 +176,19 @@ class NodeStore:
         return slice(starts[end - 1] if end else 0, end)
 
     def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
-        self._attach()
+        self._host.attach()
         hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
         with self._writing():
-            reservation = self._directory.reserve(self._me, names, hold)
+            reservation = self._host.directory.reserve(self._me, names, hold)
             wanted = zip(names, pages, reservation.slots, strict=True)
             blocks = self._copy_out(wanted)
-            return reservation.num_resident + (self._directory.commit(self._me, blocks, hold) if blocks else 0)
-
-    def _attach(self) -> None:
-        """Maps the directory's arena anew if it has restarted. Comes before all that is done with slots."""
-        if not self._is_arena_old:
-            return
-        arena = Arena.open(self._directory.attach().arena_path)
-        if arena.block_bytes != self._arena.block_bytes:
-            arena.close()
-            raise StoreError(f"the new arena has slots of {arena.block_bytes} bytes")
-        self._arena.close()
-        self._arena = arena
-        self._is_arena_old = False
+            return reservation.num_resident + (self._host.directory.commit(self._me, blocks, hold) if blocks else 0)
 
     def _lease(self, names: Sequence[BlockName]) -> Lease:
         """Leases blocks for long enough to copy them."""
-        self._attach()
+        self._host.attach()
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
-        return self._directory.lease(self._me, [name.key for name in names], ttl_s)
+        return self._host.directory.lease(self._me, [name.key for name in names], ttl_s)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -223,12 +198,8 @@ class NodeStore:
         except BaseException:
             self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
             with suppress(StoreError):  # else the next batch gives it back
-                self._directory.abandon(self._me)
+                self._host.directory.abandon(self._me)
             raise
-
-    def _payload(self, slot: SlotId | None) -> memoryview:
-        """Views the payload of a slot; of None, memory for one block at a time."""
-        return self._scratch if slot is None else self._arena.slot(slot)[: self._layout.payload_bytes]
 
     def _copy_in(
         self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search", entries: Sequence[Entry | None]
@@ -267,7 +238,7 @@ class NodeStore:
             if entry is None and source is not None
         ]
         missing, located = [name for name, _ in far], [source for _, source in far]
-        promotion = Promotion(self._directory, self._me, missing, located, self._payload, self.costs)
+        promotion = Promotion(self._host.directory, self._me, missing, located, self._host.payload, self.costs)
         near = self._read_arena(found.names, entries)
         tiers: list[Tier] = []
         with closing(promotion.read(lambda: self._clock() > deadline)) as promoted:
@@ -287,15 +258,13 @@ class NodeStore:
     ) -> Iterator[tuple[Tier, memoryview]]:
         """Yields the payloads of leased blocks, up to the first with a wrong checksum, which it rejects."""
         blocks = [Block(entry.slot, name, entry.checksum) for name, entry in zip(names, entries, strict=False) if entry]
-        for block, checksum in zip(blocks, self._checksums(self._payload(one.slot) for one in blocks), strict=True):
+        for block, checksum in zip(
+            blocks, self._checksums(self._host.payload(one.slot) for one in blocks), strict=True
+        ):
             if checksum != block.checksum:
-                self._num_corrupt += 1
-                log.warning(
-                    "slot %d of the arena does not hold what was written there: its block is rejected", block.slot
-                )
-                self._directory.reject([block])
+                self._host.reject(block)
                 return
-            yield Tier.HOST, self._payload(block.slot)
+            yield Tier.HOST, self._host.payload(block.slot)
 
     def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
         """Copies the pages that have a slot, as many at once as their pool does; one that fails may leave copies."""
@@ -303,28 +272,11 @@ class NodeStore:
         blocks: list[Block] = []
         while group := [*islice(copies, self._pool.num_copied_at_once)]:
             for _, page, slot in group:
-                self._pool.read_page(page, self._payload(slot))
+                self._pool.read_page(page, self._host.payload(slot))
             self._pool.wait()
-            sums = self._checksums(self._payload(slot) for _, _, slot in group)
+            sums = self._checksums(self._host.payload(slot) for _, _, slot in group)
             blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
         return blocks
-
-    def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
-        """Runs an action; returns `otherwise` and counts a failure if the directory is out of reach."""
-        try:
-            answer = action()
-        except EpochChanged:
-            log.warning("the arena's directory has restarted: what was in it is lost")
-            self._is_arena_old = True
-        except StoreError as error:
-            if not self._is_passed_over:
-                log.warning("the host tier is passed over: %s", error)
-            self._is_passed_over = True
-        else:
-            self._is_passed_over = False
-            return answer
-        self._num_failed += 1
-        return otherwise
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from kv_store.block_store import Back, Front, StoreStatus
+from kv_store.block_store import Back, Front
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
-from kv_store.tiers.administration import ListableTier
 from kv_store.tiers.tier_list import TierList
 from wire.ids import AttemptId, PageId
 from wire.names import BlockName
@@ -67,22 +66,6 @@ class PageStore:
 
     def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         """Does nothing: these tiers evict by last use."""
-
-    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
-        return [*attempt_ids]
-
-    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
-        pass
-
-    @property
-    def listable_tiers(self) -> Sequence[ListableTier]:
-        return ()
-
-    def status(self) -> StoreStatus:
-        return StoreStatus(None, self._tiers.status(), self._pool.layout.block_bytes)
-
-    def check(self) -> list[str]:
-        return []
 
     def _payload_of(self, page: PageId) -> memoryview:
         self._pool.read_page(page, self._payload)

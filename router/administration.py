@@ -144,6 +144,6 @@ def _num_same(first: Sequence[object], second: Sequence[object]) -> int:
 
 async def _ask(member: Member, question: worker_pb2.Ask) -> worker_pb2.Holdings:
     try:
-        return await member.line.holdings(question, TIMEOUT_S)
+        return await member.line.questions.holdings(question, TIMEOUT_S)
     except BatonError as error:
         return worker_pb2.Holdings(problems=[f"{member.id}: {error.message}"])

@@ -180,7 +180,7 @@ def assemble_on(
         behaviour,
         engine,
         inbox,
-        AsyncStore(store, tiers.directory.records),
+        AsyncStore(store.control, tiers.directory.records),
         on_broken,
         config.max_silence_s,
         threads.clock,

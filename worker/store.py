@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from kv_store.block_store import BlockStore, StoreStatus
+from kv_store.block_store import StoreControl, StoreStatus
 from kv_store.node.directory_port import RecordsPort
 from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.tiers.administration import ListableTier, Selection, Tally, clear, find
@@ -32,8 +32,8 @@ class AsyncStore:
     records: of the host tier's directory; a second thread waits for events there, once for all callers.
     """
 
-    def __init__(self, store: BlockStore, records: RecordsPort) -> None:
-        self._store = store
+    def __init__(self, control: StoreControl, records: RecordsPort) -> None:
+        self._control = control
         self._records = records
         self._executor = ThreadPoolExecutor(1, "store-control")
         self._event_executor = ThreadPoolExecutor(1, "store-events")
@@ -41,11 +41,11 @@ class AsyncStore:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def status(self) -> StoreStatus:
-        return await self._call(self._store.status)
+        return await self._call(self._control.status)
 
     async def check(self) -> list[str]:
         """Lists the problems in the books of the host tier."""
-        return await self._call(self._store.check)
+        return await self._call(self._control.check)
 
     async def events(self, after: EventCursor) -> EventPage:
         """Waits until there are events of the host tier's blocks behind a place; after EVENTS_WAIT_S lists none."""
@@ -71,7 +71,7 @@ class AsyncStore:
         self, selection: Selection, step: Callable[[ListableTier, Selection], Iterator[Sequence[StoredBlock]]]
     ) -> Tally:
         tally = Tally(selection)
-        for tier in self._store.listable_tiers:
+        for tier in self._control.listable_tiers:
             pages = step(tier, selection)
             try:
                 while (blocks := await self._call(partial(next, pages, None))) is not None:
@@ -85,11 +85,11 @@ class AsyncStore:
 
         Logs a failure: a later renewal may save them.
         """
-        self._begin(lambda: self._store.renew(names), on_ended, "renewed")
+        self._begin(lambda: self._control.renew(names), on_ended, "renewed")
 
     def release_soon(self, names: Sequence[AttemptId]) -> None:
         """Ends the holds of these attempts, in the background. Logs a failure: they run out then."""
-        self._begin(lambda: self._store.release_holds(names), lambda _: None, "released")
+        self._begin(lambda: self._control.release_holds(names), lambda _: None, "released")
 
     async def close(self) -> None:
         """Waits for calls under way, within the bound of each call."""

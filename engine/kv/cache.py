@@ -1,30 +1,33 @@
-"""The pages of an engine's sequences: their allocation, the fetch of known blocks, the writing of new ones.
+"""The pages of an engine's sequences: the fetch of known blocks, and the writing of new ones.
+
+    PageAllocator   pages that sequences write
+    PrefixBacks     pages that are filled while their sequences compute
+    KVCache         names: what a sequence begins with, and what the store gets of it
 
 No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from engine.events import Fetched, Jumped, PromptTokens
+from engine.events import Fetched, PromptTokens
+from engine.kv.allocator import PageAllocator
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
 from engine.kv.prefetch import Prefetch
+from engine.kv.prefix_backs import PrefixBacks
 from engine.kv.retention import BlockTable
 from engine.request import HandOff
-from engine.schedule.batcher import Pages, Phase
+from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
-from kv_store.block_store import Back
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import BackFetch, Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
+from kv_store.transfers import Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
 from wire.ids import BlockKey, PageId
-from wire.layout import Window
 from wire.names import BlockName
 from wire.tier import Tier
 
@@ -41,17 +44,13 @@ class KVCache:
     """Pages of sequences over one pool, with the store behind it."""
 
     def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
-        self.pool = pool
+        self.allocator = PageAllocator(pool)
+        self.backs = PrefixBacks(self.allocator, self._begin)
+        self._pool = pool
         self._ledger = pool.ledger
         self._transfers = transfers
-        self._layout = pool.layout
+        self._block_size = pool.layout.block_size
         self._waiting: dict[Transfer, tuple[Sequence, Lookup | None]] = {}
-        self._reading: dict[Transfer, tuple[Sequence, Prefetch]] = {}
-
-    @property
-    def pages(self) -> Pages:
-        num_draining, most_needed = self._ledger.counts().draining, Window(self._layout).most_needed
-        return Pages(self._ledger.num_allocatable, num_draining, self._layout.block_size, most_needed)
 
     @property
     def num_in_flight(self) -> int:
@@ -86,7 +85,7 @@ class KVCache:
         try:
             return lookup, self._ledger.allocate(lookup.prefix.num_reserved + lookup.num_to_fill)
         except OutOfBlocks:
-            self._free(lookup.hits)
+            self.allocator.free(lookup.hits)
             return self._take(lookup.cut()) if lookup.starts else None
 
     def _fetch(self, sequence: Sequence, lookup: Lookup, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
@@ -107,47 +106,9 @@ class KVCache:
             is_same = sequence.num_known - 1 == sequence.request.num_prompt <= one.num_computed
             if is_same and place not in one.kv.table.behind:
                 [source] = one.kv.table[place : place + 1]
-                self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
+                self._pool.page_bytes(page).copy_(self._pool.page_bytes(source))
                 return True
         return False
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> int:
-        """Makes room for the next `num_tokens` tokens, or as many as may be open; returns their number.
-
-        Returns 0, and nothing changed, if there is none.
-        """
-        num_blocks, block_size = len(sequence.kv.table), self._layout.block_size
-        num_writable = (num_blocks + self.pool.num_openable) * block_size - sequence.num_stored
-        num_tokens = min(num_tokens, num_writable)
-        try:
-            num_more = max(0, -(-(sequence.num_stored + num_tokens) // block_size) - num_blocks)
-            sequence.kv.table.extend(self._allocate(num_more))
-        except OutOfBlocks:
-            return 0
-        return num_tokens
-
-    def extend(self, sequences: Seq[Sequence], num_ahead: int = 0) -> list[PageId] | None:
-        """Makes room for the token `num_ahead` tokens after the next one of each sequence, the first of its page.
-
-        Returns these pages, of which a sequence may have its own already; None, and nothing changed, without room.
-        """
-        places = [(one.num_stored + num_ahead) // self._layout.block_size for one in sequences]
-        lacking = [one for one, place in zip(sequences, places, strict=True) if place == len(one.kv.table)]
-        try:
-            pages = self._allocate(len(lacking))
-        except OutOfBlocks:
-            return None
-        for sequence, page in zip(lacking, pages, strict=True):
-            sequence.kv.table.extend((page,))
-        return [one.kv.table[-1:][0] for one in sequences]
-
-    def _allocate(self, num_pages: int) -> list[PageId]:
-        """Allocates pages to be written. Raises OutOfBlocks without room, or if too many are open."""
-        if num_pages > self.pool.num_openable:
-            raise OutOfBlocks(f"{num_pages} open blocks wanted, {self.pool.num_openable} free")
-        pages = self._ledger.allocate(num_pages)
-        self.pool.open(pages)
-        return pages
 
     def cache_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
         """Indexes the blocks that sequences have filled since they had `start` tokens with KV, and writes them through.
@@ -160,14 +121,14 @@ class KVCache:
             blocks = sequence.kv.filled(sequence.tokens, start, sequence.num_computed)
             for name, page in blocks:
                 self._ledger.index(page, name.key)
-            self.pool.close([page for _, page in blocks])
+            self._pool.close([page for _, page in blocks])
             for _, page in blocks if sequence.kv.reserved else ():
                 self._ledger.acquire(page)
             (sequence.kv.delayed if sequence.kv.reserved else filled).extend(blocks)
         self._write_through(filled)
         for sequence in sequence_to_start:
             kv = sequence.kv
-            self._free(kv.table.leave_behind(kv.window.behind(sequence.num_computed)))
+            self.allocator.free(kv.table.leave_behind(kv.window.behind(sequence.num_computed)))
 
     def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
         """Moves a sequence to its reserved pages, with copies of chosen tokens, as in `gather_tokens`.
@@ -176,8 +137,8 @@ class KVCache:
         """
         kv, num_dropped = sequence.kv, sequence.num_computed - chosen.shape[-1]
         table, pages = (torch.tensor(one, device=chosen.device) for one in (kv.table[:], kv.reserved))
-        gather_tokens(self.pool.kv, table, chosen, pages)
-        self._free(kv.table.present)
+        gather_tokens(self._pool.kv, table, chosen, pages)
+        self.allocator.free(kv.table.present)
         names = kv.names(sequence.tokens, sequence.num_computed, num_dropped)
         blocks, kept = [*zip(names, kv.reserved, strict=False)], BlockTable(kv.reserved, num_dropped=num_dropped)
         kv.reserved = []
@@ -187,10 +148,6 @@ class KVCache:
         if not isinstance(sequence.request, HandOff):
             self._write_through(blocks)
             self._write_delayed(sequence)
-
-    def drop_pages(self, sequence: Sequence, places: Seq[int]) -> None:
-        """Gives some full pages of a sequence back."""
-        self._free(sequence.kv.table.drop(places, self._layout.block_size))
 
     def hand_off(self, sequence: Sequence) -> None:
         """Writes all blocks of a prompt that the next token needs, tail included; ends in HandOffStored.
@@ -222,7 +179,7 @@ class KVCache:
         found = (self._ledger.find(name.key) for name in names)
         for page in {*kv.table.present, *(page for page in found if page is not None)}:
             self._ledger.unindex(page)
-        self._free([page for _, page in kv.delayed])
+        self.allocator.free([page for _, page in kv.delayed])
         kv.delayed = []
         if names:
             self._begin(Purge(names, peers=sequence.request.peers))
@@ -241,18 +198,11 @@ class KVCache:
         if names and (hint := sequences[0].request.hint) is not None:
             self._begin(Retain(names, hint=hint))
 
-    @contextmanager
-    def borrowed_page(self) -> Iterator[PageId | None]:
-        """Lends a page without an owner; None if none is free."""
-        pages = self._allocate(min(1, self._ledger.num_allocatable, self.pool.num_openable))
-        yield pages[0] if pages else None
-        self._free(pages)
-
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._write_delayed(sequence)
-        self._free(sequence.kv.table.present)
-        self._free(sequence.kv.reserved)
+        self.allocator.free(sequence.kv.table.present)
+        self.allocator.free(sequence.kv.reserved)
         sequence.kv.reserved = []
         sequence.leave()
 
@@ -260,8 +210,7 @@ class KVCache:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
         ended: list[Fetched | HandOffStored] = []
         for done in self._transfers.poll():
-            if done.transfer in self._reading:
-                self._index_group(done)
+            self.backs.index_group(done)
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
             sequence, lookup = self._waiting.pop(done.transfer, (None, None))
@@ -271,54 +220,6 @@ class KVCache:
                 fetched = self._fetched(sequence, lookup, done)
                 ended += [] if fetched is None else [fetched]
         return ended
-
-    def follow(self, sequence: Sequence, num_spare: int) -> Jumped | None:
-        """Lets a sequence acquire the blocks at its place that its prefetch has read, and begins the next group.
-
-        num_spare: pages that no running sequence lacks. The sequence ends its prefetch behind the last block of it.
-        """
-        prefetch, block_size = sequence.prefetch, self._layout.block_size
-        assert prefetch is not None
-        start, is_within = divmod(sequence.num_computed, block_size)
-        is_at_end = not is_within and len(sequence.kv.table) == start
-        pages = prefetch.run(start, self._ledger.find) if is_at_end else []
-        for page in pages:
-            self._ledger.acquire(page)
-        sequence.kv.table.extend(pages)
-        if pages:
-            sequence.begin_run((start + len(pages)) * block_size)
-        place = start + len(pages)
-        if place >= len(prefetch.names):
-            sequence.prefetch = None
-        elif group := prefetch.next_group(place, self._ledger.find, num_spare):
-            self._read_group(sequence, prefetch, group)
-        prefetch.end_chunk_after(place, self._ledger.find)
-        return self._jumped(sequence, prefetch, start, place) if pages else None
-
-    def _read_group(self, sequence: Sequence, prefetch: Prefetch, group: Back) -> None:
-        """Begins to fill pages that drain meanwhile: batchers count on them, and no sequence has to give them back."""
-        pages = self._allocate(len(group.names))
-        order = BackFetch(group.names, pages, back=group)
-        self._reading[order] = sequence, prefetch
-        self._begin(order)
-        self._free(pages)
-
-    def _index_group(self, done: Done) -> None:
-        """Indexes the right pages of a group if its sequence still computes; the others come free."""
-        sequence, prefetch = self._reading.pop(done.transfer)
-        pages = done.transfer.pages
-        prefetch.note_read(len(pages), done.tiers)
-        if sequence.prefetch is prefetch:
-            for name, page, _ in reversed([*zip(done.transfer.names, pages, done.tiers, strict=False)]):
-                self._ledger.index(page, name.key)
-
-    def _jumped(self, sequence: Sequence, prefetch: Prefetch, start: int, stop: int) -> Jumped:
-        block_size, found = self._layout.block_size, Counter[str]()
-        for place in range(start, stop):
-            covered = sequence.request.num_prompt - place * block_size
-            found[prefetch.tier_of(place)] += max(0, min(covered, block_size))
-        tokens = range(start * block_size, stop * block_size)
-        return Jumped(sequence.choice.attempt_id, sequence.choice.index, tokens, +found, block_size)
 
     def _fetched(self, sequence: Sequence, lookup: Lookup, done: Done) -> Fetched | None:
         """Makes the block table of the longest usable prefix, and gives the other pages back.
@@ -340,9 +241,9 @@ class KVCache:
             return None
         pages = lookup.pages(end, behind)
         kept = {*pages}
-        self._free([page for page in sequence.kv.table.present if page not in kept])
+        self.allocator.free([page for page in sequence.kv.table.present if page not in kept])
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
-        sequence.begin_run(min(end * self._layout.block_size, prefix.num_stored) + prefix.num_dropped)
+        sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
         sequence.prefetch = None if done.back is None else Prefetch(lookup.names, done.back)
         tokens = self._prompt_tokens(sequence, tiers[:end])
@@ -357,15 +258,15 @@ class KVCache:
         """
         covered, num_dropped = min(sequence.num_computed, sequence.request.num_prompt), sequence.kv.table.num_dropped
         found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
-        for index, tier in enumerate(tiers[: -(-num_stored // self._layout.block_size)]):
-            found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
+        for index, tier in enumerate(tiers[: -(-num_stored // self._block_size)]):
+            found[tier] += min(num_stored - index * self._block_size, self._block_size)
         return PromptTokens(found, sequence.request.num_prompt - covered)
 
     def _write_delayed(self, sequence: Sequence) -> None:
         """Writes the delayed blocks of a sequence's prompt through."""
         blocks, sequence.kv.delayed = sequence.kv.delayed, []
         self._write_through(blocks)
-        self._free([page for _, page in blocks])
+        self.allocator.free([page for _, page in blocks])
 
     def _write_through(self, blocks: Seq[tuple[BlockName, PageId]]) -> None:
         """Copies blocks to the store, where there are any."""
@@ -376,9 +277,3 @@ class KVCache:
         for page in transfer.pages:
             self._ledger.begin_transfer(page)
         self._transfers.begin(transfer)
-
-    def _free(self, pages: Seq[PageId]) -> None:
-        """Frees pages in eviction order: a prefix's end first, or its start where rows have windows."""
-        self.pool.close(pages)
-        for page in reversed(pages) if self._layout.window is None else pages:
-            self._ledger.free(page)

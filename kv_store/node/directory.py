@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from kv_store.eviction.order import EvictionOrder
 from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
-from kv_store.node.books import Books, exclusive
 from kv_store.node.directory_port import Block, DirectoryInfo, DirectoryPort, Entry, Hold, Lease, Reservation
+from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import NUM_PLACES
-from kv_store.node.records import Records
+from kv_store.node.records import Contents, Records
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from kv_store.node.tombstones import Loss
 from wire.ids import AttemptId, BlockKey, SlotId
@@ -38,10 +38,11 @@ class ColdBatch:
 class Directory(DirectoryPort):
     """The directory of `num_slots` slots, without their bytes; thread-safe. `clock` is monotonic, in seconds.
 
-    `kv_store.node.books.Books` describes the other settings.
+    `kv_store.node.directory_state.DirectoryState` describes the other settings.
     """
 
     records: Records
+    contents: Contents
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Directory(DirectoryPort):
         keeps: KeepLimits = DEFAULT_LIMITS,
         num_events: int = NUM_PLACES,
     ) -> None:
-        self.books = Books(
+        self.state = DirectoryState(
             num_slots,
             clock,
             order=order,
@@ -67,25 +68,26 @@ class Directory(DirectoryPort):
             keeps=keeps,
             num_events=num_events,
         )
-        self._claims = self.books.claims
-        self._info = DirectoryInfo(self.books.epoch, arena_path, num_slots, block_bytes)
+        self._claims = self.state.claims
+        self._info = DirectoryInfo(self.state.epoch, arena_path, num_slots, block_bytes)
         self._max_held = num_slots * _MAX_HELD_SHARE
-        self.records = Records(self.books, block_bytes)
+        self.records = Records(self.state)
+        self.contents = Contents(self.state, block_bytes)
 
     def attach(self) -> DirectoryInfo:
         return self._info
 
     @exclusive
     def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
-        find = self.books.ledger.find
+        find = self.state.ledger.find
         self._claims.reservations.end_all_of(writer)
-        resident = self.books.find(name.key for name in names)
-        self.books.touch(resident)
+        resident = self.state.find(name.key for name in names)
+        self.state.touch(resident)
         self._keep(hold, resident)
         lease_id = self._claims.leases.take(writer, resident, 1.0)  # a batch must not evict its own prefix
         taken = self._claims.reservations.take(writer, [name for name in names if find(name.key) is None])
         for slot in taken:
-            self.books.forget(slot)
+            self.state.forget(slot)
         slots = iter(taken)
         self._claims.leases.end(lease_id)
         given = [next(slots, None) if find(name.key) is None else None for name in names]
@@ -96,10 +98,10 @@ class Directory(DirectoryPort):
         reservations = self._claims.reservations
         written = [block for block in blocks if reservations.name_of(writer, block.slot) == block.name]
         for block in written:
-            self.books.index(block)
+            self.state.index(block)
         for block in reversed(written):
             reservations.end(writer, block.slot)
-        resident = self.books.find(block.name.key for block in blocks)
+        resident = self.state.find(block.name.key for block in blocks)
         self._keep(hold, resident)
         return len(resident)
 
@@ -115,19 +117,19 @@ class Directory(DirectoryPort):
 
     @exclusive
     def lease(self, reader: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
-        slots = [self.books.ledger.find(key) for key in keys]
+        slots = [self.state.ledger.find(key) for key in keys]
         found = [slot for slot in slots if slot is not None]
-        self.books.touch(found)
-        self.books.copies.note_reads(found)
-        self.books.num_read.update({True: len(found), False: len(keys) - len(found)})
-        entries = [None if slot is None else Entry(slot, self.books.proof(slot).checksum) for slot in slots]
+        self.state.touch(found)
+        self.state.copies.note_reads(found)
+        self.state.num_read.update({True: len(found), False: len(keys) - len(found)})
+        entries = [None if slot is None else Entry(slot, self.state.proof(slot).checksum) for slot in slots]
         return Lease(self._claims.leases.take(reader, found, ttl_s), entries)
 
     @exclusive
     def lease_cold(self, tier: Tier, max_blocks: int, ttl_s: float) -> ColdBatch:
         """Leases blocks to be written to a tier, the oldest first."""
-        slots = self.books.queues.next(tier, max_blocks)
-        return ColdBatch(self._claims.leases.take("", slots, ttl_s), [self.books.block(slot) for slot in slots])
+        slots = self.state.queues.next(tier, max_blocks)
+        return ColdBatch(self._claims.leases.take("", slots, ttl_s), [self.state.block(slot) for slot in slots])
 
     @exclusive
     def release(self, lease_id: int) -> bool:
@@ -135,19 +137,15 @@ class Directory(DirectoryPort):
 
     @exclusive
     def reject(self, blocks: Sequence[Block]) -> int:
-        return self.books.unindex([block.slot for block in blocks if self._is_indexed(block)], Loss.CORRUPT)
+        return self.state.unindex([block.slot for block in blocks if self._is_indexed(block)], Loss.CORRUPT)
 
     @exclusive
     def delete(self, keys: Sequence[BlockKey]) -> int:
-        return self.books.unindex(self.books.find(keys), Loss.PURGED)
-
-    @exclusive
-    def clear(self, keys: Sequence[BlockKey]) -> int:
-        return self.books.unindex(self.books.find(keys), Loss.CLEARED)
+        return self.state.unindex(self.state.find(keys), Loss.PURGED)
 
     @exclusive
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: float) -> list[AttemptId]:
-        holds, copies, tiers = self._claims.holds, self.books.copies, self.books.queues.tiers_up
+        holds, copies, tiers = self._claims.holds, self.state.copies, self.state.queues.tiers_up
         for attempt_id in attempt_ids:
             holds.end_if_moved(attempt_id, lambda slot: copies.is_safe(slot, tiers))
         return [attempt_id for attempt_id in attempt_ids if not holds.renew(attempt_id, ttl_s)]
@@ -157,12 +155,12 @@ class Directory(DirectoryPort):
         return sum([self._claims.holds.release(attempt_id) for attempt_id in attempt_ids])
 
     def _is_indexed(self, block: Block) -> bool:
-        is_there = self.books.ledger.find(block.name.key) == block.slot
-        return is_there and self.books.proof(block.slot).checksum == block.checksum
+        is_there = self.state.ledger.find(block.name.key) == block.slot
+        return is_there and self.state.proof(block.slot).checksum == block.checksum
 
     def _keep(self, hold: Hold | None, slots: list[SlotId]) -> None:
         if hold is not None:
             self._claims.holds.keep(hold, slots)
-            tiers = self.books.queues.tiers_up
-            if tiers and self.books.ledger.counts().published > self._max_held:
-                self.books.copies.want(self._claims.holds.move(hold.attempt_id), tiers[0])
+            tiers = self.state.queues.tiers_up
+            if tiers and self.state.ledger.counts().published > self._max_held:
+                self.state.copies.want(self._claims.holds.move(hold.attempt_id), tiers[0])

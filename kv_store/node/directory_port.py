@@ -310,6 +310,17 @@ class RecordsPort(_Calls):
         """
 
     @_carried
+    def status(self) -> DirectoryStatus: ...
+
+    @_carried
+    def check(self) -> list[str]:
+        """Lists the faults of the books; an empty list is a clean bill."""
+
+
+class ContentsPort(_Calls):
+    """The calls that list the blocks of an arena, tails included, and clear them."""
+
+    @_carried
     def keys(self, first_slot: int, num_slots: int, /) -> list[BlockKey]:
         """Lists the keys of the blocks in some slots, tails included."""
 
@@ -318,15 +329,12 @@ class RecordsPort(_Calls):
         """Describes the blocks that are in the arena, without counting a use."""
 
     @_carried
-    def status(self) -> DirectoryStatus: ...
-
-    @_carried
-    def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+    def clear(self, keys: Sequence[BlockKey], /) -> int:
+        """Unindexes and counts blocks for the operator. A reader's lease and a request's hold keep the slot."""
 
 
 class DirectoryPort(_Calls):
-    """The calls of a directory that claim slots, or free them; `records` has the others.
+    """The calls of a directory that claim slots, or free them; `records` and `contents` have the others.
 
     All but `CALLS_OF_ANY_EPOCH` go to one epoch, that of the first contact or of the last `attach`; EpochChanged if it
     is over.
@@ -335,6 +343,10 @@ class DirectoryPort(_Calls):
     @cached_property
     def records(self) -> RecordsPort:
         return _CarriedRecords(self._ask)
+
+    @cached_property
+    def contents(self) -> ContentsPort:
+        return _CarriedContents(self._ask)
 
     @_carried
     def attach(self) -> DirectoryInfo:
@@ -376,10 +388,6 @@ class DirectoryPort(_Calls):
         """Unindexes blocks, whatever their bytes, and counts them."""
 
     @_carried
-    def clear(self, keys: Sequence[BlockKey], /) -> int:
-        """Unindexes and counts blocks for the operator. A reader's lease and a request's hold keep the slot."""
-
-    @_carried
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:
         """Prolongs the holds of attempts to `ttl_s` seconds from now; returns the attempts that hold no block.
 
@@ -391,8 +399,8 @@ class DirectoryPort(_Calls):
         """Ends the holds of requests, and counts the requests that held a block."""
 
 
-class _CarriedRecords(RecordsPort):
-    """Records behind the same way as their directory."""
+class _Carrier(_Calls):
+    """Calls that go the same way as their directory's."""
 
     def __init__(self, ask: Callable[[str, tuple[Any, ...]], Any]) -> None:
         self._carry = ask
@@ -401,9 +409,17 @@ class _CarriedRecords(RecordsPort):
         return self._carry(method, arguments)
 
 
+class _CarriedRecords(_Carrier, RecordsPort): ...
+
+
+class _CarriedContents(_Carrier, ContentsPort): ...
+
+
 def carry_out(directory: DirectoryPort, method: str, arguments: Sequence[Any]) -> Any:
     """Carries out a call by the port that declares it."""
-    return getattr(directory.records if method in vars(RecordsPort) else directory, method)(*arguments)
+    ports: dict[type, _Calls] = {RecordsPort: directory.records, ContentsPort: directory.contents}
+    owner = next((owner for port, owner in ports.items() if method in vars(port)), directory)
+    return getattr(owner, method)(*arguments)
 
 
 class Greeting:
@@ -413,7 +429,7 @@ class Greeting:
         """Introduces a client."""
 
 
-CALLS = ServiceCodec(DirectoryPort, RecordsPort)
+CALLS = ServiceCodec(DirectoryPort, RecordsPort, ContentsPort)
 CALLS_OF_ANY_EPOCH = frozenset(
     (
         *("attach", "exists", "delete", "renew", "release_holds", "mark_cold"),

@@ -169,7 +169,7 @@ class DirectoryServer:
     async def _wait_for_events(self, after: EventCursor, wait_s: float) -> None:
         """Waits as the call does, but on the loop."""
         news, records = asyncio.Event(), self._directory.records
-        with records.bell.waking(lambda: self._loop.call_soon_threadsafe(news.set)), suppress(TimeoutError):
+        with records.signal.subscribed(lambda: self._loop.call_soon_threadsafe(news.set)), suppress(TimeoutError):
             if not records.wait_for_events(after, 0.0):
                 async with asyncio.timeout(wait_s):
                     await news.wait()

@@ -54,7 +54,7 @@ class EventPage:
     events: list[BlockEvents]
 
 
-class Bell:
+class EventSignal:
     """A list of waiting threads and loops, each woken once. Thread-safe."""
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class Bell:
         return len(self._wakes)
 
     @contextmanager
-    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Has the next `ring` within the context call `wake`, on the ringing thread."""
+    def subscribed(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Has the next `notify` within the context call `wake`, on the notifying thread."""
         with self._lock:
             self._wakes.append(wake)
         try:
@@ -76,7 +76,7 @@ class Bell:
             with self._lock:
                 self._wakes = [one for one in self._wakes if one is not wake]
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wakes all that wait; costs next to nothing where none does."""
         if self._wakes:
             with self._lock:
@@ -88,12 +88,12 @@ class Bell:
 class BlockEventLog:
     """The last `num_places` events of an epoch, 34 bytes each; `number` is the last one's, from 1. Not thread-safe.
 
-    bell: rings at each event.
+    signal: notifies at each event.
     """
 
     def __init__(self, num_places: int = NUM_PLACES) -> None:
         self.number = 0
-        self.bell = Bell()
+        self.signal = EventSignal()
         self._num_places = num_places
         self._ring = bytearray(num_places * _EVENT.size)
 
@@ -102,7 +102,7 @@ class BlockEventLog:
         at = self.number % self._num_places * _EVENT.size
         _EVENT.pack_into(self._ring, at, _KINDS.index(kind), EVENT_TIERS.index(tier), key)
         self.number += 1
-        self.bell.ring()
+        self.signal.notify()
 
     def reaches(self, number: int) -> bool:
         """Tells whether all events behind a number are in the ring."""

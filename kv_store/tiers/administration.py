@@ -86,13 +86,13 @@ class HostTier:
 
     def key_pages(self) -> Iterator[Sequence[BlockKey]]:
         for first in range(0, self._directory.records.status().counts.total, PAGE_BLOCKS):
-            yield self._directory.records.keys(first, PAGE_BLOCKS)
+            yield self._directory.contents.keys(first, PAGE_BLOCKS)
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        return self._directory.records.describe(keys)
+        return self._directory.contents.describe(keys)
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
-        self._directory.clear(keys)
+        self._directory.contents.clear(keys)
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
         """Does nothing: an arena evicts as it is written to."""

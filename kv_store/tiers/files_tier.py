@@ -126,7 +126,7 @@ class FilesTier(FramedTier):
             self._lost += [] if file.key is None else [file.key]
             num_freed += file.num_bytes
             if number % _RENEW_EVERY == 0:
-                folder.renew_lock()
+                folder.lock.renew()
         return num_freed
 
     def _beyond_shares(self, folder: Folder, oldest: Sequence[StoredFile]) -> Iterator[StoredFile]:
@@ -288,12 +288,12 @@ class _Room:
         oldest = sorted(files)
         is_full = num_bytes > self.max_bytes - self._step_bytes
         has_expired = bool(oldest) and folder.is_expired(oldest[0].used_ns)
-        if (is_full or has_expired) and folder.try_lock():
+        if (is_full or has_expired) and folder.lock.take():
             try:
                 num_wanted = num_bytes - self.max_bytes + 2 * self._step_bytes if is_full else 0
                 num_bytes -= self._evict(folder, oldest, num_wanted)
             finally:
-                folder.unlock()
+                folder.lock.release()
         return max(0, min(self._step_bytes, self.max_bytes - num_bytes))
 
 

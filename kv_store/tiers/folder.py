@@ -61,6 +61,36 @@ class StoredFile:
         return None if name.startswith(".") else BlockKey(bytes.fromhex(name))
 
 
+class FolderLock:
+    """The lock of an open folder, which the node that makes room has."""
+
+    def __init__(self, folder: int, clock: Callable[[], float]) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._seen = (0, 0.0)
+
+    def take(self) -> bool:
+        """Makes the lock; False if another node has it, and has renewed it within a minute of this process's clock."""
+        for _ in range(2):
+            with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
+                return True
+            with suppress(FileNotFoundError):  # it is released by now
+                changed_ns = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+                if changed_ns != self._seen[0]:
+                    self._seen = (changed_ns, self._clock())
+                if self._clock() - self._seen[1] < _LEASE_S:
+                    return False
+                self.release()
+        return False
+
+    def renew(self) -> None:
+        os.utime(_LOCK, dir_fd=self._folder, follow_symlinks=False)
+
+    def release(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(_LOCK, dir_fd=self._folder)
+
+
 class Folder:
     """An open folder, until `close` or its collection. Calls may block as the file system does, and raise OSError.
 
@@ -75,9 +105,8 @@ class Folder:
         self.path = path
         self._folder = os.open(path, _FOLDER_FLAGS & ~os.O_NOFOLLOW)
         self._close = weakref.finalize(self, os.close, self._folder)
-        self._clock = clock
-        self._seen_lock = (0, 0.0)
         self._ttl_s = ttl_s
+        self.lock = FolderLock(self._folder, clock)
 
     def is_expired(self, used_ns: int) -> bool:
         """Returns whether a file with that last use is beyond its time to live, by this machine's clock."""
@@ -178,27 +207,6 @@ class Folder:
         shard, _, name = file.path.partition("/")
         with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder:
             os.unlink(name, dir_fd=folder)
-
-    def try_lock(self) -> bool:
-        """Makes the lock; False if another node has it, and has renewed it within a minute of this process's clock."""
-        for _ in range(2):
-            with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
-                return True
-            with suppress(FileNotFoundError):  # it is unlocked by now
-                changed_ns = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
-                if changed_ns != self._seen_lock[0]:
-                    self._seen_lock = (changed_ns, self._clock())
-                if self._clock() - self._seen_lock[1] < _LEASE_S:
-                    return False
-                self.unlock()
-        return False
-
-    def renew_lock(self) -> None:
-        os.utime(_LOCK, dir_fd=self._folder, follow_symlinks=False)
-
-    def unlock(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(_LOCK, dir_fd=self._folder)
 
     @contextmanager
     def _shard(self, key: BlockKey) -> Iterator[int]:

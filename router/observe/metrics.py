@@ -34,12 +34,31 @@ def described(error: BatonError) -> tuple[str, str, str]:
     return outcome_of(error), error.reason, error.ids.get("param", "") if may_quote else error.message
 
 
+class PrefixCacheUse:
+    """The tokens of prompts looked up and found, by tier: two counters, and `total`, the same as a message."""
+
+    def __init__(self, queries: prometheus.Counter, hits: prometheus.Counter) -> None:
+        self.total = cluster_pb2.PrefixCache(hits=[pb.TierTokens(tier=tier) for tier in Tier])
+        self._queries = queries
+        self._hits = hits
+
+    def count(self, num_prompt_tokens: int, cached: Mapping[str, int]) -> None:
+        """A tier is asked for what no nearer one had."""
+        self.total.queries += num_prompt_tokens
+        num_sought = num_prompt_tokens
+        for hits in self.total.hits:
+            num_found = cached.get(hits.tier, 0)
+            self._queries.labels(hits.tier).inc(num_sought)
+            self._hits.labels(hits.tier).inc(num_found)
+            hits.tokens += num_found
+            num_sought -= num_found
+
+
 class RequestMetrics:
     """Written to on the event loop, read by scrapers' threads; a registry of its own, nothing global."""
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self.prefix_cache = cluster_pb2.PrefixCache(hits=[pb.TierTokens(tier=tier) for tier in Tier])
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS_S
         )
@@ -59,8 +78,10 @@ class RequestMetrics:
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were prefilled or found cached")
         self._generated = self._counter("generation_tokens", "Tokens sent to clients")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in a tier", "tier")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier")
+        self.prefix_cache = PrefixCacheUse(
+            self._counter("prefix_cache_queries", "Prompt tokens looked up in a tier", "tier"),
+            self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier"),
+        )
         self._pools = self._counter("prompt_pools", "Prompts by the pool that computes them, and why", "pool", "reason")
         self._replays = self._counter("request_replays", "Attempts at requests after their first")
 
@@ -92,18 +113,7 @@ class RequestMetrics:
             self._whole.observe(record.total_s)
         if record.summary.cached is not None:
             self._prompt_tokens.inc(record.summary.num_prompt_tokens)
-            self._count_prefix(record.summary.num_prompt_tokens, record.summary.cached)
-
-    def _count_prefix(self, num_prompt_tokens: int, cached: Mapping[str, int]) -> None:
-        """A tier is asked for what no nearer one had."""
-        self.prefix_cache.queries += num_prompt_tokens
-        num_sought = num_prompt_tokens
-        for hits in self.prefix_cache.hits:
-            num_found = cached.get(hits.tier, 0)
-            self._queries.labels(hits.tier).inc(num_sought)
-            self._hits.labels(hits.tier).inc(num_found)
-            hits.tokens += num_found
-            num_sought -= num_found
+            self.prefix_cache.count(record.summary.num_prompt_tokens, record.summary.cached)
 
     def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> prometheus.Histogram:
         return prometheus.Histogram(name, text, namespace=NAMESPACE, registry=self.registry, buckets=buckets_s)

@@ -59,7 +59,7 @@ class StatusReader:
 
 async def _ask(member: Member, check: bool) -> worker_pb2.WorkerStatus:
     try:
-        status = await member.line.status(check, ASK_TIMEOUT_S)
+        status = await member.line.questions.status(check, ASK_TIMEOUT_S)
         member.engine_silent_s = status.engine_silent_s
         if status.HasField("prefill_token_s"):
             member.prefill_token_s = status.prefill_token_s

@@ -213,7 +213,7 @@ class Attempt:
     async def _require_answer(self, member: Member) -> None:
         """Asks a worker for a sign of life: a dead one must not use up a request's last attempt."""
         try:
-            await member.line.status(False, PROBE_TIMEOUT_S)
+            await member.line.questions.status(False, PROBE_TIMEOUT_S)
         except BatonError as error:
             self.request.services.mark_lost(member.id)
             raise AttemptFailed(WorkerLeaving(error.message)) from error

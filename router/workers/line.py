@@ -2,6 +2,7 @@
 
     begin, abort, end_choices, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
     _Attempt.take(update) ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
+    Questions.answer(reply) ◀┘
 
 A line ends once. Whatever was under way on it then fails with Unavailable; a new line is made for what follows.
 """
@@ -112,6 +113,58 @@ class Outgoing:
             message.begins.append(begin)
 
 
+class Questions:
+    """The questions to a worker that have no answer yet. send: puts one on the line; raises the reason of its end."""
+
+    def __init__(self, send: Callable[[worker_pb2.Ask], None]) -> None:
+        self._send = send
+        self._waiting: dict[int, asyncio.Future[worker_pb2.WorkerReply]] = {}
+        self._num_asked = 0
+
+    @property
+    def unanswered(self) -> list[asyncio.Future[worker_pb2.WorkerReply]]:
+        return [*self._waiting.values()]
+
+    async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
+        """Asks for the worker's description. Raises BatonError, DeadlineExceeded after `timeout_s`."""
+        return (await self._ask(worker_pb2.Ask(info=worker_pb2.GetInfo()), timeout_s)).info
+
+    async def status(self, check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
+        """Asks for the worker's status, with `check` for the faults of its books. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
+
+    async def events(self, after: worker_pb2.EventCursor, timeout_s: float) -> worker_pb2.EventPage:
+        """Waits for block events of the worker's node behind a place, a second at most. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
+
+    async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
+        """Counts, clears or drops blocks of the worker or of its node. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask.FromString(question.SerializeToString()), timeout_s)).holdings
+
+    def answer(self, answer: worker_pb2.WorkerReply) -> None:
+        """Gives an answer to the call that waits for it; drops one that comes too late."""
+        waiting = self._waiting.get(answer.number)
+        if waiting is None or waiting.done():
+            return
+        if answer.HasField("error"):
+            waiting.set_exception(error_from_pb(answer.error))
+        else:
+            waiting.set_result(answer)
+
+    async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.WorkerReply:
+        self._num_asked = question.number = self._num_asked + 1
+        answer: asyncio.Future[worker_pb2.WorkerReply] = asyncio.get_running_loop().create_future()
+        self._waiting[question.number] = answer
+        try:
+            self._send(question)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded("the worker did not answer in time") from error
+        finally:
+            del self._waiting[question.number]
+
+
 class Line:
     """A connection, from its opening to its end. Belongs to the running event loop.
 
@@ -123,9 +176,8 @@ class Line:
         self._on_end = on_end
         self._outgoing = Outgoing()
         self._attempts: dict[AttemptId, _Attempt] = {}
-        self._questions: dict[int, asyncio.Future[worker_pb2.WorkerReply]] = {}
+        self.questions = Questions(self._send)
         self._ended_holds: list[AttemptId] = []
-        self._num_asked = 0
         self._ended_for: BatonError | None = None
         self._tasks = [asyncio.create_task(self._write_all()), asyncio.create_task(self._read_all())]
 
@@ -148,22 +200,6 @@ class Line:
             del self._attempts[attempt_id]
             if not attempt.has_ended:
                 self._outgoing.abort(attempt_id)
-
-    async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
-        """Asks for the worker's description. Raises BatonError, DeadlineExceeded after `timeout_s`."""
-        return (await self._ask(worker_pb2.Ask(info=worker_pb2.GetInfo()), timeout_s)).info
-
-    async def status(self, check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
-        """Asks for the worker's status, with `check` for the faults of its books. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
-
-    async def events(self, after: worker_pb2.EventCursor, timeout_s: float) -> worker_pb2.EventPage:
-        """Waits for block events of the worker's node behind a place, a second at most. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
-
-    async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
-        """Counts, clears or drops blocks of the worker or of its node. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask.FromString(question.SerializeToString()), timeout_s)).holdings
 
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
         """Ends choices of an attempt that is under way; the worker goes on with the others."""
@@ -194,24 +230,9 @@ class Line:
         """Attempts that are under way."""
         return len(self._attempts)
 
-    @property
-    def num_questions(self) -> int:
-        """Questions that have no answer yet."""
-        return len(self._questions)
-
-    async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.WorkerReply:
+    def _send(self, question: worker_pb2.Ask) -> None:
         self._require_open()
-        self._num_asked = question.number = self._num_asked + 1
-        answer: asyncio.Future[worker_pb2.WorkerReply] = asyncio.get_running_loop().create_future()
-        self._questions[question.number] = answer
         self._outgoing.ask(question)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError as error:
-            raise DeadlineExceeded("the worker did not answer in time") from error
-        finally:
-            del self._questions[question.number]
 
     async def _write_all(self) -> None:
         try:
@@ -227,7 +248,7 @@ class Line:
                 for update in response.updates:
                     self._deliver(update)
                 for answer in response.answers:
-                    self._answer(answer)
+                    self.questions.answer(answer)
                 self._ended_holds += map(AttemptId, response.ended_holds)
             self._end(Unavailable("the worker has closed the line"))
         except Exception as error:
@@ -239,21 +260,12 @@ class Line:
         if attempt is not None:
             attempt.take(update)
 
-    def _answer(self, answer: worker_pb2.WorkerReply) -> None:
-        waiting = self._questions.get(answer.number)
-        if waiting is None or waiting.done():
-            return
-        if answer.HasField("error"):
-            waiting.set_exception(error_from_pb(answer.error))
-        else:
-            waiting.set_result(answer)
-
     def _end(self, reason: BatonError) -> None:
         if self._ended_for is not None:
             return
         self._ended_for = reason
         waiting: list[asyncio.Future[Any]] = [attempt.over for attempt in self._attempts.values()]
-        for future in (*waiting, *self._questions.values()):
+        for future in (*waiting, *self.questions.unanswered):
             if not future.done():
                 future.set_exception(copy(reason))
         for task in self._tasks:

@@ -82,7 +82,7 @@ class Membership:
         """Takes a worker in; returns why not."""
         line = self._open(worker)
         try:
-            self._members.add(Member(worker, await line.info(JOIN_TIMEOUT_S), line))
+            self._members.add(Member(worker, await line.questions.info(JOIN_TIMEOUT_S), line))
         except BatonError as error:
             log.warning("worker %s is not taken in: %s", worker.id, error.message)
             await line.close(error)
@@ -113,7 +113,7 @@ class Membership:
             await member.line.close(Unavailable("the line has ended"))
             member.line = self._open(member.worker)
         try:
-            status = await member.line.status(False, PROBE_TIMEOUT_S)
+            status = await member.line.questions.status(False, PROBE_TIMEOUT_S)
         except BatonError:
             return WorkerState.LOST
         is_itself = member.line.is_open and status.worker_id == member.id

@@ -84,7 +84,7 @@ class EventReader(AbstractContextManager["EventReader"]):
             return NodePage(node_id, worker_pb2.EventPage(node_id=node_id, after=after))
         member = here[self._num_failed[node_id] % len(here)]
         try:
-            page = await member.line.events(after, PAGE_TIMEOUT_S)
+            page = await member.line.questions.events(after, PAGE_TIMEOUT_S)
             if not page.cursor.epoch:
                 raise WireError("a page of events without a place")
         except Exception as error:

@@ -39,7 +39,7 @@ class Bench:
         request = EngineRequest(AttemptId(str(self._num_made)), ROOT, prompt, sampling)
         sequence = Sequence(self._num_made, request, ChoiceSoFar(0, output), self.model)
         sequence.begin_run(0)
-        assert self.cache.grow(sequence, sequence.num_known)
+        assert self.cache.allocator.grow(sequence, sequence.num_known)
         return sequence
 
     @torch.inference_mode()

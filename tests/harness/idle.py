@@ -8,6 +8,6 @@ from kv_store.node.directory_port import Block
 
 def visit_idle(directory: Directory, visit: Callable[[list[Block]], None]) -> None:
     """Shows the indexed blocks that no process reads or writes; none begins to before `visit` returns."""
-    books = directory.books
-    with books:
-        visit([block for block in books.blocks() if not books.ledger.num_transfers(block.slot)])
+    state = directory.state
+    with state:
+        visit([block for block in state.blocks() if not state.ledger.num_transfers(block.slot)])

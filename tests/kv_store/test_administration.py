@@ -77,7 +77,7 @@ def test_a_cleared_block_whose_copy_went_too_is_not_looked_for_elsewhere() -> No
     books = Books()
     books.publish(OTHERS)
     books.directory.records.mark_cold(Tier.REDIS, [OTHERS[0].key], [])
-    books.directory.clear([OTHERS[0].key])
+    books.directory.contents.clear([OTHERS[0].key])
     [run] = books.directory.records.why([OTHERS[0].key], [b""])
     assert run.miss.cause is Cause.EVICTED
 
@@ -89,7 +89,7 @@ def test_leases_and_holds_keep_the_slots_of_cleared_blocks() -> None:
     names = [name.key for name in OTHERS]
     books.directory.reserve("w", [], None)
     hold = books.directory.lease("r", [OTHERS[1].key], 5.0)
-    assert books.directory.clear(names) == 3
+    assert books.directory.contents.clear(names) == 3
     assert books.directory.records.exists(names) == [False] * 3
     given = books.directory.reserve("w", names_of(12), None).slots
     assert [slot is not None for slot in given] == [True, False, False], "two slots are being read"
@@ -102,7 +102,7 @@ def test_leases_and_holds_keep_the_slots_of_cleared_blocks() -> None:
 def test_slots_outside_of_the_arena_have_no_keys(first: int, num: int) -> None:
     books = Books(num_slots=4)
     books.publish(OTHERS)
-    assert len(books.directory.records.keys(first, num)) == (3 if first == -5 else 0)
+    assert len(books.directory.contents.keys(first, num)) == (3 if first == -5 else 0)
 
 
 @pytest.mark.parametrize("clears", [True, False])
@@ -112,7 +112,7 @@ def test_a_copy_made_of_a_block_that_is_cleared_meanwhile_is_taken_back(clears: 
 
     def clear_first() -> bool:
         if clears:
-            node.directory.clear([names[0].key])
+            node.directory.contents.clear([names[0].key])
         return True
 
     node.cold.before = clear_first
@@ -137,7 +137,7 @@ def test_a_held_block_is_a_miss_for_others_and_its_slot_stays() -> None:
     books.publish(OTHERS)
     attempt = AttemptId("a/1")
     books.directory.reserve("w", OTHERS, Hold(attempt, 10.0))
-    assert books.directory.clear([name.key for name in OTHERS]) == 3
+    assert books.directory.contents.clear([name.key for name in OTHERS]) == 3
     assert books.directory.reserve("w", names_of(4), None).slots == [None]
     assert books.directory.renew([attempt], 10.0) == []
     books.directory.release_holds([attempt])

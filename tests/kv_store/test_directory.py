@@ -176,7 +176,7 @@ def test_a_subscriber_that_fell_behind_the_ring_gets_a_snapshot_and_goes_on() ->
     assert blocks[Tier.HOST] == {*keys(names_of(16)), *keys(names_of(4, first=1000))}
     served.port.delete(keys(names_of(4)))
     followed(served, place, blocks)
-    assert blocks[Tier.HOST] == {one.name.key for one in directory.records.blocks()}
+    assert blocks[Tier.HOST] == {one.name.key for one in directory.contents.blocks()}
 
 
 def test_a_snapshot_in_parts_is_exact_whatever_changes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_snapshot_in_parts_is_exact_whatever_changes_between_them(monkeypatch:
             place = applied(page, blocks)
         if draw.random() < 0.2:
             place = followed(served, place, blocks)
-            assert blocks[Tier.HOST] == {one.name.key for one in directory.records.blocks()}
+            assert blocks[Tier.HOST] == {one.name.key for one in directory.contents.blocks()}
 
 
 def test_what_is_there_gets_no_slot(served: Served) -> None:
@@ -474,7 +474,7 @@ def test_names_in_a_circle_do_no_harm(served: Served) -> None:
 
 def test_a_block_is_told_as_it_was_committed(served: Served) -> None:
     blocks = served.publish(names_of(10))
-    assert sorted(served.directory.records.blocks(), key=lambda block: block.slot) == sorted(
+    assert sorted(served.directory.contents.blocks(), key=lambda block: block.slot) == sorted(
         blocks, key=lambda b: b.slot
     )
 
@@ -584,7 +584,7 @@ class TestShares:
         assert directory.records.check() == []
 
     def num_of(self, directory: Directory, root: NamespaceRoot) -> int:
-        return sum(block.name.root_digest == digest_of(root) for block in directory.records.blocks())
+        return sum(block.name.root_digest == digest_of(root) for block in directory.contents.blocks())
 
     @pytest.mark.parametrize("is_late", [False, True])
     def test_beyond_its_share_its_own_go_first(self, is_late: bool) -> None:
@@ -617,12 +617,12 @@ def test_a_wait_for_events_ends_with_the_first_event(served: Served) -> None:
     place = served.port.records.events(EventCursor()).cursor
     with ThreadPoolExecutor(1) as waiter:
         waiting = waiter.submit(served.port.records.wait_for_events, place, 10.0)
-        while not served.directory.records.bell.num_waiting:
+        while not served.directory.records.signal.num_waiting:
             time.sleep(0.001)
         served.publish(names_of(10))
         assert waiting.result(5.0)
     assert served.port.records.events(place).events
-    assert not served.directory.records.bell.num_waiting
+    assert not served.directory.records.signal.num_waiting
 
 
 def test_a_wait_for_events_that_are_there_ends_at_once(served: Served) -> None:
@@ -635,7 +635,7 @@ def test_a_wait_for_events_that_are_there_ends_at_once(served: Served) -> None:
 def test_a_wait_for_events_is_bounded(served: Served) -> None:
     place = served.port.records.events(EventCursor()).cursor
     assert not served.port.records.wait_for_events(place, 0.01)
-    assert not served.directory.records.bell.num_waiting
+    assert not served.directory.records.signal.num_waiting
 
 
 def test_the_loss_of_a_copy_is_an_event_once(served: Served) -> None:

@@ -399,7 +399,7 @@ def test_a_wait_for_events_keeps_no_other_call_waiting(node: Node) -> None:
     with closing(DirectoryClient(node.path)) as client, ThreadPoolExecutor(1) as waiter:
         place = client.records.events(EventCursor()).cursor
         waiting = waiter.submit(client.records.wait_for_events, place, 8.0)
-        until(lambda: bool(node.directory.records.bell.num_waiting))
+        until(lambda: bool(node.directory.records.signal.num_waiting))
         for _ in range(3):
             client.records.status()
         assert not waiting.done()
@@ -412,8 +412,8 @@ def test_a_stop_ends_a_wait_for_events(node: Node) -> None:
     with closing(DirectoryClient(node.path)) as client, ThreadPoolExecutor(1) as waiter:
         place = client.records.events(EventCursor()).cursor
         waiting = waiter.submit(client.records.wait_for_events, place, 8.0)
-        until(lambda: bool(node.directory.records.bell.num_waiting))
+        until(lambda: bool(node.directory.records.signal.num_waiting))
         node.server.stop()
         with pytest.raises(StoreError, match="does not answer"):
             waiting.result(5.0)
-        assert not node.directory.records.bell.num_waiting
+        assert not node.directory.records.signal.num_waiting

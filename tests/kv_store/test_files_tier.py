@@ -294,15 +294,15 @@ def test_two_nodes_fill_one_folder(opened: Open, tmp_path: Path) -> None:
 
 def test_a_lock_that_another_node_gives_up_meanwhile_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, other = (Folder(str(tmp_path), time.monotonic) for _ in range(2))
-    assert other.try_lock()
+    assert other.lock.take()
     look = os.stat
 
     def unlock_and_look(*arguments: Any, **options: Any) -> os.stat_result:
-        other.unlock()
+        other.lock.release()
         return look(*arguments, **options)
 
     monkeypatch.setattr(os, "stat", unlock_and_look)
-    assert folder.try_lock()
+    assert folder.lock.take()
 
 
 class Faults:

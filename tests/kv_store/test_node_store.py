@@ -240,11 +240,11 @@ def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
     node.publish(names_of(4 * (NUM_SLOTS - 5), first=2000))
     assert node.fetch(names) == [Tier.HOST] * 5
     node.clock.now += HOLD_TTL_S - 1
-    store.renew([REQUEST])
+    store.control.renew([REQUEST])
     node.clock.now += HOLD_TTL_S - 1
-    assert store.status().directory is not None
+    assert store.control.status().directory is not None
     assert node.directory.records.status().num_holds == 1
-    store.release_holds([REQUEST])
+    store.control.release_holds([REQUEST])
     assert node.directory.records.status().num_holds == 0
     assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
     assert node.directory.records.status().num_holds == 1
@@ -263,7 +263,7 @@ def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> No
     store = node.store(pool)
     assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
     assert not any(page_of(pool, PageId(2)))
-    assert store.status().num_corrupt == 1
+    assert store.control.status().num_corrupt == 1
     assert node.directory.records.exists([name.key for name in names]) == [True, True, False, True]
     node.publish(names)
     assert node.fetch(names) == [Tier.HOST] * 4
@@ -366,7 +366,7 @@ def test_without_a_cold_tier(node: Node) -> None:
     names = names_of(8)
     store = node.publish(names)
     assert node.fetch(names_of(16)) == [Tier.HOST] * 2
-    assert store.status().cold == []
+    assert store.control.status().cold == []
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:
@@ -406,14 +406,14 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
         assert store.fetch(names, pages_from(8, 2)) == []
-        assert store.check() == ["the directory is out of reach"]
+        assert store.control.check() == ["the directory is out of reach"]
         service.start()
         assert store.fetch(names, pages_from(8, 2)) == []
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
         assert store.fetch(names, pages_from(8, 2)) == [Tier.HOST] * 2
-        assert store.check() == []
+        assert store.control.check() == []
         assert bytes(service.arena.slot(SlotId(0))[:8]) == payload_of(names[0])[:8]
-        assert store.status().num_failed == 3
+        assert store.control.status().num_failed == 3
         service.stop()
 
 
@@ -426,7 +426,7 @@ def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
         names = names_of(8)
         assert store.fetch(names, pages_from(0, 2)) == []
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 0
-        store.renew([REQUEST])
-        store.release_holds([REQUEST])
-        assert store.status().directory is None
-        assert store.check() != []
+        store.control.renew([REQUEST])
+        store.control.release_holds([REQUEST])
+        assert store.control.status().directory is None
+        assert store.control.check() != []

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import Back, Front, StoreStatus
+from kv_store.block_store import Back, Front
 from kv_store.node.directory_port import KeepHint
-from kv_store.tiers.administration import ListableTier
 from kv_store.transfers import (
     Done,
     Fetch,
@@ -73,21 +72,6 @@ class FakeStore:
 
     def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         self._work("retain", names, hint)
-
-    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
-        return []
-
-    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None: ...
-
-    @property
-    def listable_tiers(self) -> Sequence[ListableTier]:
-        return ()
-
-    def status(self) -> StoreStatus:
-        return StoreStatus(None, [], 0)
-
-    def check(self) -> list[str]:
-        return []
 
 
 class Waker:

@@ -159,8 +159,8 @@ async def test_a_hand_off_whose_held_blocks_are_cleared_is_computed_again(cluste
             nonlocal calls
             calls += 1
             if calls == at:
-                cluster.directory.clear(
-                    [key for first in range(0, 512, 64) for key in cluster.directory.records.keys(first, 64)]
+                cluster.directory.contents.clear(
+                    [key for first in range(0, 512, 64) for key in cluster.directory.contents.keys(first, 64)]
                 )
             return met(*arguments)  # type: ignore[operator]
 

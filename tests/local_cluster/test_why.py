@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import pytest
 
-from kv_store.node.books import Books
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold, Reservation
+from kv_store.node.directory_state import DirectoryState
 from kv_store.node.records import Records
 from kv_store.node.tombstones import Loss, Tombstones
 from tests.harness.local_cluster import LocalCluster, Sizes
@@ -40,8 +40,8 @@ class OrderedTombstones(Tombstones):
 class JudgedRecords(Records):
     """Records whose causes are judged by a historian."""
 
-    def __init__(self, books: Books, historian: "Historian") -> None:
-        super().__init__(books)
+    def __init__(self, state: DirectoryState, historian: "Historian") -> None:
+        super().__init__(state)
         self._historian = historian
 
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
@@ -55,8 +55,8 @@ class Historian(Directory):
 
     def __init__(self) -> None:
         super().__init__(NUM_SLOTS, block_bytes=LAYOUT.block_bytes)
-        self.records = JudgedRecords(self.books, self)
-        self.books.tombstones = OrderedTombstones(NUM_SLOTS, NUM_SLOTS, "least recent use", time.monotonic)
+        self.records = JudgedRecords(self.state, self)
+        self.state.tombstones = OrderedTombstones(NUM_SLOTS, NUM_SLOTS, "least recent use", time.monotonic)
         self.parent_of: dict[BlockKey, bytes] = {}
         self.lost: list[BlockKey] = []
         self.last_loss: dict[BlockKey, int] = {}
@@ -65,10 +65,10 @@ class Historian(Directory):
         self.wrong: list[tuple[Cause, Cause]] = []
 
     def _resident(self) -> dict[BlockKey, bytes]:
-        return {one.name.key: one.name.parent for one in self.records.blocks() if not one.name.is_tail}
+        return {one.name.key: one.name.parent for one in self.contents.blocks() if not one.name.is_tail}
 
     def _watched(self, call: Callable[[], T]) -> T:
-        order = self.books.tombstones.order  # type: ignore[attr-defined]
+        order = self.state.tombstones.order  # type: ignore[attr-defined]
         order.clear()
         before = self._resident()
         answer = call()

@@ -129,8 +129,8 @@ async def outcome_of(call: Awaitable[None]) -> BatonError | None:
 
 
 async def test_orders_arrive_and_are_answered(pair: Pair) -> None:
-    assert (await pair.line.info(5.0)).worker_id == "w"
-    assert (await pair.line.status(False, 5.0)).state == "ready"
+    assert (await pair.line.questions.info(5.0)).worker_id == "w"
+    assert (await pair.line.questions.status(False, 5.0)).state == "ready"
     heard = Heard()
     assert await outcome_of(pair.line.run(begin(A), heard.take)) is None
     assert heard.token_ids == expected(6)[1:]
@@ -142,7 +142,7 @@ async def test_orders_arrive_and_are_answered(pair: Pair) -> None:
     await until(lambda: len(pair.worker.released) == 2)
     assert (pair.worker.renewed, pair.worker.released) == ([[A]], [A, B])
     assert pair.line.is_open
-    assert (pair.line.num_attempts, pair.line.num_questions) == (0, 0)
+    assert (pair.line.num_attempts, pair.line.questions.unanswered) == (0, [])
 
 
 async def test_attempts_share_a_line(pair: Pair) -> None:
@@ -158,7 +158,7 @@ async def test_an_error_of_the_worker_arrives(pair: Pair) -> None:
     assert (error.message, error.ids) == ("prompt: is poison", {"param": "prompt"})
     pair.worker.status_refusal = Unavailable("the store does not answer")
     with pytest.raises(Unavailable, match="the store"):
-        await pair.line.status(True, 5.0)
+        await pair.line.questions.status(True, 5.0)
 
 
 async def test_an_attempt_ends_in_the_time_that_its_begin_gives_it(pair: Pair) -> None:
@@ -171,10 +171,10 @@ async def test_an_attempt_ends_in_the_time_that_its_begin_gives_it(pair: Pair) -
 async def test_a_question_that_is_not_answered_in_time(script: Script) -> None:
     script.worker.answers = False
     with pytest.raises(DeadlineExceeded):
-        await script.line.info(0.05)
+        await script.line.questions.info(0.05)
     script.worker.answers = True
-    assert (await script.line.info(5.0)).worker_id == "w"
-    assert script.line.num_questions == 0
+    assert (await script.line.questions.info(5.0)).worker_id == "w"
+    assert script.line.questions.unanswered == []
 
 
 async def test_a_cancelled_attempt_is_aborted_on_the_worker(pair: Pair) -> None:
@@ -199,7 +199,7 @@ async def test_an_attempt_that_its_worker_has_ended_is_not_aborted(script: Scrip
     await until(lambda: script.worker.open_calls)
     script.worker.say(ends=True)
     await call
-    await script.line.info(5.0)
+    await script.line.questions.info(5.0)
     assert script.worker.aborts == []
 
 
@@ -270,12 +270,12 @@ async def test_a_worker_that_goes_away_is_unavailable_to_all_that_is_under_way(p
     await pair.cut()
     for call in calls:
         assert isinstance(await outcome_of(call), Unavailable)
-    for late in (pair.line.run(begin(C), Heard().take), pair.line.status(False, 5.0)):
+    for late in (pair.line.run(begin(C), Heard().take), pair.line.questions.status(False, 5.0)):
         with pytest.raises(Unavailable):
             await late
     assert len(pair.ended_for) == 1
     assert not pair.line.is_open
-    assert (pair.line.num_attempts, pair.line.num_questions) == (0, 0)
+    assert (pair.line.num_attempts, pair.line.questions.unanswered) == (0, [])
     await until(lambda: not pair.worker.open_calls)
 
 
@@ -287,7 +287,7 @@ async def test_a_closed_line_tells_its_reason_to_all_that_is_under_way(pair: Pai
     for call in calls:
         assert type(await outcome_of(call)) is WorkerLeaving
     with pytest.raises(WorkerLeaving):
-        await pair.line.info(5.0)
+        await pair.line.questions.info(5.0)
     assert pair.ended_for == [], "only an end that was not asked for is told"
     await until(lambda: not pair.worker.open_calls)
 
@@ -295,14 +295,14 @@ async def test_a_closed_line_tells_its_reason_to_all_that_is_under_way(pair: Pai
 async def test_an_address_without_a_worker_is_unavailable() -> None:
     line = Line(GrpcTransport("127.0.0.1:1", TOKEN))
     with pytest.raises(Unavailable):
-        await line.info(5.0)
+        await line.questions.info(5.0)
     await line.close(LEFT)
 
 
 async def test_the_wrong_token_ends_the_line() -> None:
     async with served(FakeWorker(WorkerId("w"), Role.DECODE), TOKEN) as (_, address):
         line = Line(GrpcTransport(address, "another"))
-        for call in (line.info(5.0), line.run(begin(A), Heard().take)):
+        for call in (line.questions.info(5.0), line.run(begin(A), Heard().take)):
             with pytest.raises(Unavailable, match="token"):
                 await call
         assert not line.is_open
@@ -321,12 +321,12 @@ async def test_a_write_after_the_end_tells_why_the_line_ended() -> None:
 async def test_a_worker_that_comes_back_is_reached_on_a_new_line() -> None:
     worker = FakeWorker(WorkerId("w"), Role.DECODE)
     async with served(worker, TOKEN) as (_, address), line_to(GrpcTransport(address, TOKEN)) as line:
-        await line.info(5.0)
+        await line.questions.info(5.0)
     async with line_to(GrpcTransport(address, TOKEN)) as line:
         with pytest.raises(Unavailable):
-            await line.info(5.0)
+            await line.questions.info(5.0)
     async with served(worker, TOKEN, address), line_to(GrpcTransport(address, TOKEN)) as line:
-        assert (await line.info(5.0)).worker_id == "w"
+        assert (await line.questions.info(5.0)).worker_id == "w"
 
 
 async def test_a_connection_that_fails_in_an_unknown_way_ends_its_line() -> None:
@@ -341,7 +341,7 @@ async def test_a_connection_that_fails_in_an_unknown_way_ends_its_line() -> None
 
     async with line_to(Broken()) as line:
         with pytest.raises(Unavailable, match="incident"):
-            await line.info(5.0)
+            await line.questions.info(5.0)
 
 
 @asynccontextmanager
@@ -389,7 +389,9 @@ async def renew_on_a_slow_line() -> None:
     holds = HoldBudgets(members)
     prompts = [begin(AttemptId(f"r{number}/1"), num_prompt=100_000) for number in range(50)]
     async with line_to(FaultyTransport(worker, Faults(bytes_per_s=1e6))) as line:
-        members.add(Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.info(5.0), line))
+        members.add(
+            Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.questions.info(5.0), line)
+        )
         holds.resize()
         holds.start()
         async with holds.hold(A, [BlockKey(b"a block")], ""):

@@ -74,7 +74,7 @@ async def test_a_listed_worker_joins_and_another_leaves(club: Club) -> None:
     await club.list("here")
     assert club.ready == {"d0"}
     with pytest.raises(Unavailable):
-        await line.info(1.0)
+        await line.questions.info(1.0)
     assert club.num_changes == 2
 
 
@@ -86,7 +86,7 @@ async def test_the_line_to_a_worker_that_leaves_ends_with_the_reason(
     line = club.line(D0)
     await club.list("there", draining=is_draining)
     with pytest.raises(Unavailable) as told:
-        await line.info(1.0)
+        await line.questions.info(1.0)
     assert type(told.value) is reason
 
 
@@ -171,7 +171,7 @@ async def test_a_lost_worker_comes_back_on_a_new_line(club: Club, monkeypatch: p
     club.faults["here"].is_dead = False
     await until(lambda: club.ready == {"d0"})
     assert club.line(D0) is not line
-    assert (await club.line(D0).info(1.0)).worker_id == "d0"
+    assert (await club.line(D0).questions.info(1.0)).worker_id == "d0"
     assert club.port.lost == ["d0"]
 
 
@@ -181,7 +181,7 @@ async def test_a_line_that_ends_with_the_answer_to_a_probe_is_not_taken_for_good
     """The worker answers that it is ready, and its line ends before the router has taken that in."""
     monkeypatch.setattr("router.workers.membership.PROBE_EVERY_S", 0.01)
     await club.list("here")
-    ask, transport = club.line(D0).status, club.transports["here"]
+    ask, transport = club.line(D0).questions.status, club.transports["here"]
 
     async def answer_and_die(check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
         status = await ask(check, timeout_s)
@@ -189,7 +189,7 @@ async def test_a_line_that_ends_with_the_answer_to_a_probe_is_not_taken_for_good
         await until(lambda: not club.line(D0).is_open)
         return status
 
-    monkeypatch.setattr(club.line(D0), "status", answer_and_die)
+    monkeypatch.setattr(club.line(D0).questions, "status", answer_and_die)
     club.membership.mark_lost(D0)
     await until(lambda: club.port.lost == ["d0"])
     assert club.ready == set()
@@ -234,7 +234,7 @@ async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_line_breaks(c
     assert club.members[D0].state is WorkerState.DRAINING
     await club.list("there")
     with pytest.raises(WorkerLeaving):
-        await line.info(1.0)
+        await line.questions.info(1.0)
     assert not club.port.lost
 
 

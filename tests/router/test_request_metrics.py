@@ -74,7 +74,7 @@ def test_a_tier_is_asked_for_what_no_nearer_one_had() -> None:
     assert asked == [100, 50, 20]
     assert found == [50, 30, 5]
     assert value(metrics, "prompt_tokens_total") == 100, "the other one was never looked up"
-    use = metrics.prefix_cache
+    use = metrics.prefix_cache.total
     assert (use.queries, tiers_from_pb(use.hits)) == (
         100,
         {"device": 50, "host": 30, "peers": 0, "redis": 5, "files": 0},

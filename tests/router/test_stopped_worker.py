@@ -60,7 +60,7 @@ async def state_at(address: str) -> str:
         while True:
             line = Line(GrpcTransport(address, TOKEN))
             try:
-                return (await line.status(False, 1.0)).state
+                return (await line.questions.status(False, 1.0)).state
             except BatonError:
                 await asyncio.sleep(0.1)
             finally:

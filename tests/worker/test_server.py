@@ -122,9 +122,9 @@ async def test_many_requests_go_over_one_line(line: Line) -> None:
 
 
 async def test_answers_what_it_is_and_how_it_is(line: Line) -> None:
-    info = await line.info(TIMEOUT_S)
+    info = await line.questions.info(TIMEOUT_S)
     assert (info.worker_id, info.role, info.layout) == ("decode-0", "decode", LAYOUT.encode())
-    status = await line.status(check=True, timeout_s=TIMEOUT_S)
+    status = await line.questions.status(check=True, timeout_s=TIMEOUT_S)
     assert (status.state, status.blocks.free, list(status.problems)) == ("ready", 256, [])
     assert status_of("host", status.tiers).blocks.total == 512
 
@@ -211,7 +211,7 @@ async def tls_port(decode: Worker, host: str = "127.0.0.1") -> AsyncIterator[str
 
 async def require_unavailable(line: Line) -> None:
     with pytest.raises(Unavailable):
-        await line.info(TIMEOUT_S)
+        await line.questions.info(TIMEOUT_S)
     await line.close(Unavailable("the test is over"))
 
 
@@ -359,7 +359,7 @@ async def test_releases_arrive(line: Line, decode: Worker) -> None:
     """Over gRPC as in the process: an attempt at another worker of the node may hold what this one is told of."""
     line.release(AttemptId("r/1"))
     line.renew([AttemptId("r/1")])
-    assert (await line.status(check=True, timeout_s=TIMEOUT_S)).state == "ready"
+    assert (await line.questions.status(check=True, timeout_s=TIMEOUT_S)).state == "ready"
 
 
 async def test_a_port_that_is_taken_is_a_configuration_error(address: str, decode: Worker) -> None:

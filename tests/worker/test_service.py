@@ -347,7 +347,7 @@ async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node, monk
             await broken.wait()
         with pytest.raises(Unavailable):
             await worker.caller.decode(begin_of())
-        status = await worker.caller.line.status(check=True, timeout_s=TIMEOUT_S)
+        status = await worker.caller.line.questions.status(check=True, timeout_s=TIMEOUT_S)
         assert status.state == "broken"
         assert "the engine's thread has ended" in status.problems
 
@@ -386,9 +386,9 @@ async def test_asks_are_answered_while_a_step_of_the_engine_runs(decode: Worker)
     decode.model.may_go.clear()
     attempt = decode.caller.begin(begin_of())
     await decode.at_work()
-    info = await decode.caller.line.info(TIMEOUT_S)
+    info = await decode.caller.line.questions.info(TIMEOUT_S)
     assert (info.worker_id, info.role, info.layout) == ("decode-0", "decode", LAYOUT.encode())
-    assert (await decode.caller.line.status(check=False, timeout_s=TIMEOUT_S)).state == "ready"
+    assert (await decode.caller.line.questions.status(check=False, timeout_s=TIMEOUT_S)).state == "ready"
     decode.model.may_go.set()
     assert tokens_of(await attempt.end()) == ORACLE.oracle(PROMPT, 40)
 
@@ -478,4 +478,4 @@ async def test_closing_ends_open_attempts_and_their_lines(node: Node) -> None:
             await attempt.end()
         assert worker.service.check() == []
         with pytest.raises(Unavailable, match="closed the line"):
-            await worker.caller.line.info(TIMEOUT_S)
+            await worker.caller.line.questions.info(TIMEOUT_S)

@@ -5,17 +5,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import Back, Front, StoreStatus
+from kv_store.block_store import StoreStatus
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.node.records import Records
 from kv_store.tiers.administration import ListableTier
 from tests.harness.cluster import until
 from wire.errors import StoreError
-from wire.ids import AttemptId, PageId
-from wire.names import BlockName
-from wire.tier import Miss, Tier
+from wire.ids import AttemptId
 from worker import store as store_module
 from worker.store import AsyncStore
 
@@ -23,35 +20,11 @@ ID = AttemptId("r")
 
 
 class SlowStore:
-    """A BlockStore that has nothing; it answers what the tests ask once it may."""
+    """A StoreControl of nothing; it answers what the tests ask once it may."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
         self.released: list[AttemptId] = []
-
-    def fence(self) -> None: ...
-
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
-        return []
-
-    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        return Front(self.fetch(names, pages, peers))
-
-    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
-        return self.fetch(back.names, pages)
-
-    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        return []
-
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
-        return slice(0, 0)
-
-    def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
-        return 0
-
-    def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None: ...
-
-    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None: ...
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []
@@ -76,7 +49,7 @@ class SlowRecords(Records):
     """Records of an empty directory, whose events come when the tests say so."""
 
     def __init__(self) -> None:
-        super().__init__(Directory(1).books)
+        super().__init__(Directory(1).state)
         self.place: EventCursor | None = None
         self.is_away = False
         self.does_wait = True
@@ -91,15 +64,15 @@ class SlowRecords(Records):
         return EventPage(after, self.place or after, [])
 
     def wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
-        """Waits for the bell alone."""
+        """Waits for the signal alone."""
         self.num_waits += 1
         news = threading.Event()
-        with self.bell.waking(news.set):
+        with self.signal.subscribed(news.set):
             return news.wait(wait_s) if self.does_wait else False
 
     def tell(self, place: EventCursor) -> None:
         self.place = place
-        self.bell.ring()
+        self.signal.notify()
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""The books of a node's arena: the blocks in its slots, the claims on them, and the memory of lost blocks.
+"""The state of a node's directory: the blocks in its slots, the claims on them, and the memory of lost blocks.
 
-    Directory ── claims on slots ──▶          ┌─ ledger, proofs: the index        ─┐
-                                     Books ───┤  claims: leases, holds, reservations├── one lock
-    Records ─── records of blocks ─▶          └─ copies, sessions, tombstones, log ─┘
+    Directory ── claims on slots ──▶                   ┌─ ledger, proofs: the index         ─┐
+    Records ─── records of blocks ─▶  DirectoryState ──┤  claims: leases, holds, reservations├── one lock
+    Contents ── lists of blocks ───▶                   └─ copies, sessions, tombstones, log  ┘
 
 A block enters and leaves the index here only, so that copies, sessions, tombstones and events follow it.
 """
@@ -37,8 +37,8 @@ _NUM_LOST = 1 << 16
 """The lost blocks that an arena of fewer than four times as many slots remembers, at most one a slot."""
 
 
-class Books:
-    """The books of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
+class DirectoryState:
+    """The state of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
 
     order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.WriteQueues`. keeps: bounds on hints.
     num_events: places of the log.
@@ -66,8 +66,7 @@ class Books:
         self.tombstones = Tombstones(num_lost, num_slots, self.ledger.order.policy_name, clock)
         self.log = BlockEventLog(num_events)
         self.num_read = Counter[bool]()
-        self.owners: dict[bytes, int] = {}
-        self.shares: Mapping[bytes, float] = {}
+        self.shares = SlotShares(self.ledger)
         self._proofs = _Proofs(num_slots)
         self._clock = clock
         self._used_s = array("f", bytes(4 * num_slots))
@@ -108,7 +107,7 @@ class Books:
     def index(self, block: Block) -> None:
         """Indexes a block, unless another slot has it."""
         priority = Priority.LEAST if block.name.is_tail else Priority.ONLY_COPY
-        owner = self.owners.get(block.name.root_digest, 0)
+        owner = self.shares.owner_of(block.name.root_digest)
         is_new = self.ledger.find(block.name.key) is None
         if self.ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
             self._proofs.put(block)
@@ -154,6 +153,34 @@ class Books:
                 self.log.note(EventKind.REMOVED, tier, key)
 
 
+class SlotShares:
+    """The shares of namespaces in the slots, by their roots' digests; a namespace with one is an owner of its own."""
+
+    def __init__(self, ledger: Ledger[SlotId]) -> None:
+        self.by_namespace: Mapping[bytes, float] = {}
+        self._ledger = ledger
+        self._owners: dict[bytes, int] = {}
+
+    def set(self, shares: Mapping[bytes, float], blocks: Iterable[Block]) -> None:
+        """Bounds namespaces, and gives all indexed blocks to their owners."""
+        order, num_slots = self._ledger.order, self._ledger.num_pages
+        self.by_namespace = shares
+        for digest in shares:
+            self._owners.setdefault(digest, len(self._owners) + 1)
+        order.max_owned = {self._owners[digest]: int(share * num_slots) for digest, share in shares.items()}
+        for block in blocks:
+            order.set_owner(block.slot, self.owner_of(block.name.root_digest))
+
+    def owner_of(self, namespace: bytes) -> int:
+        """Returns the number of a namespace's owner; 0 is the one of all namespaces without a share."""
+        return self._owners.get(namespace, 0)
+
+    def max_slots(self, namespace: bytes) -> int:
+        """Counts the slots that a namespace may have."""
+        num_slots = self._ledger.num_pages
+        return min(num_slots, self._ledger.order.max_owned.get(self.owner_of(namespace), num_slots))
+
+
 class Proof(NamedTuple):
     """Digests of a block's tokens and root, and the xxh3-128 of its payload."""
 
@@ -196,18 +223,18 @@ class _Proofs:
 
 class _Owner(Protocol):
     @property
-    def books(self) -> Books: ...
+    def state(self) -> DirectoryState: ...
 
 
 Owner = TypeVar("Owner", bound=_Owner)
 
 
 def exclusive(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Runs a method within the context of its object's books."""
+    """Runs a method within the context of its object's state."""
 
     @wraps(method)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.books:
+        with self.state:
             return method(self, *args, **kwargs)
 
     return run

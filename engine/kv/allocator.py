@@ -1,0 +1,81 @@
+"""The allocation of a pool's pages to sequences, which write them, and their return."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+
+from engine.schedule.batcher import Pages
+from engine.sequence import Sequence
+from kv_store.device_pool import DevicePool
+from kv_store.ledger import OutOfBlocks
+from wire.ids import PageId
+from wire.layout import Window
+
+
+class PageAllocator:
+    """Pages that sequences write. Not thread-safe: for the engine's thread."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self.ledger = pool.ledger
+        self.layout = pool.layout
+        self._pool = pool
+
+    @property
+    def available(self) -> Pages:
+        num_draining, most_needed = self.ledger.counts().draining, Window(self.layout).most_needed
+        return Pages(self.ledger.num_allocatable, num_draining, self.layout.block_size, most_needed)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> int:
+        """Makes room for the next `num_tokens` tokens, or as many as may be open; returns their number.
+
+        Returns 0, and nothing changed, if there is none.
+        """
+        num_blocks, block_size = len(sequence.kv.table), self.layout.block_size
+        num_writable = (num_blocks + self._pool.num_openable) * block_size - sequence.num_stored
+        num_tokens = min(num_tokens, num_writable)
+        try:
+            num_more = max(0, -(-(sequence.num_stored + num_tokens) // block_size) - num_blocks)
+            sequence.kv.table.extend(self.allocate(num_more))
+        except OutOfBlocks:
+            return 0
+        return num_tokens
+
+    def extend(self, sequences: Seq[Sequence], num_ahead: int = 0) -> list[PageId] | None:
+        """Makes room for the token `num_ahead` tokens after the next one of each sequence, the first of its page.
+
+        Returns these pages, of which a sequence may have its own already; None, and nothing changed, without room.
+        """
+        places = [(one.num_stored + num_ahead) // self.layout.block_size for one in sequences]
+        lacking = [one for one, place in zip(sequences, places, strict=True) if place == len(one.kv.table)]
+        try:
+            pages = self.allocate(len(lacking))
+        except OutOfBlocks:
+            return None
+        for sequence, page in zip(lacking, pages, strict=True):
+            sequence.kv.table.extend((page,))
+        return [one.kv.table[-1:][0] for one in sequences]
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        """Allocates pages to be written. Raises OutOfBlocks without room, or if too many are open."""
+        if num_pages > self._pool.num_openable:
+            raise OutOfBlocks(f"{num_pages} open blocks wanted, {self._pool.num_openable} free")
+        pages = self.ledger.allocate(num_pages)
+        self._pool.open(pages)
+        return pages
+
+    def drop(self, sequence: Sequence, places: Seq[int]) -> None:
+        """Gives some full pages of a sequence back."""
+        self.free(sequence.kv.table.drop(places, self.layout.block_size))
+
+    @contextmanager
+    def borrowed_page(self) -> Iterator[PageId | None]:
+        """Lends a page without an owner; None if none is free."""
+        pages = self.allocate(min(1, self.ledger.num_allocatable, self._pool.num_openable))
+        yield pages[0] if pages else None
+        self.free(pages)
+
+    def free(self, pages: Seq[PageId]) -> None:
+        """Frees pages in eviction order: a prefix's end first, or its start where rows have windows."""
+        self._pool.close(pages)
+        for page in reversed(pages) if self.layout.window is None else pages:
+            self.ledger.free(page)
