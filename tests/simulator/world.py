@@ -54,7 +54,8 @@ NOBODYS = BlockKey(bytes(32))
 class Run:
     """A run of a plan: what it broke, how each request ended, the attempts, and the faults that struck.
 
-    num_cut: how often each request was cut off by the end of its router. num: splits, groups and jumps of prefixes.
+    num_cut: how often each request was cut off by the end of its router. num: splits, groups and jumps
+    of prefixes, and evictions from arenas.
     """
 
     plan: Plan
@@ -121,6 +122,7 @@ class World:
         await self._rest()
         for worker in self.alive:
             worker.books.judge(worker.parts.engine.stats())
+        self.run.num["evictions"] = sum(node.directory.records.status().evictions for node in self.nodes)
         self._check_contents()
         await self.router.stop()
         for worker in self.workers:
