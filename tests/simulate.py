@@ -7,6 +7,7 @@ python tests/simulate.py --table > docs/hand-off-faults.md
 import argparse
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,16 +27,18 @@ def main() -> int:
     if options.table:
         print(table())
         return 0
-    began_s, num_failed = time.monotonic(), 0
+    began_s, num_failed, num = time.monotonic(), 0, Counter[str]()
     for seed in range(options.start, options.start + options.seeds):
         run = simulate(draw_plan(seed))
+        num.update(run.num)
         if options.trace:
             print(report(run))
         if run.violations:
             num_failed += 1
             print(report(shortest(run)))
     took_s = time.monotonic() - began_s
-    print(f"{options.seeds} seeds, {num_failed} with violations, {took_s:.1f} s")
+    counted = "".join(f", {count} {what}" for what, count in sorted(num.items(), reverse=True))
+    print(f"{options.seeds} seeds, {num_failed} with violations{counted}, {took_s:.1f} s")
     return min(num_failed, 1)
 
 

@@ -1,4 +1,4 @@
-"""The invariants I1 to I12 over a simulated run, and the truth about every block that it may hold."""
+"""The invariants I1 to I13 over a simulated run, and the truth about every block that it may hold."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 
+from engine.events import Abandoned, EngineStats, Failed, Fetched, Jumped, Preempted
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
@@ -16,10 +17,11 @@ from kv_store.eviction.order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from kv_store.node.directory_port import Block
-from wire.ids import BlockKey, NamespaceRoot
+from wire.ids import AttemptId, BlockKey, NamespaceRoot
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout
 from wire.names import cover
+from worker.loop import StepOutcome
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -147,6 +149,39 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
     tables = torch.arange(num_blocks, dtype=torch.int32)[None]
     model.forward(Batch(torch.tensor(tokens), positions, positions, tables, lens, bounds, 0, nothing), KVPages(kv))
     return [page.numpy().tobytes() for page in kv[: len(tokens) // LAYOUT.block_size]]
+
+
+class PromptBooks:
+    """I13: each token of a prompt is cached or computed once, and a jump begins behind what its sequence has."""
+
+    def __init__(self, watch: Watch, worker: str) -> None:
+        self._watch = watch
+        self._worker = worker
+        self._num_prompt = 0
+        self._have_all_run = True
+        self._ends: dict[tuple[AttemptId, int], int] = {}
+
+    def take(self, outcome: StepOutcome) -> None:
+        """Takes the outcome of each step."""
+        self._have_all_run &= not outcome.aborted and outcome.failure is None
+        for event in [*outcome.events, *outcome.output.events]:
+            match event:
+                case Fetched(tokens=tokens):
+                    self._num_prompt += tokens.num_found + tokens.computed
+                    self._ends[event.attempt_id, event.choice] = tokens.num_found
+                case Jumped(tokens=tokens):
+                    if tokens.start < self._ends[event.attempt_id, event.choice]:
+                        self._watch.violated("I13", f"{self._worker}: a jump to {tokens} begins before its place")
+                    self._ends[event.attempt_id, event.choice] = tokens.stop
+                case Preempted() | Failed() | Abandoned():
+                    self._have_all_run = False
+
+    def judge(self, stats: EngineStats) -> None:
+        """Compares the tokens that the engine has counted with those of the prompts that it began, once it is idle."""
+        num_counted = stats.cached_prompt_tokens + stats.computed_prompt_tokens
+        if num_counted > self._num_prompt or (self._have_all_run and num_counted < self._num_prompt):
+            counted = f"{stats.cached_prompt_tokens} cached and {stats.computed_prompt_tokens} computed tokens"
+            self._watch.violated("I13", f"{self._worker}: {counted} of {self._num_prompt}")
 
 
 class Truth:

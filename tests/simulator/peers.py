@@ -28,6 +28,9 @@ class Reader(Caller, Protocol):
     num_cut_blocks: int
     num_blocks_twice: int
 
+    def on_far_block(self) -> None:
+        """Takes the time of a block from elsewhere."""
+
 
 class SimPeer:
     """A BlockSource. Every fault counts for the breaker that BlockReader has."""
@@ -87,6 +90,7 @@ class SimPeer:
         reader, node = self._reader, self._node
         reader.interleave()
         reader.step("peer block")
+        reader.on_far_block()
         if reader.clock() < node.port_slow_until_s:
             reader.lag_s += SLOW_BLOCK_S
         if reader.num_blocks_twice:  # the connection broke behind it, and it was asked for again

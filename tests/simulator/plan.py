@@ -121,6 +121,8 @@ STEPS = (
 
 `peer` is a question to another node, `peer block` a block on its way from there.
 """
+SPLIT_STEPS = ("prefill group", "decode group", "prefill jump", "decode jump")
+"""Steps where prefixes are split: a group of blocks is ordered, and a sequence has found blocks of one."""
 _PEER_STEPS = ("prefill peer", "decode peer", "decode peer block")
 _WORST_STEPS = {
     Kind.EXPIRE: ("prefill leased", "decode leased"),
@@ -168,7 +170,11 @@ class Layout:
 
 ALONE = Layout()
 APART = Layout(decode=(1,))
+SPREAD = Layout(decode=(1, 2))
 WINDOW, SINKS = Sinks(0, 40), Sinks(20, 40)
+LONG_KINDS = range(15, NUM_KINDS, 16)
+"""Requests of the catalogue with prompts of 17 blocks, each two with the same beginning."""
+FAR_BLOCKS_S = (0.02, 0.03, 0.05)
 LAYOUTS = (ALONE, ALONE, APART, APART, Layout((0, 1), (0, 1)), Layout((0, 1), (1, 2)), Layout((0,), (1, 0)))
 
 
@@ -177,7 +183,8 @@ class Plan:
     """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of each arena.
 
     max_queued: the bound of the router on requests without a first token. window: of the model, with its sinks.
-    disaggregation: of the router.
+    disaggregation: of the router. far_block_s: what workers expect to compute a block in, and to read one from another
+    node or a cold tier, where it takes as long: they split prefixes; 0 for reads that take no time.
     """
 
     seed: int
@@ -191,6 +198,7 @@ class Plan:
     faults: tuple[Fault, ...]
     window: Sinks | None = None
     disaggregation: Disaggregation = Disaggregation.ALWAYS
+    far_block_s: float = 0.0
 
     @property
     def is_transparent(self) -> bool:
@@ -206,6 +214,7 @@ class Plan:
         head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
         head += f", a window of {self.window.window}, {self.window.num_sinks} sinks" if self.window else ""
         head += f", prefill pool used: {self.disaggregation}"
+        head += f", {self.far_block_s:g} s for a block from afar" if self.far_block_s else ""
         return "\n".join([head, *asks, *faults])
 
 
@@ -226,8 +235,34 @@ def draw_plan(seed: int) -> Plan:
     window = draw.choice([None, None, WINDOW])
     window = SINKS if window and draw.random() < 0.5 else window
     mode = draw.choice([Disaggregation.ALWAYS, Disaggregation.CONDITIONAL])
-    return Plan(
+    plan = Plan(
         seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window, mode
+    )
+    return _with_splits(plan)
+
+
+def _with_splits(plan: Plan) -> Plan:
+    """Lets workers of several nodes split prefixes, in half of the plans without windows, and adds faults amid that.
+
+    Draws from a stream of its own: the other plans are as they were.
+    """
+    draw = random.Random(f"splits of {plan.seed}")
+    if plan.window or draw.random() < 0.5:
+        return plan
+    longs = [replace(_draw_ask(draw), kind=draw.choice(LONG_KINDS)) for _ in range(draw.randint(1, 3))]
+    is_poisoned = any(one.client is Client.POISONS for one in plan.asks)
+    kinds = [kind for kind in Kind if kind not in LOSSES] + [Kind.CRASH] * 4 * (not is_poisoned)
+    amid = [
+        Fault(draw.choice(kinds), draw.choice(SPLIT_STEPS), draw.choice([1, 1, 2]), draw.choice([0, 0, 1, 2]), 1.0)
+        for _ in range(draw.randint(0, 4))
+    ]
+    return replace(
+        plan,
+        layout=draw.choice([layout for layout in LAYOUTS if layout.num_nodes > 1]),
+        num_prefill=max(1, plan.num_prefill),
+        asks=(*longs, *plan.asks),
+        faults=(*plan.faults, *amid),
+        far_block_s=draw.choice(FAR_BLOCKS_S),
     )
 
 
@@ -279,3 +314,5 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, asks=plan.asks[:index] + plan.asks[index + 1 :])
     if plan.layout != ALONE:
         yield replace(plan, layout=ALONE)
+    if plan.far_block_s:
+        yield replace(plan, far_block_s=0.0)

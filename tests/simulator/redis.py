@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from unittest.mock import patch
 
@@ -161,12 +162,24 @@ class SimRedisTier(RedisTier):
     """The real tier, whose probes run on the event loop."""
 
     def __init__(
-        self, server: SimRedis, name: str, clock: Callable[[], float], on_call: Callable[[], None] = lambda: None
+        self,
+        server: SimRedis,
+        name: str,
+        clock: Callable[[], float],
+        on_call: Callable[[], None] = lambda: None,
+        on_block: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_call` is called before each question for blocks, and each read."""
+        """`on_call` is called before each question for blocks, and each read; `on_block` after each block."""
+        self._on_block = on_block
         self._is_probing = False
         with patch.object(redis_tier, "_connect", lambda *_: SimClient(server, name, on_call)):
             super().__init__(name, LAYOUT, MAC_KEY, TIMEOUT_S, clock)
+
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        with closing(super().get(names, into)) as checksums:
+            for checksum in checksums:
+                self._on_block()
+                yield checksum
 
     def _start_probe(self) -> None:
         if not self._is_probing:

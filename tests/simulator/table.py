@@ -1,9 +1,10 @@
 """A page: what clients see of each fault, by the step of a hand-off at which it strikes."""
 
+from dataclasses import replace
 from itertools import product
 
 from tests.simulator.client import COMPLETE
-from tests.simulator.plan import APART, SINKS, Ask, Client, Fault, Kind, Plan
+from tests.simulator.plan import APART, SINKS, SPREAD, Ask, Client, Fault, Kind, Plan
 from tests.simulator.world import simulate
 
 STEPS = {
@@ -20,16 +21,23 @@ STEPS = {
     "decode released": "blocks are fetched",
     "decode turn": "a step of decode",
     "decode update": "tokens leave decode",
+    "decode group": "a group of a split prefix is ordered",
+    "decode jump": "decode jumps to blocks of a group",
 }
 NTHS = (1, 3)
-WINDOWS = (None, SINKS)
 LONG_S = 1.0
 HEAD = """# Faults at each step of a hand-off
 
-Made by `python tests/simulate.py --table`; tests/simulator/test_table.py compares cells with runs. A cell is four runs
-of the simulator with four requests and one fault, at the first and the third time that a worker comes to the step, of
-a model that keeps all KV and of one with a window and sinks; one prefill worker on one node, two decode workers on
-another. It tells the ends of these requests, and the longest time of one that is over a second:
+Made by `python tests/simulate.py --table`; tests/simulator/test_table.py compares cells with runs. A cell is six runs
+of the simulator with one fault, at the first and the third time that a worker comes to the step, in three clusters with
+one prefill worker on one node and two decode workers elsewhere:
+
+- a model that keeps all KV, two nodes, four requests;
+- the same with a model that has a window and sinks;
+- a model that keeps all KV, three nodes, five requests. A block takes as long to read from another node or Redis as to
+  compute, so that prefixes are split, and arenas are so small that blocks are evicted.
+
+A cell tells the ends of these requests, and the longest time of one that is over a second:
 
 - **same**: the answer of a run without faults, by the first attempt.
 - **again**: the same answer, by a further attempt.
@@ -49,17 +57,21 @@ def table() -> str:
     return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _asks() -> tuple[Ask, ...]:
-    return tuple(Ask(kind, number * 0.03, Client.STAYS, 0.0) for number, kind in enumerate((5, 12, 45, 63)))
+def _asks(*kinds: int) -> tuple[Ask, ...]:
+    return tuple(Ask(kind, number * 0.03, Client.STAYS, 0.0) for number, kind in enumerate(kinds))
+
+
+_WHOLE = Plan(0, APART, 1, 2, 40, 48, 512, _asks(5, 12, 45, 63), ())
+SPLIT = replace(_WHOLE, layout=SPREAD, num_slots=20, asks=_asks(5, 12, 45, 63, 15), far_block_s=0.02)
+WORLDS = (_WHOLE, replace(_WHOLE, window=SINKS), SPLIT)
 
 
 def cell(kind: Kind, step: str) -> str:
     """Runs a fault at a step; returns what clients saw. AssertionError if an invariant breaks."""
     seen: dict[str, None] = {}
     longest_s = 0.0
-    for window, nth in product(WINDOWS, NTHS):
-        plan = Plan(nth, APART, 1, 2, 40, 48, 512, _asks(), (Fault(kind, step, nth, 0, 4.0),), window)
-        run = simulate(plan)
+    for world, nth in product(WORLDS, NTHS):
+        run = simulate(replace(world, seed=nth, faults=(Fault(kind, step, nth, 0, 4.0),)))
         assert not run.violations, run.violations
         for number, outcome in enumerate(run.outcomes):
             num_attempts = sum(attempt.startswith(f"r{number}/") for attempt in run.attempts)

@@ -3,18 +3,24 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from engine.events import Jumped
+from engine.kv import cache
+from engine.kv.prefetch import Find, Prefetch
 from kv_store import node_store
+from kv_store.block_store import BlockStore
 from kv_store.eviction.order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import BlockEventLog
+from kv_store.transfers import BackFetch, Done
 from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -24,6 +30,7 @@ from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
+from wire.ids import AttemptId, PageId
 from wire.names import BlockName
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -46,6 +53,13 @@ def references() -> None:
 def test_no_seed_breaks_an_invariant(seed: int) -> None:
     with repeated_by("pytest tests/simulator", seed):
         assert simulate(draw_plan(seed)).violations == [], f"python tests/simulate.py --start {seed} --seeds 1"
+
+
+def test_a_share_of_the_plans_splits_prefixes() -> None:
+    """Seeds that were split when this was written: 11 and 13 jump, by way of groups."""
+    runs = [simulate(draw_plan(seed)) for seed in (11, 13)]
+    assert all(run.num[what] for run in runs for what in ("splits", "groups", "jumps"))
+    assert 20 <= sum(draw_plan(seed).far_block_s > 0 for seed in range(1, 101)) <= 50
 
 
 def test_a_seed_has_the_same_trace_in_every_process() -> None:
@@ -102,6 +116,22 @@ def note_stored(log: BlockEventLog, kind: EventKind, tier: Tier, key: bytes) -> 
         NOTE(log, kind, tier, key)
 
 
+def jump_told_twice(
+    attempt_id: AttemptId, choice: int, tokens: range, found: Mapping[str, int], block_size: int
+) -> Jumped:
+    return Jumped(attempt_id, choice, tokens, {tier: 2 * num_tokens for tier, num_tokens in found.items()}, block_size)
+
+
+def whole_group(order: BackFetch, store: BlockStore) -> Done:
+    num_read = len(store.fetch_back(order.back, order.pages))
+    return Done(order, [Tier.PEERS] * max(num_read, len(order.pages)))
+
+
+def run_over_holes(prefetch: Prefetch, start: int, find: Find) -> list[PageId]:
+    pages = [find(name.key) for name in prefetch.names[start:]]
+    return [page for page in pages if page is not None]
+
+
 NOTE, TAKE = BlockEventLog.note, BlockIndex.take
 ACCEPT, RELEASE, STATE = ChoiceStream.accept, Directory.release, Ledger.state
 PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
@@ -121,6 +151,9 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
+    "a group that came back short counts as whole": (BackFetch, "run", whole_group, {"I4"}),
+    "a jump passes over a hole": (Prefetch, "run", run_over_holes, {"I4", "I6"}),
+    "a jump counts its tokens twice": (cache, "Jumped", jump_told_twice, {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""
@@ -136,6 +169,9 @@ FIRST_SEEDS = {
     "a hold ends before its blocks are elsewhere": 56,
     "blocks of a dead epoch stay in the index": 33,
     "blocks that are gone have no event": 9,
+    "a group that came back short counts as whole": 11,
+    "a jump passes over a hole": 11,
+    "a jump counts its tokens twice": 11,
 }
 """Seeds that found a fault once: a search from there is short. Another seed finds it if a change of plans moves it."""
 
@@ -154,6 +190,6 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 def test_a_failing_plan_is_shrunk_to_what_it_takes() -> None:
     with patch.object(Admission, "leave", lambda admission, request_id: None):
-        run = shortest(simulate(draw_plan(19)))
+        run = shortest(simulate(draw_plan(43)))
     assert [violation.invariant for violation in run.violations] == ["I10"] * len(run.violations)
     assert (len(run.plan.asks), run.plan.faults) == (1, ())

@@ -1,6 +1,7 @@
 """The page of faults by step of a hand-off is what the simulator does now."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from tests.pairs import RUNS_ALL
 from tests.seeds import PACKAGES, digest_of
 from tests.simulator.plan import Kind
-from tests.simulator.table import HEAD, STEPS, cell
+from tests.simulator.table import HEAD, NTHS, SPLIT, STEPS, cell
+from tests.simulator.world import simulate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "hand-off-faults.md").read_text()
 CELLS = [(kind, step) for kind in Kind for step in STEPS]
@@ -26,6 +28,13 @@ def test_the_page_has_every_fault_and_every_step() -> None:
     assert PAGE.startswith(HEAD), REMAKE
     assert heads == ["fault", *STEPS.values()], REMAKE
     assert [fault for fault, *_ in faults] == [kind.value for kind in Kind], REMAKE
+
+
+@pytest.mark.parametrize("seed", NTHS)
+def test_a_cluster_of_the_page_splits_prefixes_and_evicts_blocks(seed: int) -> None:
+    run = simulate(replace(SPLIT, seed=seed))
+    assert run.num["jumps"]
+    assert run.num["evictions"]
 
 
 @pytest.mark.parametrize(("kind", "step"), DRAWN)

@@ -2,21 +2,23 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Protocol
 
 import torch
 
+from engine.core import EngineCore
+from engine.events import Jumped
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
 from kv_store.frame import checksum_of
-from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
+from kv_store.transfers import BackFetch, Done, Fetch, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
 from tests.harness.virtual_inbox import VirtualInbox
-from tests.simulator.invariants import Truth, Watch
+from tests.simulator.invariants import PromptBooks, Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import Node, SimDirectoryClient
 from tests.simulator.peers import SimPeer
@@ -26,7 +28,7 @@ from tests.simulator.virtual_time import Process
 from wire.pools import Role
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings
-from worker.loop import MAX_IDLE_S, WorkerLoop
+from worker.loop import MAX_IDLE_S, Inbox, StepOutcome, WorkerLoop
 
 BATCH = BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32)
 MAX_SILENCE_S = 5.0
@@ -45,6 +47,7 @@ class World(Protocol):
     redis: SimRedis
     num_pages: int
     model: HashModel
+    far_block_s: float
 
     def node_at(self, address: str) -> Node:
         """Finds a node by the address of its block port, gone or not."""
@@ -57,6 +60,9 @@ class World(Protocol):
 
     def crash(self, worker: "SimWorker") -> None:
         """A worker's process ends now."""
+
+    def count(self, what: str) -> None:
+        """Counts a split, a group or a jump of the run."""
 
     def broke(self, worker: "SimWorker") -> None:
         """A worker is of no use any more."""
@@ -78,6 +84,7 @@ class SimWorker:
         self.num_lost_calls = self.num_lost_answers = 0
         self.num_cut_blocks = self.num_blocks_twice = 0
         self.connections: list[Connection] = []
+        self.books = PromptBooks(world.watch, name)
         self.model = SimModel(world.model, self._be_poisoned)
         self._loop = asyncio.get_running_loop()
         self.directory = SimDirectoryClient(self, node)
@@ -115,6 +122,10 @@ class SimWorker:
         if self.world.redis.is_slow:
             self.lag_s += SLOW_COLD_S
 
+    def on_far_block(self) -> None:
+        """A block has come from a cold tier or another node, which takes as long as the plan says."""
+        self.lag_s += self.world.far_block_s
+
     def check(self) -> None:
         """I1: the books of the pool."""
         self.world.watch.expect_none("I1", self.name, self.parts.engine.pool.ledger.check())
@@ -126,7 +137,7 @@ class SimWorker:
     def _assemble(self) -> Assembly:
         """Raises StoreError without a directory."""
         arena = self.node.map(self.directory.attach().arena_path)
-        self.cold = SimRedisTier(self.world.redis, self.name, self.clock, self.on_cold_call)
+        self.cold = SimRedisTier(self.world.redis, self.name, self.clock, self.on_cold_call, self.on_far_block)
         tiers = Tiers(arena, self.directory, [self.cold], lambda address: SimPeer(self, self.world.node_at(address)))
         threads = Threads(
             self.clock,
@@ -177,8 +188,18 @@ class SimModel(HashModel):
 class SimLoop(WorkerLoop):
     """The loop of an engine without a thread: a task makes its turns, each a drawn time after the one before."""
 
-    def __init__(self, worker: SimWorker, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(
+        self, worker: SimWorker, engine: EngineCore, inbox: Inbox, deliver: Callable[[StepOutcome], None], *parts: Any
+    ) -> None:
+        def watched(outcome: StepOutcome) -> None:
+            worker.books.take(outcome)
+            for event in outcome.output.before:
+                if isinstance(event, Jumped):
+                    worker.world.count("jumps")
+                    worker.step("jump")
+            deliver(outcome)
+
+        super().__init__(engine, inbox, watched, *parts)
         self._worker = worker
         self._has_ended = False
 
@@ -232,7 +253,12 @@ class SimTransfers(ThreadTransfers):
         self._worker.world.watch.use(transfer, ledger, pages, self._worker.clock, inf)
         super().begin(transfer)
         delay_s = self._worker.world.draw.choice(COPIES_S)
+        if isinstance(transfer, BackFetch):  # its pages drain for as long as it is read
+            delay_s += len(transfer.names) * self._worker.world.far_block_s
         self._loop.call_later(delay_s + max(0.0, self._worker.lag_s), self.run_next)
+        if isinstance(transfer, BackFetch):
+            self._worker.world.count("groups")
+            self._worker.step("group")
 
     def run_next(self) -> None:
         """Runs the oldest transfer, if one waits."""
@@ -249,17 +275,20 @@ class SimTransfers(ThreadTransfers):
         worker.world.watch.end(transfer)
         if done.error is not None:
             worker.world.watch.violated("bug", f"{worker.name}: a transfer failed: {done.error}")
+        if done.back is not None:
+            worker.world.count("splits")
         if isinstance(transfer, Fetch):
-            self._check_fetched(transfer, done)
+            self._check_fetched(transfer, transfer.places(done.first, len(transfer.names)), done)
+        if isinstance(transfer, BackFetch):
+            self._check_fetched(transfer, range(len(transfer.names)), done)
         worker.world.watch.expect_none("I1", "arena", worker.node.directory.records.check())
         return done
 
-    def _check_fetched(self, fetch: Fetch, done: Done) -> None:
-        """I4, I7 and I9, of the blocks that a fetch has brought."""
+    def _check_fetched(self, fetch: Transfer, places: Sequence[int], done: Done) -> None:
+        """I4, I7 and I9, of the blocks that a fetch has brought; the first of them are at these places of its names."""
         worker, pool = self._worker, self._worker.parts.engine.pool
         if worker.has_lost_lease and done.tiers:
             worker.world.watch.violated("I9", f"{worker.name}: a fetch counts, though its lease had run out")
-        places = fetch.places(done.first, len(fetch.names))
         for place, page, _ in zip(places, fetch.pages, done.tiers, strict=False):
             name = fetch.names[place]
             if not name.is_tail:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+from kv_store import costs
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from router.block_index import mark_of
@@ -53,7 +54,8 @@ NOBODYS = BlockKey(bytes(32))
 class Run:
     """A run of a plan: what it broke, how each request ended, the attempts, and the faults that struck.
 
-    num_cut: how often each request was cut off by the end of its router.
+    num_cut: how often each request was cut off by the end of its router. num: splits, groups and jumps
+    of prefixes, and evictions from arenas.
     """
 
     plan: Plan
@@ -64,6 +66,7 @@ class Run:
     attempts: set[str] = field(default_factory=set)
     struck: list[Fault] = field(default_factory=list)
     num_cut: list[int] = field(default_factory=list)
+    num: Counter[str] = field(default_factory=Counter)
 
 
 class World:
@@ -80,6 +83,7 @@ class World:
         self.watch.violations = run.violations
         self.wall_s = 1.7e9
         self.num_pages = plan.num_pages
+        self.far_block_s = plan.far_block_s
         self.redis = SimRedis(self.draw, self.watch)
         self.nodes: list[Node] = []
         self.workers: list[SimWorker] = []
@@ -116,6 +120,9 @@ class World:
         await self.enlist()
         await self._in_time(clients)
         await self._rest()
+        for worker in self.alive:
+            worker.books.judge(worker.parts.engine.stats())
+        self.run.num["evictions"] = sum(node.directory.records.status().evictions for node in self.nodes)
         self._check_contents()
         await self.router.stop()
         for worker in self.workers:
@@ -130,6 +137,9 @@ class World:
 
     def note(self, what: str) -> None:
         self.run.trace.append(f"{self.loop.time():.6f} {what}")
+
+    def count(self, what: str) -> None:
+        self.run.num[what] += 1
 
     def step(self, worker: SimWorker, step: str, what: str = "") -> None:
         worker.process.require_alive()
@@ -462,6 +472,7 @@ async def _simulate(run: Run) -> None:
         draw, loop = random.Random(run.plan.seed), asyncio.get_running_loop()
         patches.enter_context(patch("secrets.token_hex", lambda num_bytes: draw.randbytes(num_bytes).hex()))
         patches.enter_context(patch("secrets.randbits", draw.getrandbits))
+        patches.enter_context(_costs(run.plan.far_block_s))
         world = World(run)
         patches.enter_context(patch("time.time", lambda: world.wall_s + loop.time()))
         patches.enter_context(patch("time.monotonic", loop.time))
@@ -471,6 +482,16 @@ async def _simulate(run: Run) -> None:
         patches.enter_context(_logs_to(world))
         loop.set_exception_handler(lambda _, context: _unhandled(world, context))
         await world.live()
+
+
+@contextmanager
+def _costs(far_block_s: float) -> Iterator[None]:
+    """Lets workers expect reading and computing a block to take that long; as the product guesses, if it is 0."""
+    with ExitStack() as patches:
+        if far_block_s:
+            patches.enter_context(patch.object(costs, "_READ_PRIOR_S", far_block_s))
+            patches.enter_context(patch.object(costs, "_PREFILL_PRIOR_S", far_block_s / LAYOUT.block_size))
+        yield
 
 
 def _bug(world: World, error: BaseException) -> BatonError:
