@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of quantized pages with a code in each item; int4 has two in a uint8."""
