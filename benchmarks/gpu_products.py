@@ -63,7 +63,7 @@ def _measure(name: str, states: Tensor, weights: Sequence[Weight], plain: Tensor
         for one in plain:
             F.linear(states, one)
 
-    works = {"packed": multiply_in_turn(states, weights), "bf16": in_bfloat16}
+    works: dict[str, Callable[[], object]] = {"packed": multiply_in_turn(states, weights), "bf16": in_bfloat16}
     seconds, bytes_s, operations_s = ceilings.time(works)
     own, other = seconds["packed"] / len(weights), seconds["bf16"] / len(plain)
     num_rows, (columns, depth) = len(states), plain[0].shape

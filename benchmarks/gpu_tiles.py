@@ -129,9 +129,9 @@ class Launches:
 
 def try_on_device(row: Row, tile: Tile) -> Trial:
     """Times a tile on the current GPU; one that does not compile or fit there does not start."""
-    module, kernel, choice = paged_attention, "attend", "choose_tile"
-    if row.role == PRODUCTS:
-        module, kernel, choice = products, "multiply", "choose_product_tile"
+    is_product = row.role == PRODUCTS
+    module, kernel = (products, "multiply") if is_product else (paged_attention, "attend")
+    choice = "choose_product_tile" if is_product else "choose_tile"
     work, launches = make_work(row), Launches(getattr(module, kernel))
     with mock.patch.object(module, kernel, launches), mock.patch.object(module, choice, return_value=tile):
         try:

@@ -30,8 +30,8 @@ HALVES = (torch.float16, torch.bfloat16)
 class Format:
     """The format of a matrix, as the kernels are compiled for it.
 
-    block: places that share a word of scales. is_halved: factors are those of the halves of a plane, both of its scale;
-    else the factor of its scale and that of its offset.
+    block: places that share a word of scales. is_halved: both factors of a plane are its scale's, for one half each;
+    else the first is its scale's and the second its offset's.
     """
 
     bits: int

@@ -63,7 +63,7 @@ def check(parts: list[Quantized], dtype: torch.dtype, num_rows: int) -> None:
 
 
 @each_format
-def test_products_are_those_of_the_widened_matrix(name: str, device: torch.device) -> None:
+def test_products_equal_the_widened_matrixs(name: str, device: torch.device) -> None:
     check([draw(name, 33, 288, device)], torch.bfloat16, 3)
 
 
@@ -102,11 +102,11 @@ def test_matrices_that_were_rounded_here_are_multiplied(round_to: Any, device: t
     check([round_to(torch.randn(33, 300, device=device))], torch.bfloat16, 3)
 
 
-def test_zero_points_of_channels_are_those_of_all_their_planes(device: torch.device) -> None:
+def test_zero_points_of_channels_apply_to_all_planes(device: torch.device) -> None:
     drawn = draw("W4A16 with zero points", 33, 300, device)
     scales, points = drawn.scales[:, :1], drawn.offset_factors
     assert points is not None
-    changes = {"scales": scales, "offsets": -scales, "offset_factors": points[:, :1]}
+    changes: dict[str, Any] = {"scales": scales, "offsets": -scales, "offset_factors": points[:, :1]}
     check([replace(drawn, group=300, block=300, **changes)], torch.bfloat16, 3)
 
 
@@ -137,7 +137,7 @@ def shapeless_products(monkeypatch: pytest.MonkeyPatch) -> None:
             return getattr(np, name)
 
         @staticmethod
-        def matmul(first: np.ndarray, second: np.ndarray, dtype: Any = None) -> np.ndarray:
+        def matmul(first: np.ndarray, second: np.ndarray, dtype: Any = None) -> Any:
             return np.einsum("ik,kj->ij", first.astype(np.float64), second.astype(np.float64)).astype(np.float32)
 
     monkeypatch.setattr(interpreter, "np", Numpy())

@@ -66,7 +66,8 @@ def test_bfloat16_gives_the_same_tokens_on_any_schedule(folder: Path, kv_dtype: 
 def test_packed_weights_give_transformers_tokens_of_the_dequantized_ones(tmp_path: Path) -> None:
     """Embedding and head are one packed table."""
     commands().set_lazy(True)
-    model = load(find_folder(str(make_gguf(tmp_path, "Q4_K", "llama-tied"))), SIM, "float32", "auto")
+    file = make_gguf(tmp_path, "Q4_1", "llama-tied", hidden_size=64, intermediate_size=128)
+    model = load(find_folder(str(file)), SIM, "float32", "auto")
     assert isinstance(model.weights.embedding, CodedWeight)
     assert isinstance(model.weights.layers[1].down.weight, CodedWeight)
     assert model.weights.head is model.weights.embedding
