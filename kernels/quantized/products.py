@@ -100,7 +100,7 @@ def widen(
     else:
         block = (chunk * PLANES + PLANE_INDEX) // (BLOCK // 32)
     words = tl.load(scales_ptr + block.to(tl.int64) * num_columns + columns, mask=present, other=0)
-    if SCALE.primitive_bitwidth == 32:
+    if tl.float32 == SCALE:
         scales = words.to(tl.float32, bitcast=True)[:, None]
     else:
         scales = number_of_half(words, 0, SCALE)[:, None]
