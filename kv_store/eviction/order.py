@@ -36,6 +36,9 @@ class Priority(IntEnum):
     ONLY_COPY = 2
 
 
+_PRIORITIES = tuple(Priority)
+
+
 class EvictionOrder(Generic[Page]):
     """Priority, parent and owner of each indexed page, and the order of eviction of idle cached ones.
 
@@ -53,10 +56,10 @@ class EvictionOrder(Generic[Page]):
         self._keys = keys
         self._policy = policy
         self._owners = array("I", bytes(4 * len(keys)))
-        self._kept = array("Q", bytes(8 * len(keys)))
+        self._kept: dict[int, int] = {}
         self._num_owned = Counter[int]()
         self._parents: list[bytes | None] = [None] * len(keys)
-        self._priorities = [Priority.ONLY_COPY] * len(keys)
+        self._priorities = bytearray([Priority.ONLY_COPY]) * len(keys)
         self._ranks = [_Rank(pages, policy, self._owners, self._kept) for _ in Priority]
 
     def __len__(self) -> int:
@@ -66,7 +69,7 @@ class EvictionOrder(Generic[Page]):
         return bool(self._ranks[self._priorities[page]].has[page])
 
     def priority_of(self, page: Page) -> Priority:
-        return self._priorities[page]
+        return _PRIORITIES[self._priorities[page]]
 
     def parent_of(self, page: Page) -> bytes | None:
         return self._parents[page]
@@ -92,7 +95,7 @@ class EvictionOrder(Generic[Page]):
     def unindex(self, page: Page, key: BlockKey) -> None:
         """Notes that a page, no longer idle and cached, is not indexed any more."""
         self._num_owned[self._owners[page]] -= 1
-        self._kept[page] = 0
+        self._kept.pop(page, None)
         self._parents[page] = None
         self._policy.unindex(page, key)
         for rank in self._ranks:
@@ -123,18 +126,19 @@ class EvictionOrder(Generic[Page]):
 
         end_s: of kept pages, the one with the latest end is evicted first.
         """
-        self._set_kept(page, _MAX_KEPT - min(int(end_s * 1000), _MAX_KEPT - 1))
+        self._kept[page] = _MAX_KEPT - min(int(end_s * 1000), _MAX_KEPT - 1)
+        self._requeue(page)
 
     def end_keep(self, page: Page) -> None:
-        self._set_kept(page, 0)
+        if self._kept.pop(page, None):
+            self._requeue(page)
 
-    def _set_kept(self, page: Page, position: int) -> None:
-        self._kept[page] = position
+    def _requeue(self, page: Page) -> None:
         for rank in self._ranks:
             rank.requeue(page)
 
     def is_kept(self, page: Page) -> bool:
-        return bool(self._kept[page])
+        return page in self._kept
 
     def set_owner(self, page: Page, owner: int) -> None:
         """Gives an indexed page to another owner."""
@@ -212,13 +216,15 @@ class _Rank(Generic[Page]):
 
     num_children: for each page, its children in this rank. orphans: the same by key, for parents that are not indexed.
     Each owner has the queues of the policy, and one of kept pages; a queue's number is the owner's times the number of
-    these, plus its own. kept: the position of each kept page in that queue; 0 of the others.
+    these, plus its own. kept: the position of each kept page in that queue.
     A page's queue has every page without children, and may have others; an entry is a position times the number of
     all pages, plus the page. A stale entry is put right when it comes first. queued_in: for each page, the queue that
     has its entry, plus 1; 0 without one.
     """
 
-    def __init__(self, pages: Sequence[Page], policy: EvictionPolicy, owners: "array[int]", kept: "array[int]") -> None:
+    def __init__(
+        self, pages: Sequence[Page], policy: EvictionPolicy, owners: "array[int]", kept: Mapping[int, int]
+    ) -> None:
         self.pages = pages
         self.num_pages = 0
         self.has = bytearray(len(pages))
@@ -229,7 +235,7 @@ class _Rank(Generic[Page]):
         self._kept = kept
         self._num_queues = policy.num_queues + 1
         self._queues: dict[int, list[int]] = {}
-        self._queued_in = array("Q", bytes(8 * len(pages)))
+        self._queued_in = array("I", bytes(4 * len(pages)))
 
     def add(self, page: Page) -> None:
         self.has[page] = 1
@@ -267,7 +273,7 @@ class _Rank(Generic[Page]):
 
     def _first(self, queues: Collection[int]) -> Page | None:
         heads = [page for queue in queues if (page := self._head(queue)) is not None]
-        if others := [page for page in heads if not self._kept[page]]:
+        if others := [page for page in heads if page not in self._kept]:
             return self.pages[self._policy.choose(others)]
         return min(heads, key=self._kept.__getitem__, default=None)
 
@@ -316,11 +322,11 @@ class _Rank(Generic[Page]):
                 heapify(queue)
 
     def _queue_of(self, page: Page) -> int:
-        own = self._policy.num_queues if self._kept[page] else self._policy.queues[page]
+        own = self._policy.num_queues if page in self._kept else self._policy.queues[page]
         return self._owners[page] * self._num_queues + own
 
     def _position_of(self, page: Page) -> int:
-        return self._kept[page] or self._policy.positions[page]
+        return self._kept.get(page, self._policy.positions[page])
 
     def _entry(self, page: Page) -> int:
         return self._position_of(page) * len(self.has) + page

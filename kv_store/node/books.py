@@ -33,6 +33,9 @@ from wire.tier import EventKind, Tier, Write
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NUM_LOST = 1 << 16
+"""The lost blocks that an arena of fewer than four times as many slots remembers, at most one a slot."""
+
 
 class Books:
     """The books of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
@@ -59,7 +62,8 @@ class Books:
         self.queues = WriteQueues(self.ledger, writes, high_water)
         self.copies = Copies(self.ledger, self.queues)
         self.sessions = Sessions(self.ledger, self.copies, clock, keeps)
-        self.tombstones = Tombstones(num_slots, self.ledger.order.policy_name, clock)
+        num_lost = max(num_slots // 4, min(num_slots, _NUM_LOST))
+        self.tombstones = Tombstones(num_lost, num_slots, self.ledger.order.policy_name, clock)
         self.log = BlockEventLog(num_events)
         self.num_read = Counter[bool]()
         self.owners: dict[bytes, int] = {}
@@ -159,22 +163,35 @@ class Proof(NamedTuple):
 
 
 class _Proofs:
-    """The proofs of the blocks in slots, in flat memory.
+    """The proofs of the blocks in slots, in flat memory, and each root's digest once.
 
     An object each would take several times as much, and every collection of garbage would visit them all.
     """
 
-    _PROOF = struct.Struct(f"32s32s{CHECKSUM_BYTES}s")
+    _PROOF = struct.Struct(f"32s{CHECKSUM_BYTES}s")
 
     def __init__(self, num_slots: int) -> None:
         self._proofs = bytearray(num_slots * self._PROOF.size)
+        self._roots: list[bytes | None] = [None] * num_slots
+        self._known = dict[bytes, bytes]()
+        self._num_of = Counter[bytes]()
 
     def put(self, block: Block) -> None:
-        proof = Proof(block.name.tokens_digest, block.name.root_digest, block.checksum)
-        self._PROOF.pack_into(self._proofs, block.slot * self._PROOF.size, *proof)
+        """Takes the place of the proof that the slot has had."""
+        before, root = self._roots[block.slot], block.name.root_digest
+        self._num_of[root] += 1
+        self._roots[block.slot] = self._known.setdefault(root, root)
+        if before is not None:
+            self._num_of[before] -= 1
+            if not self._num_of[before]:
+                del self._num_of[before], self._known[before]
+        self._PROOF.pack_into(self._proofs, block.slot * self._PROOF.size, block.name.tokens_digest, block.checksum)
 
     def get(self, slot: SlotId) -> Proof:
-        return Proof(*self._PROOF.unpack_from(self._proofs, slot * self._PROOF.size))
+        root = self._roots[slot]
+        assert root is not None, "the slot has had no block"
+        tokens_digest, checksum = self._PROOF.unpack_from(self._proofs, slot * self._PROOF.size)
+        return Proof(tokens_digest, root, checksum)
 
 
 class _Owner(Protocol):

@@ -50,7 +50,7 @@ class Sessions:
         self._copies = copies
         self._limits = limits
         self._uses: dict[bytes, _SessionUse] = {}
-        self._used_by: list[bytes | None] = [None] * ledger.num_pages
+        self._used_by: dict[SlotId, bytes] = {}
         self._is_shared = bytearray(ledger.num_pages)
         self._clock = clock
         self._ends: Expiring[bytes, bytes] = Expiring(clock)
@@ -76,8 +76,8 @@ class Sessions:
         self._supersede(name, slots)
         use = self._uses[name] = self._uses.get(name) or _SessionUse(hint.namespace)
         for slot in slots:
-            if self._used_by[slot] != name:
-                self._is_shared[slot] = self._used_by[slot] is not None or self._is_shared[slot]
+            if self._used_by.get(slot) != name:
+                self._is_shared[slot] = slot in self._used_by or self._is_shared[slot]
                 self._remove(slot)
                 self._used_by[slot] = name
             use.slots[slot] = False
@@ -107,7 +107,7 @@ class Sessions:
         slots = self._slots
         rules = {
             "slots are used by other sessions than is noted": all(
-                used.get(slot) == self._used_by[slot] for slot in slots
+                used.get(slot) == self._used_by.get(slot) for slot in slots
             ),
             "kept slots differ from those of sessions": {slot for slot, _ in kept}
             == {slot for slot in slots if self._order.is_kept(slot)},
@@ -162,10 +162,10 @@ class Sessions:
 
     def _remove(self, slot: SlotId) -> None:
         """Takes a slot out of the use that it is in, if any."""
-        name = self._used_by[slot]
+        name = self._used_by.pop(slot, None)
         if name is None:
             return
-        use, self._used_by[slot] = self._uses[name], None
+        use = self._uses[name]
         if use.slots.pop(slot):
             self._count_ended(use, slot)
         if not use.slots:

@@ -244,6 +244,8 @@ class Attempt:
         tells_first = summary.cached is None
 
         def take(update: worker_pb2.Update) -> bool:
+            if update.choices:
+                member.engine_silent_s = 0.0  # a token is news of a step, sooner than the next status is
             if update.HasField("prompt"):
                 cached = tiers_from_pb(update.prompt.cached_tokens)
                 self.has_read_cache |= bool(cached)

@@ -22,7 +22,7 @@ class Member:
     num_prompt_tokens: of prompts that went to a decode worker without prefill, and are not computed yet.
     under_way: the blocks of the prompts of that work.
     prefill_token_s: as it learned, and as its last status told.
-    engine_silent_s: how long ago its engine last finished a step, as of its last status; more if that did not come.
+    engine_silent_s: how long ago its engine last finished a step, by its last status or token; more if no status came.
     """
 
     worker: Worker

@@ -75,6 +75,7 @@ async def test_new_requests_go_to_others_until_it_turns_again(where: str, other:
 
 
 async def test_decode_prefills_new_requests_while_the_only_prefill_engine_hangs() -> None:
+    """Its first token says that it goes on: the next status, which may take two seconds, is not waited for."""
     async with FaultyCluster.running(MODEL, 1, 1, Sizes(num_blocks=64, num_slots=256)) as cluster:
         model = cluster.models["p0"]
         model.pause()
@@ -85,7 +86,6 @@ async def test_decode_prefills_new_requests_while_the_only_prefill_engine_hangs(
         model.go_on()
         [choice] = await stuck.read_all()
         assert choice.token_ids == MODEL.oracle(prompt_of(0), 40)
-        await look_on(cluster, "p0", 0.0)
         assert await workers_of_a_new_one(cluster, 2) == {"p0", "d0"}
         assert cluster.dead == []
         await at_rest(cluster)

@@ -53,7 +53,7 @@ def test_a_table_agrees_with_a_dict_over_drawn_calls() -> None:
 
 def test_an_evicted_block_has_its_time_and_policy_until_its_place_is_needed() -> None:
     clock = FakeClock()
-    stones = Tombstones(3, "hit density", clock)
+    stones = Tombstones(3, 3, "hit density", clock)
     [name] = names_of(BLOCK)
     assert told(stones, [name]) == [Miss(Cause.NEVER_SEEN, age_s=0.0)]
     stones.index(name)
@@ -68,7 +68,7 @@ def test_an_evicted_block_has_its_time_and_policy_until_its_place_is_needed() ->
 
 
 def test_a_block_that_comes_back_has_no_tombstone_and_costs_no_memory_of_others() -> None:
-    stones = Tombstones(2, "x", FakeClock())
+    stones = Tombstones(2, 2, "x", FakeClock())
     [name], [other] = names_of(BLOCK), names_of(BLOCK, first=100)
     for _ in range(5):
         stones.index(name)
@@ -110,8 +110,9 @@ def test_a_prompt_differs_from_a_known_sibling_on() -> None:
 
 
 def test_tombstones_take_the_memory_that_they_say() -> None:
-    for num_places in (1 << 14, (1 << 14) + 1, 3 << 13):
-        assert 97 * num_places <= Tombstones(num_places, "x", FakeClock()).num_bytes <= 169 * num_places + 100
+    for num_places, num_slots in ((1 << 14, 1 << 14), ((1 << 14) + 1, 1 << 16)):
+        num_bytes = Tombstones(num_places, num_slots, "x", FakeClock()).num_bytes
+        assert num_bytes == pytest.approx(61 * num_places + 18 * num_slots, rel=0.01)
 
 
 def test_a_lost_block_whose_copies_are_lost_is_elsewhere_no_more() -> None:

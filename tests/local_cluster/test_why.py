@@ -28,8 +28,8 @@ T = TypeVar("T")
 class OrderedTombstones(Tombstones):
     """Tombstones that tell the order of losses."""
 
-    def __init__(self, num_places: int, policy: str, clock: Callable[[], float]) -> None:
-        super().__init__(num_places, policy, clock)
+    def __init__(self, num_places: int, num_slots: int, policy: str, clock: Callable[[], float]) -> None:
+        super().__init__(num_places, num_slots, policy, clock)
         self.order: list[BlockKey] = []
 
     def bury(self, key: bytes, parent: bytes, loss: Loss, copies: Iterable[Tier]) -> None:
@@ -56,7 +56,7 @@ class Historian(Directory):
     def __init__(self) -> None:
         super().__init__(NUM_SLOTS, block_bytes=LAYOUT.block_bytes)
         self.records = JudgedRecords(self.books, self)
-        self.books.tombstones = OrderedTombstones(NUM_SLOTS, "least recent use", time.monotonic)
+        self.books.tombstones = OrderedTombstones(NUM_SLOTS, NUM_SLOTS, "least recent use", time.monotonic)
         self.parent_of: dict[BlockKey, bytes] = {}
         self.lost: list[BlockKey] = []
         self.last_loss: dict[BlockKey, int] = {}
