@@ -28,7 +28,10 @@ from benchmarks.gpu_timing import Row
 TEST_LIMIT_S = 420
 TESTS = [
     "tests/gpu",
-    *(f"tests/kernels/test_{name}.py" for name in ("paged_decode", "paged_prefill", "kv_write", "int4")),
+    *(
+        f"tests/kernels/test_{name}.py"
+        for name in ("paged_decode", "paged_prefill", "kv_write", "int4", "packed_products")
+    ),
 ]
 TESTS += ["tests/kernels/test_row_operations.py"]
 HEADINGS = f"{'work':<14}{'shape':<16}{'us':>10}{'of ceiling':>11}  {'ceiling':<14}{'against':<24}{'times faster':>12}"
@@ -85,9 +88,9 @@ def run_tests() -> int:
 
 def measure_all() -> Iterable[Row]:
     """Yields the rows of every benchmark."""
-    from benchmarks import gpu_engine, gpu_kernels, gpu_store
+    from benchmarks import gpu_engine, gpu_kernels, gpu_products, gpu_store
 
-    for benchmark in [gpu_kernels.measure, gpu_store.measure, gpu_engine.measure]:
+    for benchmark in [gpu_kernels.measure, gpu_products.measure, gpu_store.measure, gpu_engine.measure]:
         yield from benchmark()
 
 

@@ -2,7 +2,7 @@
 
     python3 benchmarks/gpu.py --tune
 
-Rows of int4 and float32 stay as they are. Other architectures' rows stay, too.
+Rows of float32 stay as they are. Other architectures' rows stay, too.
 """
 
 import math
@@ -16,32 +16,42 @@ from unittest import mock
 import torch
 from triton.runtime.errors import TritonError
 
-from benchmarks.gpu_kernels import NUM_HEADS, make_pool, make_random
+from benchmarks.gpu_kernels import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, make_pool, make_random
+from benchmarks.gpu_products import DEPTH, make_weights, multiply_in_turn
 from benchmarks.gpu_timing import time_in_turn
 from kernels import paged_attention
-from kernels.backend import AttentionVariant, Scores
-from kernels.tiles import TABLE, Role, Table, Tile, read_table
+from kernels.backend import AttentionVariant, KVPages, Scores
+from kernels.quantized import products
+from kernels.tiles import PRODUCTS, TABLE, Table, Tile, read_table
+from kv_store.device_pool import view_pages
+from wire.layout import KVLayout
 
 NOTE = (
-    "# Tiles of attention: rows, keys of an iteration, warps, stages of loads. docs/gpu.md says how rows are chosen.\n"
+    "# Tiles: rows, keys of an iteration (of products: columns), warps, stages of loads. "
+    "docs/gpu.md says how rows are chosen.\n"
 )
 NUM_SEQS, CONTEXT_LEN, PROMPT_LEN = 16, 8192, 2048
-KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""The dtype of codes by the kinds that are tuned."""
+KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+"""The dtype of codes by the kinds of attention that are tuned."""
+BITS_TO_FORMAT = {4: "Q4_K", 5: "Q5_K", 6: "Q6_K", 8: "Q8_0"}
+KIND_TO_ROWS = {"few": 8, "some": 48, "many": 2048}
+"""The kinds of products that are tuned, and the rows to time them with."""
 SHAPES = {
     "decode": [Tile(16, *one) for one in product((32, 64, 128), (2, 4, 8), (1, 2, 3))],
     "prompts": [Tile(*one) for one in product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))],
 }
-"""The candidates of a role."""
+"""The candidates of a role of attention."""
+SHAPES_OF_PRODUCTS = list(product((64, 128), (4, 8), (2, 3, 4, 5)))
+"""Columns, warps and stages of candidates: with fewer columns or warps a tile would have another matrix instruction."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table."""
+    """A row of the table; of products `size` is bits of codes, else the size of heads."""
 
-    role: Role
+    role: str
     kind: str
-    head_dim: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -65,18 +75,22 @@ def choose_fastest(trials: list[Trial], present: Tile) -> Tile:
 def tune(table: Table, architecture: str, try_tile: Try) -> Iterator[tuple[Row, Tile, Tile]]:
     """Replaces an architecture's rows of the table, one after another; yields each with its tiles before and after."""
     for role, kinds in table[architecture].items():
-        for kind, heads in kinds.items():
-            for head_dim, numbers in heads.items():
-                if kind in KEPT:
-                    row, before = Row("decode" if role == "decode" else "prompts", kind, int(head_dim)), Tile(*numbers)
+        for kind, sizes in kinds.items():
+            for size, numbers in sizes.items():
+                if kind in (KIND_TO_ROWS if role == PRODUCTS else KEPT):
+                    row, before = Row(role, kind, int(size)), Tile(*numbers)
                     after = choose_fastest([try_tile(row, one) for one in candidates(role, before)], before)
-                    heads[head_dim] = [after.rows, after.keys, after.num_warps, after.num_stages]
+                    sizes[size] = [after.rows, after.keys, after.num_warps, after.num_stages]
                     yield row, before, after
 
 
 def candidates(role: str, present: Tile) -> list[Tile]:
-    """Lists the tiles to try, the present one first, so that it stays where others are no faster."""
-    return [present, *(one for one in SHAPES[role] if one != present)]
+    """Lists the tiles to try, the present one first, so that it stays where others are no faster.
+
+    Products keep their rows, by which a launch chooses among their kinds.
+    """
+    shapes = [Tile(present.rows, *one) for one in SHAPES_OF_PRODUCTS] if role == PRODUCTS else SHAPES[role]
+    return [present, *(one for one in shapes if one != present)]
 
 
 def format_table(table: Table) -> str:
@@ -96,14 +110,14 @@ def write_tuned(architecture: str, try_tile: Try, path: Path = TABLE) -> None:
     table = read_table(path)
     for row, before, after in tune(table, architecture, try_tile):
         path.write_text(format_table(table))
-        print(f"{row.role} {row.kind} {row.head_dim}: {before} -> {after}", flush=True)
+        print(f"{row.role} {row.kind} {row.size}: {before} -> {after}", flush=True)
 
 
 class Launches:
-    """Attention's kernel, with the registers that its launches spilled: the compiler's count for this device."""
+    """A kernel, with the registers that its launches spilled: the compiler's count for this device."""
 
-    def __init__(self) -> None:
-        self._kernel: Any = paged_attention.attend
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
         self.spilled = 0
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
@@ -115,11 +129,11 @@ class Launches:
 
 def try_on_device(row: Row, tile: Tile) -> Trial:
     """Times a tile on the current GPU; one that does not compile or fit there does not start."""
-    work, launches = make_work(row), Launches()
-    with (
-        mock.patch.object(paged_attention, "attend", launches),
-        mock.patch.object(paged_attention, "choose_tile", return_value=tile),
-    ):
+    is_product = row.role == PRODUCTS
+    module, kernel = (products, "multiply") if is_product else (paged_attention, "attend")
+    choice = "choose_product_tile" if is_product else "choose_tile"
+    work, launches = make_work(row), Launches(getattr(module, kernel))
+    with mock.patch.object(module, kernel, launches), mock.patch.object(module, choice, return_value=tile):
         try:
             seconds = time_in_turn({"work": work})["work"]
         except TritonError:
@@ -128,16 +142,27 @@ def try_on_device(row: Row, tile: Tile) -> Trial:
 
 
 def make_work(row: Row) -> Callable[[], object]:
-    """Makes the launches of a row: 16 sequences of 8192 tokens that decode, or 4 prompts of 2048."""
+    """Makes the launches of a row: 16 sequences of 8192 tokens that decode, 4 prompts of 2048, or products."""
+    if row.role == PRODUCTS:
+        weights = make_weights(BITS_TO_FORMAT[row.size], DEPTH, DEPTH)
+        return multiply_in_turn(make_random(KIND_TO_ROWS[row.kind], DEPTH), weights)
     scores = Scores(50.0, torch.zeros(NUM_HEADS, device="cuda")) if row.kind == "sinks" else Scores()
-    variant = AttentionVariant(row.head_dim**-0.5, scores=scores)
+    variant = AttentionVariant(row.size**-0.5, scores=scores)
     is_decode = row.role == "decode"
     num_seqs, length = (NUM_SEQS, CONTEXT_LEN) if is_decode else (NUM_SEQS // 4, PROMPT_LEN)
-    (pages,), tables = make_pool(1, num_seqs, length, KEPT[row.kind], row.head_dim)
+    (pages,), tables = make_pool(1, num_seqs, length, None if row.kind == "int4" else KEPT[row.kind], row.size)
+    pages = make_int4_pages(len(pages.data), row.size) if row.kind == "int4" else pages
     lens = torch.full((num_seqs,), length, dtype=torch.int32, device="cuda")
     if is_decode:
-        query = make_random(num_seqs, NUM_HEADS, row.head_dim)
+        query = make_random(num_seqs, NUM_HEADS, row.size)
         return lambda: paged_attention.paged_decode_attention(query, pages, tables, lens, variant)
-    query = make_random(num_seqs * length, NUM_HEADS, row.head_dim)
+    query = make_random(num_seqs * length, NUM_HEADS, row.size)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
     return lambda: paged_attention.paged_prefill_attention(query, pages, tables, lens, starts, variant)
+
+
+def make_int4_pages(num_pages: int, head_dim: int) -> KVPages:
+    """Makes a layer of pages of random codes and small scales, all of whose sequences share one open block."""
+    layout = KVLayout(1, NUM_KV_HEADS, head_dim, BLOCK_SIZE, "bfloat16", "int4")
+    memory = torch.randint(60, (num_pages, layout.payload_bytes), dtype=torch.uint8, device="cuda")
+    return view_pages(memory, layout, 1).layer(0)

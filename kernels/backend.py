@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of quantized pages with a code in each item; int4 has two in a uint8."""
@@ -159,7 +159,7 @@ class Backend(Protocol):
     Results go to `out` where it is given, which may be `residual`, else to a new tensor; either is returned.
 
     `version` is part of the model fingerprint: it changes whenever the numbers may, so that KV of other kernels is
-    never mistaken for that of these. On a GPU, rows do depend on one another in the last bits.
+    never mistaken for that of these. On a GPU, products with plain weights depend in the last bits on the rows beside.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The tiles of attention on each architecture: kernels/tiles.toml, one row for a role, a kind and a size of heads.
+"""The tiles of each architecture: kernels/tiles.toml, one row for a role, a kind and a size of heads or of codes.
 
 Launches read the table, and tests/kernels/test_compilation.py compiles what it says.
 """
@@ -20,11 +20,18 @@ HEAD_DIMS = (128, 256)
 """Sizes of heads with a row; smaller ones have the next one's."""
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 Role = Literal["decode", "prompts"]
+PRODUCTS = "products"
+"""The role of products with packed weights."""
+FEW_TO_MANY = ("few", "some", "many")
+"""Kinds of products, by their rows."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of a program: query rows, and keys of one iteration; its warps, and the stages of its loads."""
+    """The shape of a program: query rows, and keys of one iteration; its warps, and the stages of its loads.
+
+    Of a product: rows and, in place of keys, columns.
+    """
 
     rows: int
     keys: int
@@ -33,7 +40,7 @@ class Tile:
 
 
 Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
-"""Numbers of a tile by architecture, role, kind and size of heads."""
+"""Numbers of a tile by architecture, role, kind and size of heads; of products, bits of codes."""
 
 
 def read_table(path: Path = TABLE) -> Table:
@@ -49,6 +56,13 @@ def digest() -> str:
 def choose_tile(role: Role, query: Tensor, pages: KVPages, variant: AttentionVariant) -> Tile:
     """Returns the table's tile for a launch on the device of `query`: a function of no batch."""
     return find_tile(architecture_of(query.device), role, kind_of(query.dtype, pages, variant), query.shape[-1])
+
+
+def choose_product_tile(device: torch.device, dtype: torch.dtype, bits: int, num_rows: int) -> Tile:
+    """Returns the table's tile for a product of rows with codes: the first that has them all, else the last."""
+    kinds = ("float32",) if dtype is torch.float32 else FEW_TO_MANY
+    tiles = [find_product_tile(architecture_of(device), kind, bits) for kind in kinds]
+    return next((one for one in tiles if one.rows >= num_rows), tiles[-1])
 
 
 def kind_of(dtype: torch.dtype, pages: KVPages, variant: AttentionVariant) -> str:
@@ -68,6 +82,12 @@ def find_tile(architecture: str, role: Role, kind: str, head_dim: int) -> Tile:
     """Reads a row of the table. Raises KeyError for one that it lacks."""
     wide = next((one for one in HEAD_DIMS if one >= head_dim), HEAD_DIMS[-1])
     return Tile(*_table()[architecture][role][kind][str(wide)])
+
+
+@cache
+def find_product_tile(architecture: str, kind: str, bits: int) -> Tile:
+    """Reads a row of products. Raises KeyError for one that the table lacks."""
+    return Tile(*_table()[architecture][PRODUCTS][kind][str(bits)])
 
 
 def tokens_of(tile: Tile, group_size: int, block_size: int | None) -> int:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kernels import reference
 from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Recorder, Tables, Weight
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 
 TILE_ROWS = 16
 """A product of so many rows at a time on a CPU: torch's own gives a row other bits among 2 and among 8."""

@@ -1,4 +1,6 @@
-"""The operations of a decoder on a GPU: Triton for rows and pages, torch for products."""
+"""The operations of a decoder on a GPU: Triton for rows, pages and packed weights, torch for other products."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -6,17 +8,35 @@ from torch.nn import functional as F
 
 from kernels import int4, paged_attention, row_operations, tiles
 from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
+from kernels.quantized import device_layout, products
+from kernels.quantized.device_layout import CodedWeight
+from kernels.quantized.matrix import Quantized
 from kernels.torch_backend import TorchBackend, rotate
 
 
 class TritonBackend(TorchBackend):
-    """Torch's products, and Triton's kernels for all between them. A row's attention does not depend on the batch."""
+    """Torch's products, and Triton's kernels for all else, products of packed weights among it.
+
+    A row's attention and its products with packed weights do not depend on the batch.
+    """
 
     name = "triton"
-    version = f"triton-6-{tiles.digest()}"
+    version = f"triton-7-{tiles.digest()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)
+
+    def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
+        """Keeps codes as they are where the kernels widen them exactly; else packs the widened matrix."""
+        if all(device_layout.is_packable(part) for part in parts):
+            return device_layout.pack(parts, dtype)
+        return super().pack_codes(parts, dtype)
+
+    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
+        if not isinstance(table, CodedWeight):
+            return super().embed(token_ids, table, out)
+        rows = table.data.new_empty(len(token_ids), table.depth, dtype=table.dtype) if out is None else out
+        return products.embed(token_ids, table, rows)
 
     def linear(
         self,
@@ -26,10 +46,19 @@ class TritonBackend(TorchBackend):
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(weight, CodedWeight):
+            rows = states.new_empty(len(states), weight.columns) if out is None else out
+            return products.linear(states, weight, bias, residual, rows)
         if residual is None:
             return F.linear(states, weight.data, bias)
         product = torch.addmm(residual, states, weight.data.T)
         return product if bias is None else product + bias
+
+    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, CodedWeight):
+            return super().logits(states, weight, out)
+        rows = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
+        return products.linear(states, weight, None, None, rows)
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor

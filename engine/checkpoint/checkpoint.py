@@ -22,7 +22,7 @@ from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 from text.model_file import read_regular
 from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest, ModelError

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.tensor_file import TensorFile
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 from wire.errors import ModelError
 
 FIELDS = ("quantization_config", "compression_config")

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.backend import Angles, AttentionVariant, Heads, Int4, KVPages, StepTensors, Tables, Weight
 from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
-from kernels.quantized import Quantized, round_to_int4, round_to_int8
+from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
 
 
 class ROWS(ctypes.c_int64):

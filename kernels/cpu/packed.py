@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.quantized import SCALES, Quantized
+from kernels.quantized.matrix import SCALES, Quantized
 
 MAX_GROUP = 128
 LINE_BYTES = 64

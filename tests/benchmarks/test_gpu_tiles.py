@@ -3,7 +3,16 @@
 import math
 from pathlib import Path
 
-from benchmarks.gpu_tiles import SHAPES, Row, Trial, choose_fastest, format_table, write_tuned
+from benchmarks.gpu_tiles import (
+    SHAPES,
+    SHAPES_OF_PRODUCTS,
+    Row,
+    Trial,
+    candidates,
+    choose_fastest,
+    format_table,
+    write_tuned,
+)
 from kernels.tiles import TABLE, Tile, read_table
 
 PRESENT, QUICK, SLOW = Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 128, 4, 2)
@@ -17,6 +26,11 @@ def test_the_fastest_tile_without_spills_is_chosen() -> None:
 def test_the_present_tile_stays_where_all_others_spill_or_do_not_start() -> None:
     assert choose_fastest([Trial(SLOW, 1.0, spilled=4), Trial(QUICK)], PRESENT) == PRESENT
     assert choose_fastest([Trial(PRESENT, 2.0), Trial(QUICK, 2.0)], PRESENT) == PRESENT
+
+
+def test_products_are_tried_with_the_rows_that_they_have() -> None:
+    assert {one.rows for one in candidates("products", Tile(64, 64, 4, 3))} == {64}
+    assert len(candidates("products", Tile(64, 64, 4, 3))) == len(SHAPES_OF_PRODUCTS)
 
 
 def test_a_table_is_written_as_it_is_read() -> None:
@@ -42,5 +56,5 @@ def test_tuning_rewrites_the_rows_of_its_architecture_alone(tmp_path: Path) -> N
     assert after["sm_90"]["decode"] == before["sm_90"]["decode"]
     for kind, heads in after["sm_90"]["prompts"].items():
         kept = before["sm_90"]["prompts"][kind]
-        assert heads == (kept if kind in ("int4", "float32") else {head_dim: [128, 32, 4, 1] for head_dim in heads})
+        assert heads == (kept if kind == "float32" else {head_dim: [128, 32, 4, 1] for head_dim in heads})
     assert {tile for row, tile in tried if row == Row("prompts", "plain", 128)} >= set(SHAPES["prompts"])

@@ -9,10 +9,13 @@ from engine.model.decoder import Decoder
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
 from kernels import paged_attention
+from kernels.quantized.device_layout import CodedWeight
+from kernels.triton_backend import TritonBackend
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, request
 from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.paged_batch import Heads, make_paged_batch
+from tests.kernels.quantized_matrices import DRAWS
 from wire.sampling import SamplingParams
 
 if not torch.cuda.is_available():
@@ -109,3 +112,15 @@ def test_a_row_of_a_prompt_has_the_same_bits_in_any_chunk(dtype: torch.dtype) ->
     whole = attend(0, length)
     for start, end in [(0, 1), (0, 333), (333, 340), (340, 341), (341, 700)]:
         assert torch.equal(attend(start, end), whole[start:end])
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "FP8 of blocks"])
+def test_a_row_of_a_packed_product_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
+    """The depth is cut into splits; few, some and many rows have tiles of their own."""
+    backend = TritonBackend()
+    weight = backend.pack_codes([DRAWS[name](1000, 4096).to(DEVICE)], torch.bfloat16)
+    assert isinstance(weight, CodedWeight)
+    states = torch.randn(300, 4096, device=DEVICE).bfloat16()
+    together = backend.logits(states, weight)
+    for num_rows in (1, 2, 16, 17, 64, 65, 129):
+        assert torch.equal(backend.logits(states[:num_rows], weight), together[:num_rows])

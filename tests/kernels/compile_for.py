@@ -1,8 +1,9 @@
 """Compiles kernels for architectures with no device, and reads what the compilers say of registers and memory.
 
 A script, as Triton's interpreter cannot be left again in a process that has entered it. Prints a JSON list. Its
-arguments are cases: an architecture, a role and a kind of kernels/tiles.toml, a size of heads and a dtype, as in
-sm_90:decode:plain:128:bf16. The role `rows`, with the kind `all`, stands for the kernels beside attention.
+arguments are cases: an architecture, a role and a kind of kernels/tiles.toml, a size of heads or of codes, and a dtype,
+as in sm_90:decode:plain:128:bf16 and sm_90:products:few:4:bf16. The role `rows`, with the kind `all`, stands for the
+kernels beside attention.
 """
 
 import json
@@ -15,11 +16,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import int4, paged_attention, row_operations
-from kernels.tiles import Role, Tile, find_tile, tokens_of
+from kernels.quantized import products
+from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile, tokens_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -39,6 +42,25 @@ TYPES = {
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
+TYPES_OF_PRODUCTS = {"codes_ptr": "*i16", "rest_ptr": "*u8", "scales_ptr": "*i32", "factors_ptr": "*i32"}
+TYPES_OF_PRODUCTS |= {"ids_ptr": "*i64", "partial_ptr": "*fp32"}
+PLAIN = {
+    "ZERO": 0,
+    "IS_FP8": False,
+    "HAS_OFFSETS": False,
+    "IS_HALVED": False,
+    "SCALE": tl.float16,
+    "SOURCE": tl.float32,
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "Q4_K": {"BITS": 4, "PLANES": 4, "BLOCK": 256, "HAS_OFFSETS": True},
+    "Q5_K": {"BITS": 5, "PLANES": 8, "BLOCK": 256, "HAS_OFFSETS": True},
+    "Q6_K": {"BITS": 6, "PLANES": 4, "BLOCK": 256, "ZERO": 32, "IS_HALVED": True},
+    "Q8_0": {"BITS": 8, "PLANES": 2, "BLOCK": 32},
+    "FP8": {"BITS": 8, "PLANES": 2, "BLOCK": 128, "IS_FP8": True, "SCALE": tl.bfloat16, "SOURCE": tl.bfloat16},
+}
+"""The formats that products are compiled for; the first three have factors."""
+WITH_FACTORS = ("Q4_K", "Q5_K", "Q6_K")
 OF_INT4 = ("key_scales_ptr", "value_scales_ptr", "open_ptr", "page_to_open_ptr")
 OF_VARIANTS = ("sinks_ptr", "log2_soft_cap", "turned_ptr")
 ABSENT = {
@@ -53,7 +75,7 @@ ABSENT = {
 CODES = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}
 ALIGNED = [["tt.divisibility", 16]]
 GROUP_SIZE, BLOCK_SIZE = 4, 16
-MATRIX_INSTRUCTION = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma")
+MATRIX_INSTRUCTION = re.compile(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma_\w+")
 WIDE_LOAD = re.compile(
     r"cp\.async\.cg\.shared\.global \[.*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|_load_dwordx4"
 )
@@ -71,7 +93,7 @@ class Compiled:
     registers: int
     spilled: int
     shared_bytes: int
-    has_matrix_instructions: bool
+    matrix_instructions: list[str]
     has_wide_loads: bool
 
 
@@ -82,19 +104,20 @@ def compile_kernel(
     dtype: str,
     options: dict[str, Any],
     pages: str | None = None,
+    types: dict[str, str] = TYPES,
     **constants: Any,
 ) -> Compiled:
     """Compiles as a launch would with pointers and strides that are multiples of 16.
 
-    pages: the type of `kv_ptr`; None for the dtype.
+    pages: the type of `kv_ptr`; None for the dtype. types: of other arguments.
     """
     names = kernel.arg_names
-    types = TYPES | ({"kv_ptr": pages} if pages else {})
+    types = types | ({"kv_ptr": pages} if pages else {})
     signature = {
         one: "constexpr" if one in constants else types.get(one, f"*{dtype}" if one.endswith("_ptr") else "i32")
         for one in names
     }
-    aligned = [index for index, one in enumerate(names) if one.endswith(("_ptr", "_stride"))]
+    aligned = [index for index, one in enumerate(names) if one.endswith(("_ptr", "_stride", "num_columns", "depth"))]
     source = ASTSource(kernel, signature, constexprs=constants, attrs={(index,): ALIGNED for index in aligned})
     target = FIRST_WITH_FP8 if (architecture, pages) == ("sm_80", CODES["fp8"]) else TARGETS[architecture]
     compiled = triton.compile(source, target=target, options=options)
@@ -112,7 +135,7 @@ def compile_kernel(
         registers,
         spilled,
         compiled.metadata.shared,
-        bool(MATRIX_INSTRUCTION.search(text)),
+        sorted(set(MATRIX_INSTRUCTION.findall(text))),
         bool(WIDE_LOAD.search(text)),
     )
 
@@ -154,6 +177,32 @@ def compile_attention(
     return compile_kernel(architecture, paged_attention.attend, name, dtype, options, CODES.get(kind), **constants)
 
 
+def compile_products(
+    architecture: str, kind: str, bits: int, dtype: str, tile: Tile | None = None
+) -> Iterator[Compiled]:
+    """Compiles products at the size of a launch, in each format of these bits; the table's tile is the default."""
+    tile = tile or find_product_tile(architecture, kind, bits)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
+    for name in FORMATS:
+        constants = constants_of(name) | {"ROWS": tile.rows, "COLUMNS": tile.keys}
+        if constants["BITS"] == bits:
+            label = f"{PRODUCTS} {kind} {name}"
+            yield compile_kernel(
+                architecture, products.multiply, label, dtype, options, None, TYPES_OF_PRODUCTS, **constants
+            )
+
+
+def constants_of(name: str) -> dict[str, Any]:
+    """Lists the constants of a format, with None for the tables that it lacks."""
+    constants = PLAIN | FORMATS[name]
+    absent = [] if constants["BITS"] in (5, 6) else ["rest_ptr"]
+    return constants | dict.fromkeys([*absent, *([] if name in WITH_FACTORS else ["factors_ptr"])])
+
+
+def products_options(architecture: str) -> dict[str, Any]:
+    return {"enable_fp_fusion": True} | ({"matrix_instr_nonkdim": 16} if architecture == "gfx942" else {})
+
+
 def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compiled]:
     """Compiles the kernels beside attention."""
 
@@ -177,6 +226,12 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
         yield compiled(kernel, f"rotate_and_write_heads{name}", rows, pages, **constants)
     splits: dict[str, Any] = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
     padded = triton.next_power_of_2(head_dim)
+    widening = {"num_warps": 1, **products_options(architecture)}
+    merging = {"num_warps": 4, **products_options(architecture)}
+    formats, types = constants_of("Q5_K") | {"IDS": products.IDS_AT_ONCE}, TYPES_OF_PRODUCTS
+    yield compile_kernel(architecture, products.embed_rows, "embed_rows", dtype, widening, None, types, **formats)
+    at_once = {"COLUMNS": products.MERGED_AT_ONCE}
+    yield compile_kernel(architecture, products.merge, "merge", dtype, merging, None, types, **at_once)
     yield compiled(paged_attention.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
 
 
@@ -185,6 +240,8 @@ def compile_case(case: str) -> Iterator[Compiled]:
     architecture, role, kind, head_dim, dtype = case.split(":")
     if role in get_args(Role):
         yield compile_attention(architecture, role, kind, int(head_dim), dtype)  # type: ignore[arg-type]
+    elif role == PRODUCTS:
+        yield from compile_products(architecture, kind, int(head_dim), dtype)
     else:
         yield from compile_rows(architecture, int(head_dim), dtype)
 

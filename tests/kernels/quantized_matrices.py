@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 
 Draw = Callable[[int, int], Quantized]
 

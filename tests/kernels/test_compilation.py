@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kernels.tiles import read_table
+from kernels.tiles import FEW_TO_MANY, PRODUCTS, read_table
 from tests.pairs import RUNS_ALL, covering
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +22,13 @@ DTYPES = {"float32": "fp32"}
 """By kind; bf16 of others."""
 ROWS = {
     *("close_block", "normalize", "gate_rows", "merge_splits"),
-    *("rotate_and_write_heads", "rotate_and_write_heads of int8"),
+    *("rotate_and_write_heads", "rotate_and_write_heads of int8", "embed_rows", "merge"),
 }
 WANTED_PROGRAMS = {"decode": 2, "prompts": 1}
 """At once on a processor: decoding waits for memory, and a second program loads meanwhile."""
+WANTED_PRODUCTS = {"few": 2, "some": 1, "many": 1}
+"""Likewise."""
+FORMATS_OF_BITS = {"4": 1, "5": 1, "6": 1, "8": 2}
 Compiled = list[dict[str, Any]]
 
 
@@ -71,7 +74,9 @@ ROWS_OF_TABLE = [
 def chosen_cases() -> list[str]:
     """Lists rows of the table in bfloat16 with heads of 128 that cover all pairs; with --all, each with all heads."""
     few = [one for one in ROWS_OF_TABLE if one[3] == "128" and one[2] != "float32"]
+    products = [one for one in ROWS_OF_TABLE if one[1] == PRODUCTS and one[2] != "float32"]
     chosen = [few[place] for place in covering([one[:3] for one in few])]
+    chosen += [products[place] for place in covering([(one[0], *one[2:]) for one in products])]
     if RUNS_ALL:
         chosen = [*ROWS_OF_TABLE, *((*one[:3], "64") for one in few)]
     return [":".join((*one, DTYPES.get(one[2], "bf16"))) for one in chosen]
@@ -100,8 +105,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 @pytest.fixture(scope="module")
-def attention(compiled: Compiled) -> Compiled:
-    """All attention but in float32, which is for tests."""
+def tiled(compiled: Compiled) -> Compiled:
+    """All attention and products but in float32, which is for tests."""
     chosen = [one for one in compiled if one["kernel"] not in ROWS and one["dtype"] != "fp32"]
     assert {one["architecture"] for one in chosen} == set(PROCESSORS)
     return chosen
@@ -109,31 +114,45 @@ def attention(compiled: Compiled) -> Compiled:
 
 def test_the_table_has_a_row_for_each_launch() -> None:
     kinds = ("plain", "sinks", "int8", "fp8", "int4", "float32")
-    assert set(ROWS_OF_TABLE) == set(product(PROCESSORS, WANTED_PROGRAMS, kinds, ("128", "256")))
+    products = product(PROCESSORS, [PRODUCTS], (*FEW_TO_MANY, "float32"), FORMATS_OF_BITS)
+    assert set(ROWS_OF_TABLE) == {*product(PROCESSORS, WANTED_PROGRAMS, kinds, ("128", "256")), *products}
 
 
 def test_all_kernels_compile(compiled: Compiled) -> None:
     assert {one["kernel"] for one in compiled} >= ROWS
-    assert len(compiled) == len(CASES) + len(ROWS) * len(OTHERS)
+    further = [FORMATS_OF_BITS[case.split(":")[3]] - 1 for case in CASES if PRODUCTS in case]
+    assert len(compiled) == len(CASES) + sum(further) + len(ROWS) * len(OTHERS)
 
 
-def test_no_register_is_spilled(attention: Compiled) -> None:
-    assert [one for one in attention if one["spilled"]] == []
+def test_no_register_is_spilled(tiled: Compiled) -> None:
+    assert [one for one in tiled if one["spilled"]] == []
 
 
-def test_programs_fit_their_processor_as_often_as_wanted(attention: Compiled) -> None:
+def test_programs_fit_their_processor_as_often_as_wanted(tiled: Compiled) -> None:
     def fits(one: dict[str, Any]) -> bool:
-        return PROCESSORS[one["architecture"]].holds(one, WANTED_PROGRAMS[one["kernel"].split()[0]])
+        role, kind, *_ = one["kernel"].split()
+        return PROCESSORS[one["architecture"]].holds(
+            one, WANTED_PRODUCTS[kind] if role == PRODUCTS else WANTED_PROGRAMS[role]
+        )
 
-    assert [one for one in attention if not fits(one)] == []
+    assert [one for one in tiled if not fits(one)] == []
 
 
-def test_products_are_matrix_instructions(attention: Compiled) -> None:
-    assert [one for one in attention if not one["has_matrix_instructions"]] == []
+def test_products_are_matrix_instructions(tiled: Compiled) -> None:
+    assert [one for one in tiled if not one["matrix_instructions"]] == []
 
 
-def test_kv_is_loaded_16_bytes_at_a_time(attention: Compiled) -> None:
-    assert [one for one in attention if not one["has_wide_loads"]] == []
+def test_products_of_few_rows_and_of_many_have_one_matrix_instruction(tiled: Compiled) -> None:
+    """Else a row's bits could follow from the rows beside it."""
+    instructions: dict[str, set[str]] = {one: set() for one in PROCESSORS}
+    for one in tiled:
+        if one["kernel"].startswith(PRODUCTS):
+            instructions[one["architecture"]].update(one["matrix_instructions"])
+    assert [len(one) for one in instructions.values()] == [1] * len(PROCESSORS), instructions
+
+
+def test_kv_and_codes_are_loaded_16_bytes_at_a_time(tiled: Compiled) -> None:
+    assert [one for one in tiled if not one["has_wide_loads"]] == []
 
 
 def test_a_tile_that_is_too_large_is_found() -> None:

@@ -11,7 +11,7 @@ import torch
 from kernels.cpu import packed
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import SOURCE
-from kernels.quantized import Quantized, round_to_int4, round_to_int8
+from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
 from kernels.torch_backend import TorchBackend
 from tests.kernels.backends import ISAS, make_backend
 from tests.kernels.quantized_matrices import DRAWS, FILE_BITS

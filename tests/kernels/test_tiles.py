@@ -69,6 +69,19 @@ def test_the_tokens_of_a_tile(rows: int, group_size: int, block_size: int | None
     assert tiles.tokens_of(tiles.Tile(rows, 64, 4, 2), group_size, block_size) == num_tokens
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "kind"), [(1, "few"), (16, "few"), (17, "some"), (64, "some"), (65, "many"), (5000, "many")]
+)
+def test_a_product_has_the_first_tile_with_all_its_rows_else_the_largest(num_rows: int, kind: str) -> None:
+    found = tiles.choose_product_tile(torch.device("cpu"), torch.bfloat16, 4, num_rows)
+    assert found == tiles.find_product_tile("sm_90", kind, 4)
+
+
+def test_products_in_float32_have_a_tile_of_their_own() -> None:
+    found = tiles.choose_product_tile(torch.device("cpu"), torch.float32, 6, 5000)
+    assert found == tiles.find_product_tile("sm_90", "float32", 6)
+
+
 def test_an_architecture_that_the_table_lacks_is_an_error() -> None:
     with pytest.raises(KeyError):
         tiles.find_tile("sm_70", "decode", "plain", 128)

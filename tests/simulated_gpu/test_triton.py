@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
+from kernels.quantized import products
+from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
+from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, request
 from tests.pairs import RUNS_ALL
@@ -58,3 +62,21 @@ def test_bfloat16_gives_the_same_tokens_on_any_schedule(folder: Path, kv_dtype: 
         commands().set_lazy(is_lazy)
         outputs.append(tokens(make_core(load(folder, SIM, "bfloat16", kv_dtype)), folder))
     assert outputs[0] == outputs[1]
+
+
+def test_packed_weights_give_transformers_tokens_of_the_dequantized_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding and head are one packed table; the depth of one matrix of a layer is cut into two splits."""
+    commands().set_lazy(True)
+    monkeypatch.setattr(products, "MIN_SPLIT_DEPTH", 128)
+    file = make_gguf(tmp_path, "Q4_1", "llama-tied", hidden_size=64, intermediate_size=256)
+    model = load(find_folder(str(file)), SIM, "float32", "auto")
+    assert isinstance(model.weights.embedding, CodedWeight)
+    assert isinstance(model.weights.layers[1].down.weight, CodedWeight)
+    assert model.weights.head is model.weights.embedding
+    [part] = model.weights.layers[1].down.weight.parts
+    assert part.num_chunks == 2 * products.find_split_chunks(part)
+    plain = tmp_path / "plain"
+    expected = [list(choose_prompt(plain, length).token_ids[: GREEDY.max_tokens]) for length in LENGTHS]
+    assert tokens(make_core(model), plain) == expected

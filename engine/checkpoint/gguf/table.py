@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.gguf import SUFFIX, TABLE_FILE, VERSION
 from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, Floats, StoredTensor, unpack
 from engine.checkpoint.json_fields import JsonFields, parse_object
-from kernels.quantized import Quantized
+from kernels.quantized.matrix import Quantized
 from text.model_file import open_regular, read_regular
 from wire.errors import ModelError
 

@@ -17,6 +17,7 @@ from engine.model.weights import WeightLoader, count_bytes
 from kernels.backend import Weight
 from kernels.selection import select_backend
 from kernels.torch_backend import TorchBackend
+from kernels.triton_backend import TritonBackend
 from tests.engine.gguf.files import drawn_blocks, write_table
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.harness.model_alone import logits_of
@@ -82,7 +83,7 @@ def test_torch_serves_the_dequantized_weights(folders: tuple[Path, Path]) -> Non
 def test_bytes_are_counted_as_they_are_packed(folders: tuple[Path, Path]) -> None:
     for folder in folders:
         checkpoint = Checkpoint(folder)
-        for backend in (select_backend(CPU), TorchBackend()):
+        for backend in (select_backend(CPU), TorchBackend(), TritonBackend()):
             sizes: dict[int, int] = {}
 
             def packed(_: str, pack: Callable[[], Weight], sizes: dict[int, int] = sizes) -> Weight:

@@ -1,0 +1,408 @@
+"""Products of rows with packed weights in Triton: codes are widened in registers, a plane at a time, and multiplied.
+
+A weight has the bits of `Quantized.dequantize` in the dtype of the rows; products are summed in float32. The depth of a
+matrix is cut into splits, as its shape says. A split is summed from its first place to its last, and splits are added
+in order, whether programs side by side have them, for few rows, or one program has them all. So the order of a row's
+sum depends on no other row, nor on their number.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.quantized.device_layout import PLANE, CodedWeight, Part
+from kernels.tiles import Tile, choose_product_tile
+
+SPLIT_COLUMNS, WANTED_PROGRAMS, MIN_SPLIT_DEPTH, MAX_SPLITS = 64, 256, 1024, 16
+MERGED_AT_ONCE = 512
+IDS_AT_ONCE = 16
+# On AMD's devices the matrix instruction would follow from the rows of a tile, and the order of sums with it.
+OPTIONS = {"enable_fp_fusion": True} | ({"matrix_instr_nonkdim": 16} if torch.version.hip else {})
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def number_of_byte(words, place: tl.constexpr):
+    """Reads a byte of words as a signed number, float32."""
+    return ((words << (24 - 8 * place)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def number_of_half(words, place: tl.constexpr, DTYPE: tl.constexpr):
+    """Reads 16 bits of words as a number of a dtype, float32."""
+    return ((words >> (16 * place)) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_codes(
+    codes_ptr,
+    rest_ptr,
+    num_columns,
+    columns,
+    present,
+    chunk,
+    PLANE_INDEX: tl.constexpr,
+    PLANES: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Loads a plane of codes less their zero, float32 [columns, 32]."""
+    LOW_BITS: tl.constexpr = 8 if BITS == 8 else 4
+    WORDS: tl.constexpr = PLANES * LOW_BITS // 16
+    places = columns[:, None] * 32 + tl.arange(0, 32)[None, :]
+    word = (chunk * WORDS + PLANE_INDEX * LOW_BITS // 16).to(tl.int64)
+    words = tl.load(codes_ptr + word * num_columns * 32 + places, mask=present[:, None], other=0)
+    codes = (words >> (PLANE_INDEX * LOW_BITS % 16)) & ((1 << LOW_BITS) - 1)
+    if IS_FP8:
+        # A half with the exponent of 4 bits is the number over 2^8, subnormal ones too.
+        halves = ((codes & 0x7F) << 7) | ((codes & 0x80) << 8)
+        return halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    if BITS == 8:
+        codes = (codes << 8) >> 8
+    elif rest_ptr is not None:
+        REST_BITS: tl.constexpr = BITS - 4
+        rest = tl.load(rest_ptr + chunk.to(tl.int64) * num_columns * 32 + places, mask=present[:, None], other=0)
+        high = (rest.to(tl.int16) >> (PLANE_INDEX * REST_BITS)) & ((1 << REST_BITS) - 1)
+        codes = codes | (high << 4)
+    return codes.to(tl.float32) - ZERO
+
+
+@triton.jit
+def widen(
+    codes_ptr,
+    rest_ptr,
+    scales_ptr,
+    factors_ptr,
+    num_columns,
+    columns,
+    present,
+    chunk,
+    PLANE_INDEX: tl.constexpr,
+    PLANES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOURCE: tl.constexpr,
+):
+    """Widens a plane of the weights of columns, in the dtype that the file computes them in, [columns, 32]."""
+    codes = load_codes(
+        codes_ptr, rest_ptr, num_columns, columns, present, chunk, PLANE_INDEX, PLANES, BITS, ZERO, IS_FP8
+    )
+    if BLOCK % (PLANES * 32) == 0:
+        block = chunk // (BLOCK // (PLANES * 32))
+    else:
+        block = (chunk * PLANES + PLANE_INDEX) // (BLOCK // 32)
+    words = tl.load(scales_ptr + block.to(tl.int64) * num_columns + columns, mask=present, other=0)
+    if tl.float32 == SCALE:
+        scales = words.to(tl.float32, bitcast=True)[:, None]
+    else:
+        scales = number_of_half(words, 0, SCALE)[:, None]
+    if factors_ptr is not None:
+        pair = (chunk * (PLANES // 2) + PLANE_INDEX // 2).to(tl.int64)
+        factors = tl.load(factors_ptr + pair * num_columns + columns, mask=present, other=0)
+        first = number_of_byte(factors, PLANE_INDEX % 2 * 2)[:, None]
+        second = number_of_byte(factors, PLANE_INDEX % 2 * 2 + 1)[:, None]
+        if IS_HALVED:
+            first = tl.where((tl.arange(0, 32) < 16)[None, :], first, second)
+        scales = scales * first
+    weights = codes * scales
+    if HAS_OFFSETS:
+        offsets = number_of_half(words, 1, SCALE)[:, None]
+        if factors_ptr is not None:
+            offsets = offsets * second
+        weights = weights + offsets
+    return weights.to(SOURCE)
+
+
+@triton.jit
+def finish(sums, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride):
+    """Adds a bias and then a residual, which rounds twice, as a CPU's kernels do, and stores [rows, columns]."""
+    wide_rows = rows[:, None].to(tl.int64)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns[None, :] + tl.zeros_like(rows)[:, None], mask=present, other=0.0)
+        sums = sums.to(bias.dtype).to(tl.float32) + bias.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + wide_rows * residual_stride + columns[None, :], mask=present, other=0.0)
+        sums = sums.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + wide_rows * out_stride + columns[None, :], sums, mask=present)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply(
+    states_ptr,  # [num_rows, depth]
+    codes_ptr,  # [num_chunks, words of a place, num_columns, 32] int16
+    rest_ptr,  # [num_chunks, num_columns, 32] uint8, or None
+    scales_ptr,  # [blocks, num_columns] int32
+    factors_ptr,  # [pairs of planes, num_columns] int32, or None
+    bias_ptr,  # [num_columns], or None
+    residual_ptr,  # [num_rows, num_columns], or None
+    out_ptr,  # [num_rows, num_columns]; of several splits, float32 [num_splits, num_rows, num_columns]
+    num_rows,
+    num_columns,
+    depth,
+    num_chunks,
+    split_chunks,
+    states_stride,
+    residual_stride,
+    out_stride,
+    PLANES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOURCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # One program multiplies ROWS rows by COLUMNS columns, over one split of the depth, or over all of them in order.
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.program_id(2)
+    is_row, is_column = rows < num_rows, columns < num_columns
+    num_own = tl.where(tl.num_programs(2) == 1, tl.cdiv(num_chunks, split_chunks), 1)
+    plane_places = tl.arange(0, 32)
+    row_ptrs = states_ptr + rows[:, None].to(tl.int64) * states_stride
+
+    # Columns are the rows of the tile: codes then stay in registers from their widening to the matrix instruction.
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for own in range(num_own):
+        first_chunk = (split + own) * split_chunks
+        sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+        for place in range(tl.minimum(split_chunks, num_chunks - first_chunk)):
+            chunk = first_chunk + place
+            for plane in tl.static_range(PLANES):
+                weights = widen(
+                    codes_ptr,
+                    rest_ptr,
+                    scales_ptr,
+                    factors_ptr,
+                    num_columns,
+                    columns,
+                    is_column,
+                    chunk,
+                    plane,
+                    PLANES,
+                    BITS,
+                    BLOCK,
+                    ZERO,
+                    IS_FP8,
+                    HAS_OFFSETS,
+                    IS_HALVED,
+                    SCALE,
+                    SOURCE,
+                )
+                depths = (chunk * PLANES + plane) * 32 + plane_places
+                present = is_row[:, None] & (depths < depth)[None, :]
+                states = tl.load(row_ptrs + depths[None, :], mask=present, other=0.0)
+                sums = tl.dot(weights.to(states.dtype), tl.trans(states), sums, input_precision="ieee")
+        total += sums
+
+    out_ptr += split.to(tl.int64) * num_rows * out_stride
+    present = is_row[:, None] & is_column[None, :]
+    finish(tl.trans(total), bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def merge(
+    partial_ptr,  # [num_splits, num_rows, num_columns] float32
+    bias_ptr,  # [num_columns], or None
+    residual_ptr,  # [num_rows, num_columns], or None
+    out_ptr,  # [num_rows, num_columns]
+    num_splits,
+    num_rows,
+    num_columns,
+    residual_stride,
+    out_stride,
+    COLUMNS: tl.constexpr,
+):
+    # One program adds the splits of COLUMNS numbers of one row, in their order.
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    present = (columns < num_columns)[None, :]
+    total = tl.zeros([1, COLUMNS], tl.float32)
+    for split in range(num_splits):
+        split_rows = (rows.to(tl.int64) + split * num_rows)[:, None]
+        total += tl.load(partial_ptr + split_rows * num_columns + columns[None, :], mask=present, other=0.0)
+    finish(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+def embed_rows(
+    ids_ptr,  # [num_ids] int64
+    codes_ptr,  # as `multiply` has them, as the next three
+    rest_ptr,
+    scales_ptr,
+    factors_ptr,
+    out_ptr,  # [num_ids, depth]
+    num_ids,
+    num_columns,
+    depth,
+    PLANES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOURCE: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    # One program widens one chunk of IDS columns of a table.
+    places = tl.program_id(0) * IDS + tl.arange(0, IDS)
+    chunk = tl.program_id(1)
+    is_id = places < num_ids
+    columns = tl.load(ids_ptr + places, mask=is_id, other=0).to(tl.int32)
+    for plane in tl.static_range(PLANES):
+        weights = widen(
+            codes_ptr,
+            rest_ptr,
+            scales_ptr,
+            factors_ptr,
+            num_columns,
+            columns,
+            is_id,
+            chunk,
+            plane,
+            PLANES,
+            BITS,
+            BLOCK,
+            ZERO,
+            IS_FP8,
+            HAS_OFFSETS,
+            IS_HALVED,
+            SCALE,
+            SOURCE,
+        )
+        depths = (chunk * PLANES + plane) * 32 + tl.arange(0, 32)
+        out_ptrs = out_ptr + places[:, None].to(tl.int64) * depth + depths[None, :]
+        tl.store(out_ptrs, weights, mask=is_id[:, None] & (depths < depth)[None, :])
+
+
+def constants_of(part: Part) -> dict[str, object]:
+    """Lists what the kernels are compiled for."""
+    form = part.format
+    return {
+        "PLANES": form.planes,
+        "BITS": form.bits,
+        "BLOCK": form.block,
+        "ZERO": form.zero,
+        "IS_FP8": form.is_fp8,
+        "HAS_OFFSETS": form.has_offsets,
+        "IS_HALVED": form.is_halved,
+        "SCALE": DTYPES[form.scale_dtype],
+        "SOURCE": DTYPES[form.source],
+    }
+
+
+def find_split_chunks(part: Part) -> int:
+    """Computes the chunks of a split from the shape of a matrix alone: programs fill a device, and a split is long."""
+    padded_depth = part.num_chunks * part.format.planes * PLANE
+    wanted = WANTED_PROGRAMS // triton.cdiv(part.columns, SPLIT_COLUMNS)
+    num_splits = max(1, min(wanted, padded_depth // MIN_SPLIT_DEPTH, MAX_SPLITS))
+    return int(triton.cdiv(part.num_chunks, num_splits))
+
+
+def linear(states: Tensor, weight: CodedWeight, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Tensor:
+    """Multiplies rows [T, depth] as `kernels.backend.Backend.linear` does, on the current GPU; `out` may be float32."""
+    first = 0
+    for part in weight.parts if len(states) else ():
+        own = slice(first, first + part.columns)
+        added = None if bias is None else bias[own], None if residual is None else residual[:, own]
+        _multiply_part(states, part, *added, out[:, own])
+        first = own.stop
+    return out
+
+
+def embed(token_ids: Tensor, table: CodedWeight, out: Tensor) -> Tensor:
+    """Widens the rows `token_ids` int64 [T] of a table of one format, on the current GPU; `out` is contiguous."""
+    [part] = table.parts
+    if len(token_ids):
+        grid = triton.cdiv(len(token_ids), IDS_AT_ONCE), part.num_chunks
+        embed_rows[grid](
+            token_ids,
+            *_tables_of(part),
+            out,
+            len(token_ids),
+            part.columns,
+            table.depth,
+            IDS=IDS_AT_ONCE,
+            num_warps=1,
+            **constants_of(part),
+            **OPTIONS,
+        )
+    return out
+
+
+def _multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    num_rows = len(states)
+    tile = choose_product_tile(states.device, states.dtype, part.format.bits, num_rows)
+    num_splits = triton.cdiv(part.num_chunks, find_split_chunks(part))
+    if num_splits == 1 or num_rows > tile.rows:
+        _launch(states, part, tile, 1, bias, residual, out)
+        return
+    partial = states.new_empty(num_splits, num_rows, part.columns, dtype=torch.float32)
+    _launch(states, part, tile, num_splits, None, None, partial[0])
+    merge[(num_rows, triton.cdiv(part.columns, MERGED_AT_ONCE))](
+        partial,
+        bias,
+        residual,
+        out,
+        num_splits,
+        num_rows,
+        part.columns,
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        COLUMNS=MERGED_AT_ONCE,
+        num_warps=4,
+        **OPTIONS,
+    )
+
+
+def _launch(
+    states: Tensor,
+    part: Part,
+    tile: Tile,
+    num_splits: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Launches `multiply`, with programs for so many splits."""
+    num_rows, depth = states.shape
+    multiply[(triton.cdiv(num_rows, tile.rows), triton.cdiv(part.columns, tile.keys), num_splits)](
+        states,
+        *_tables_of(part),
+        bias,
+        residual,
+        out,
+        num_rows,
+        part.columns,
+        depth,
+        part.num_chunks,
+        find_split_chunks(part),
+        states.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        ROWS=tile.rows,
+        COLUMNS=tile.keys,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **constants_of(part),
+        **OPTIONS,
+    )
+
+
+def _tables_of(part: Part) -> tuple[Tensor | None, ...]:
+    tables = part.tables
+    return tables.codes, tables.rest, tables.scales, tables.factors
