@@ -173,13 +173,18 @@ def state_dir() -> Path:
     return folder
 
 
+def secret_path(given: str | None) -> Path:
+    """Returns the path of the server's secret: the one given, or the user's own. Raises ConfigError."""
+    return state_dir() / "secret" if given is None else Path(given)
+
+
 def load_secret(given: str | None = None) -> bytes:
     """Returns the server's secret, under which keys of blocks and MACs of frames are made. Raises ConfigError.
 
     given: the path of one that clusters share, so that each finds what the others have stored. Without it, the user's
     own is made at first use, and outlives restarts; commands that start at once get the same.
     """
-    path = state_dir() / "secret" if given is None else Path(given)
+    path = secret_path(given)
     with explained_path(path, OTHER_HOME if given is None else NEW_SECRET):
         if given is None and not os.path.lexists(path):
             AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
