@@ -246,11 +246,12 @@ def words_of(run: MissRun) -> str:
 
 _TEXTS = {
     Cause.NEVER_SEEN: "never seen by its node, which knows all blocks of its arena of the last {age}",
-    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago, and forgotten since",
+    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago and forgotten; a larger arena remembers more",
     Cause.EVICTED: "evicted from the arena {age} ago: {how}",
-    Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}",
+    Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}"
+    " (`baton why --prompt A --prompt B` names the token)",
     Cause.OTHER_NAMESPACE: "at least the first is kept under another namespace of its tenant, of no use here: {how}",
-    Cause.PARTIAL: "the prompt's last block, partly filled: kept for the same prompt alone, and no longer than others",
+    Cause.PARTIAL: "the prompt's last block, partly filled: only the same prompt finds it, and computes its last token",
     Cause.LOAD_FAILED: "found, and not loaded: {how}",
     Cause.ELSEWHERE: "evicted from the arena {age} ago, with a copy in a cold tier: {how}",
     Cause.CHEAPER: "found in a farther tier, and cheaper to compute than to read",

@@ -585,7 +585,8 @@ def test_why_tells_the_cause_of_each_run_of_uncached_blocks(
     assert capsys.readouterr().out.splitlines() == [
         "acme/r-1: 32 of 80 prompt tokens cached",
         "  2 blocks from token 32: evicted from the arena 90.0 s ago: to make room, by x\\x07",
-        "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64",
+        "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64"
+        " (`baton why --prompt A --prompt B` names the token)",
     ]
     server.ended = [cluster_pb2.EndedRequest(request_id="r", prompt_tokens=80)]
     assert main(["why", "r"]) == 0
