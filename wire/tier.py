@@ -246,7 +246,8 @@ def words_of(run: MissRun) -> str:
 
 _TEXTS = {
     Cause.NEVER_SEEN: "never seen by its node, which knows all blocks of its arena of the last {age}",
-    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago and forgotten; a larger arena remembers more",
+    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago and forgotten; a larger arena"
+    " remembers more",
     Cause.EVICTED: "evicted from the arena {age} ago: {how}",
     Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}"
     " (`baton why --prompt A --prompt B` names the token)",

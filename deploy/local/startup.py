@@ -13,9 +13,8 @@ from deploy.local import redis_server, run_dir
 from deploy.local.client import connection_problem
 from deploy.local.key_file import KeyFile
 from deploy.local.ray_process import RayProcess, asks_for_token
-from deploy.local.served import ServedFile
 from deploy.local.shutdown import tear_down
-from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret, secret_path
+from deploy.local.state import ClusterPhase, ClusterState, ServedFile, StateFile, command_line, load_secret, secret_path
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
 from deploy.plan.config import ALLOW, ClusterConfig

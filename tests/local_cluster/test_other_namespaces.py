@@ -1,6 +1,6 @@
 """Causes of blocks that are kept under another namespace of their tenant, and of no other tenant."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,11 @@ from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.convert import misses_from_pb
 from wire.errors import RequestNotFound, StoreError
+from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.names import cover
 from wire.pb import cluster_pb2
-from wire.tier import Cause, Miss
+from wire.tier import Cause, Miss, StoredBlock
 from wire.trust.key_ring import ANYONE, Allowance, Key, Scope, make_key
 
 ACME = make_key("acme", [Scope.GENERATE], Allowance())[0]
@@ -159,7 +160,12 @@ async def test_no_key_of_another_tenant_is_asked_for(files: Open, monkeypatch: p
     own, others = ({name.key for name in cover(root, PROMPT, LAYOUT.block_size)} for root in roots)
     async with replace(old, fingerprint=b"n" * 32).after(old).running() as served:
         asked, describe = set[bytes](), served.cold.describe
-        monkeypatch.setattr(served.cold, "describe", lambda keys: asked.update(keys) or describe(keys))
+
+        def watched(keys: Sequence[BlockKey]) -> list[StoredBlock]:
+            asked.update(keys)
+            return describe(keys)
+
+        monkeypatch.setattr(served.cold, "describe", watched)
         await served.misses()
     assert asked & own
     assert not asked & others

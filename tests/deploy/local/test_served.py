@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.served import MAX_SERVED, ServedFile
+from deploy.local.state import MAX_SERVED, ServedFile
 from router.config import ServedNamespace
 from wire.layout import KVLayout
 
