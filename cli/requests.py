@@ -75,7 +75,8 @@ def why(args: argparse.Namespace) -> int:
         compared = call_operator(find_cluster(args.name), "ComparePrompts", asked, TIMEOUT_S)
         print(escaped(render_comparison(compared)))
     else:
-        print(escaped(render_misses(find_request(args.name, args.request_id))))
+        wanted = cluster_pb2.ExplainMissesRequest(request_id=args.request_id)
+        print(escaped(render_misses(call_operator(find_cluster(args.name), "ExplainMisses", wanted, TIMEOUT_S))))
     return 0
 
 
@@ -137,9 +138,11 @@ def _ranges(places: Sequence[int]) -> str:
     return "blocks " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def render_misses(ended: cluster_pb2.EndedRequest) -> str:
+def render_misses(explained: cluster_pb2.MissExplanation) -> str:
     """Renders the causes of a request's uncached blocks."""
+    ended = explained.request
     num_cached = sum(one.tokens for one in ended.cached_tokens)
     runs = [f"  {words_of(one)}" for one in misses_from_pb(ended.misses)]
     head = f"{ended.request_id}: {num_cached} of {ended.prompt_tokens} prompt tokens cached"
-    return "\n".join([head, *(runs or ["  no uncached block has a cause: all were found, or it reached no worker"])])
+    lines = runs or ["  no uncached block has a cause: all were found, or it reached no worker"]
+    return "\n".join([head, *lines, *(f"problem: {one}, and may hold it" for one in explained.problems)])

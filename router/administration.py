@@ -8,9 +8,11 @@ Only the router can name the tenant of a namespace: stores know digests of roots
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from itertools import takewhile
 
 from router.config import RouterConfig
+from router.namespaces import OtherName, miss_elsewhere
 from router.requests.dispatch import Dispatcher
 from router.requests.tokenizing import PUBLIC
 from router.workers.members import Member, Members
@@ -23,6 +25,7 @@ from wire.trust.key_ring import KeyRing
 
 TOKENS_AROUND = 8
 """Shown before and behind the place where two prompts differ."""
+NAMING_TIMEOUT_S = 5.0
 TIMEOUT_S = 120.0
 """Of one node: it lists Redis and files a page at a time, and an engine may be in a long step."""
 
@@ -79,6 +82,31 @@ class StoreAdministration:
             held=contents.rows,
             problems=contents.problems,
         )
+
+    async def explain(self, request: cluster_pb2.ExplainMissesRequest) -> cluster_pb2.MissExplanation:
+        """Explains the uncached blocks of a request that ended; looks for the first one in other namespaces now.
+
+        Raises RequestNotFound.
+        """
+        recent = self._dispatcher.recent
+        [ended] = recent.list(cluster_pb2.ListRequestsRequest(request_id=request.request_id, limit=1)).requests
+        record, problems = recent.find(ended.number), list[str]()
+        if record is not None and record.summary.others is not None:
+            others = await _named(record.summary.others)
+            told = await self._holdings_of(others)
+            miss = miss_elsewhere(self._config.model.namespace, others, (one for each in told for one in each.holdings))
+            if miss is not None:
+                ended.misses[0].cause, ended.misses[0].how = miss.cause, miss.how
+            problems = [problem for each in told for problem in each.problems]
+        return cluster_pb2.MissExplanation(request=ended, problems=problems)
+
+    async def _holdings_of(self, others: Sequence[OtherName]) -> Sequence[worker_pb2.Holdings]:
+        """Asks which tiers hold blocks now; a cluster without workers is a problem of the answer."""
+        selection = worker_pb2.BlockSelection(keys=[one.key for one in others])
+        try:
+            return [*(await self._of_nodes(worker_pb2.Ask(count=selection))).values()] if others else []
+        except Unavailable as error:
+            return [worker_pb2.Holdings(problems=[error.message])]
 
     async def _select(self, request: cluster_pb2.CacheRequest) -> worker_pb2.BlockSelection:
         if request.everything and request != cluster_pb2.CacheRequest(everything=True):
@@ -140,6 +168,12 @@ def _require_tenants(tenants: Sequence[str]) -> None:
 def _num_same(first: Sequence[object], second: Sequence[object]) -> int:
     """Counts the equal values that two sequences begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+async def _named(others: Future[list[OtherName]]) -> list[OtherName]:
+    """Waits for names that a thread makes; returns none where it takes longer than NAMING_TIMEOUT_S."""
+    await asyncio.wait([asyncio.wrap_future(others)], timeout=NAMING_TIMEOUT_S)
+    return others.result() if others.done() else []
 
 
 async def _ask(member: Member, question: worker_pb2.Ask) -> worker_pb2.Holdings:

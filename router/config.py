@@ -23,6 +23,31 @@ METRICS_COMPAT = ("vllm",)
 
 
 @dataclass(frozen=True)
+class ServedNamespace:
+    """The parts of a namespace root that all tenants of a model share. model: its name, for the operator.
+
+    layout_hex: as it was encoded when the model was served; a later version may encode the same layout otherwise.
+    """
+
+    model: str
+    fingerprint_hex: str
+    layout_hex: str
+
+    @property
+    def fingerprint(self) -> bytes:
+        return bytes.fromhex(self.fingerprint_hex)
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout.decode(bytes.fromhex(self.layout_hex))
+
+    def root_of(self, secret: bytes, tenant: str) -> NamespaceRoot:
+        """Derives the root of the names of a tenant's blocks."""
+        layout = bytes.fromhex(self.layout_hex)
+        return namespace_root(secret, tenant, self.fingerprint, layout, NO_ADAPTER, FULL_CACHE)
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names.
 
@@ -47,11 +72,15 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        return bytes.fromhex(self.fingerprint_hex)
+        return self.namespace.fingerprint
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout.decode(bytes.fromhex(self.layout_hex))
+        return self.namespace.layout
+
+    @property
+    def namespace(self) -> ServedNamespace:
+        return ServedNamespace(self.name, self.fingerprint_hex, self.layout_hex)
 
 
 @dataclass(frozen=True)
@@ -142,6 +171,7 @@ class RouterConfig:
     """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers.
 
     public_prefixes: texts, at the start of prompts or as system messages, whose blocks all tenants share.
+    earlier: namespaces of other models and layouts that the secret has served, the latest first.
     """
 
     model: ServedModel
@@ -153,20 +183,19 @@ class RouterConfig:
     keys: KeyList = field(default_factory=KeyList)
     public_prefixes: tuple[str, ...] = ()
     traces: TraceSettings = field(default_factory=TraceSettings)
+    earlier: tuple[ServedNamespace, ...] = ()
 
     def root_of(self, tenant: str) -> NamespaceRoot:
         """Derives the root of the names of a tenant's blocks."""
-        model = self.model
-        return namespace_root(
-            self.cluster.secret, tenant, model.fingerprint, model.layout.encode(), NO_ADAPTER, FULL_CACHE
-        )
+        return self.model.namespace.root_of(self.cluster.secret, tenant)
 
     @classmethod
     def from_json(cls, text: str) -> "RouterConfig":
         """Raises ConfigError for anything that is missing, unknown or of the wrong type, and names it."""
         config = from_json(cls, text, "router")
         try:
-            _ = config.model.fingerprint, config.model.layout, config.cluster.secret
+            namespaces = (config.model.namespace, *config.earlier)
+            _ = [(one.fingerprint, one.layout) for one in namespaces], config.cluster.secret
         except (ValueError, WireError) as error:
             raise ConfigError("router: fingerprint, layout or secret is not what it claims") from error
         return config

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from router.administration import StoreAdministration
 from router.block_index import BlockIndex
 from router.config import RouterConfig
+from router.namespaces import OtherNamespaces
 from router.observe.metrics import RequestMetrics
 from router.observe.status import StatusReader, StatusWatch
 from router.observe.trace_exporter import TraceExporter
@@ -72,6 +73,7 @@ class Router:
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
         self._prompts = PromptPreparer(codec, renderer or NoRenderer(), prefixes)
+        self._namespaces = OtherNamespaces(config)
         traces = config.traces
         self._exporter = TraceExporter(traces.endpoint) if traces.endpoint is not None else None
         services = Services(
@@ -82,6 +84,7 @@ class Router:
             Quarantine(),
             self.membership.mark_lost,
             self.metrics,
+            self._namespaces,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
@@ -110,6 +113,7 @@ class Router:
         await self.holds.stop()
         await self.membership.close()
         await self._prompts.close()
+        self._namespaces.close()
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.stop)
 

@@ -164,6 +164,15 @@ def cover(
     return chain.cover(len(tokens))
 
 
+def key_of_last(root: NamespaceRoot, tokens: Sequence[int], block_size: int, public: PublicPart) -> BlockKey:
+    """Computes the key of the last of the blocks that `tokens` fill, a tenth as long as `cover` takes for all names."""
+    data, num_bytes, key = token_bytes(tokens), 4 * block_size, b""
+    roots = {0: public.root if public.num_blocks else root, public.num_blocks: root}
+    for index in range(len(tokens) // block_size):
+        key = hashlib.sha256(roots.get(index, b"") + key + data[index * num_bytes : (index + 1) * num_bytes]).digest()
+    return BlockKey(key)
+
+
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Packs token ids as little-endian u32. Raises OverflowError for ids outside of that."""
     ids = array("I", tokens)

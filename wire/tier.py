@@ -182,6 +182,7 @@ class Cause(StrEnum):
     NO_LONGER_KNOWN = "no_longer_known"
     EVICTED = "evicted"
     DIFFERS = "differs"
+    OTHER_NAMESPACE = "other_namespace"
     PARTIAL = "partial"
     LOAD_FAILED = "load_failed"
     ELSEWHERE = "elsewhere"
@@ -194,8 +195,8 @@ class Cause(StrEnum):
 class Miss:
     """The cause of one uncached block.
 
-    how: in words, of an eviction, a failure, or a source not asked. age_s: since the eviction; of NEVER_SEEN and
-    NO_LONGER_KNOWN, how far back the node's memory of evicted blocks reaches.
+    how: in words, of an eviction, a failure, a source not asked, or another namespace. age_s: since the eviction; of
+    NEVER_SEEN and NO_LONGER_KNOWN, how far back the node's memory of evicted blocks reaches.
     """
 
     cause: Cause
@@ -245,10 +246,13 @@ def words_of(run: MissRun) -> str:
 
 _TEXTS = {
     Cause.NEVER_SEEN: "never seen by its node, which knows all blocks of its arena of the last {age}",
-    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago, and forgotten since",
+    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago and forgotten; a larger arena"
+    " remembers more",
     Cause.EVICTED: "evicted from the arena {age} ago: {how}",
-    Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}",
-    Cause.PARTIAL: "the prompt's last block, partly filled: kept for the same prompt alone, and no longer than others",
+    Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}"
+    " (`baton why --prompt A --prompt B` names the token)",
+    Cause.OTHER_NAMESPACE: "at least the first is kept under another namespace of its tenant, of no use here: {how}",
+    Cause.PARTIAL: "the prompt's last block, partly filled: only the same prompt finds it, and computes its last token",
     Cause.LOAD_FAILED: "found, and not loaded: {how}",
     Cause.ELSEWHERE: "evicted from the arena {age} ago, with a copy in a cold tier: {how}",
     Cause.CHEAPER: "found in a farther tier, and cheaper to compute than to read",
@@ -260,6 +264,7 @@ NOUNS = {
     Cause.NO_LONGER_KNOWN: "no longer known",
     Cause.EVICTED: "evicted",
     Cause.DIFFERS: "differing from known prompts",
+    Cause.OTHER_NAMESPACE: "under another namespace",
     Cause.PARTIAL: "partly filled",
     Cause.LOAD_FAILED: "not loaded by a fault",
     Cause.ELSEWHERE: "elsewhere and too far",

@@ -14,7 +14,7 @@ from deploy.local.client import connection_problem
 from deploy.local.key_file import KeyFile
 from deploy.local.ray_process import RayProcess, asks_for_token
 from deploy.local.shutdown import tear_down
-from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
+from deploy.local.state import ClusterPhase, ClusterState, ServedFile, StateFile, command_line, load_secret, secret_path
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
 from deploy.plan.config import ALLOW, ClusterConfig
@@ -89,6 +89,7 @@ class Startup:
         if (problem := connection_problem(self._config.ray.address or "")) is not None:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
         self._secret = load_secret(self._config.secret_file)
+        self._served = ServedFile(secret_path(self._config.secret_file))
         self._reporter.tell("keys", self._find_keys())
         if (files := self._config.tls.files) is not None:
             Certificates(files)
@@ -156,6 +157,7 @@ class Startup:
         finally:
             ray.close()
         head = None if self._config.ray.address else ray.process
+        self._served.note(model.served.namespace)
         self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, addresses=addresses)
         with self._interrupts.awaited():
             self._reporter.tell_served(self._state)
@@ -198,7 +200,9 @@ class Startup:
         cold = cold_settings(self._config, redis_url)
         only = machine if self._config.ray.address is None else None
         token, key_file = self._state.token, str(KeyFile.of(self._config.name).path)
-        return make_plan(self._config, model, only, cold, self._state.run_dir, token, self._secret, key_file)
+        plan = make_plan(self._config, model, only, cold, self._state.run_dir, token, self._secret, key_file)
+        earlier = self._served.others(model.served.namespace)
+        return replace(plan, router=replace(plan.router, earlier=earlier))
 
     def _size(self, plan: ClusterPlan) -> int:
         """Prints the sizes of workers; returns the bytes of the arena, 0 where they depend on each node."""

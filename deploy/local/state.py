@@ -1,4 +1,7 @@
-"""The command line's files: the state of each cluster, and the server's secret. Private to their user."""
+"""The command line's files: the state of each cluster, the server's secret, and what was served under it.
+
+Private to their user.
+"""
 
 import fcntl
 import os
@@ -13,13 +16,15 @@ from deploy.local import run_dir
 from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import ProcessRef, recorded_living, wait_until
-from wire.errors import ConfigError, Unavailable
+from router.config import ServedNamespace
+from wire.errors import ConfigError, Unavailable, WireError
 from wire.pools import Addresses
 from wire.trust.certificates import TlsFiles
 from wire.typed_reader import from_json, to_json
 
 VERSION = 4
 SECRET_BYTES = 32
+MAX_SERVED = 8
 NEW_SECRET = f"make one with `(umask 077; head -c {SECRET_BYTES} /dev/urandom > FILE)`"
 OTHER_HOME = "mend that, or set XDG_STATE_HOME to another folder"
 
@@ -173,13 +178,18 @@ def state_dir() -> Path:
     return folder
 
 
+def secret_path(given: str | None) -> Path:
+    """Returns the path of the server's secret: the one given, or the user's own. Raises ConfigError."""
+    return state_dir() / "secret" if given is None else Path(given)
+
+
 def load_secret(given: str | None = None) -> bytes:
     """Returns the server's secret, under which keys of blocks and MACs of frames are made. Raises ConfigError.
 
     given: the path of one that clusters share, so that each finds what the others have stored. Without it, the user's
     own is made at first use, and outlives restarts; commands that start at once get the same.
     """
-    path = state_dir() / "secret" if given is None else Path(given)
+    path = secret_path(given)
     with explained_path(path, OTHER_HOME if given is None else NEW_SECRET):
         if given is None and not os.path.lexists(path):
             AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
@@ -197,6 +207,48 @@ def explained_path(path: Path, advice: str = OTHER_HOME) -> Iterator[Path]:
         yield path
     except OSError as error:
         raise ConfigError(f"{path} cannot be read or written ({error.strerror}): {advice}") from error
+
+
+@dataclass(frozen=True)
+class _Served:
+    """The latest namespaces, the last one first."""
+
+    namespaces: tuple[ServedNamespace, ...] = ()
+
+
+class ServedFile:
+    """The namespaces that a secret has served, in SECRET.served beside it, for causes of uncached blocks.
+
+    Without it, or in a folder that cannot be written, clusters serve all the same. Commands that start at once may lose
+    each other's entry; the next start of that model brings it back.
+    """
+
+    def __init__(self, secret: Path) -> None:
+        self._file = AtomicFile(secret.with_name(f"{secret.name}.served"))
+
+    def others(self, now: ServedNamespace) -> tuple[ServedNamespace, ...]:
+        """Returns the namespaces but this one, the latest first; none of a damaged file."""
+        known = self._file.recall(_parse) or _Served()
+        return tuple(one for one in known.namespaces if _parts(one) != _parts(now))
+
+    def note(self, now: ServedNamespace) -> bool:
+        """Puts a namespace first, and drops the oldest beyond MAX_SERVED; returns whether the disk has taken it."""
+        latest = (now, *self.others(now))[:MAX_SERVED]
+        return self._file.try_write(to_json(_Served(latest)).encode())
+
+
+def _parts(namespace: ServedNamespace) -> tuple[str, str]:
+    return namespace.fingerprint_hex, namespace.layout_hex
+
+
+def _parse(text: str) -> _Served:
+    """Raises ConfigError or ValueError for a namespace that no root can be made of."""
+    served = from_json(_Served, text, "served")
+    try:
+        _ = [(one.fingerprint, one.layout) for one in served.namespaces]
+    except WireError as error:
+        raise ConfigError(f"served: {error.message}") from error
+    return served
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -3,10 +3,12 @@
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 
 from router.disaggregation import PrefillReason
+from router.namespaces import OtherName
 from router.observe.causes import Paces, causes_of
 from wire.convert import tiers_to_pb
 from wire.errors import RequestNotFound
@@ -40,7 +42,8 @@ class RequestSummary:
     """The progress of a request that runs.
 
     cached: prompt tokens by the tier that had their KV; None before that is known. misses: the causes of the rest.
-    prefill_reason: of the first attempt; None before it is placed.
+    prefill_reason: of the first attempt; None before it is placed. others: names of its first missing block under other
+    namespaces of its tenant, once a thread has made them; None where there are none.
     """
 
     num_prompt_tokens: int = 0
@@ -51,6 +54,7 @@ class RequestSummary:
     num_attempts: int = 1
     misses: Sequence[worker_pb2.MissRun] = ()
     prefill_reason: PrefillReason | None = None
+    others: Future[list[OtherName]] | None = None
 
     def sign(self, timeline: pb.Timeline) -> None:
         """Names in a timeline the workers, and the reason for the pool of the prompt."""
@@ -137,6 +141,10 @@ class RecentRequests:
             raise RequestNotFound("no request of that id is among the last that ended")
         limit = min(asked.limit or MAX_LISTED, MAX_LISTED)
         return cluster_pb2.ListRequestsResponse(requests=[self._shown(*one) for one in listed[-limit:]])
+
+    def find(self, number: int) -> RequestRecord | None:
+        """Returns the request of that number, unless it is forgotten."""
+        return next((record for each, _, record in self._ended if each == number), None)
 
     @property
     def uncached_blocks(self) -> Mapping[str, int]:

@@ -76,6 +76,11 @@ class ClusterApi(ClusterServicer):
     ) -> cluster_pb2.ListRequestsResponse:
         return self._router.dispatcher.recent.list(request)
 
+    async def ExplainMisses(  # noqa: N802
+        self, request: cluster_pb2.ExplainMissesRequest, context: Context
+    ) -> cluster_pb2.MissExplanation:
+        return await self._router.administration.explain(request)
+
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()
         return cluster_pb2.ShutdownResponse()

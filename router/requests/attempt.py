@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from router.disaggregation import PrefillReason, hand_off_s
+from router.namespaces import OtherNamespaces
 from router.observe.metrics import RequestMetrics
 from router.observe.record import RecentRequests, RequestSummary
 from router.observe.timeline import TimedCall, TimelineRecorder
@@ -27,7 +28,7 @@ from router.workers.membership import PROBE_TIMEOUT_S
 from text.grammar import in_sources
 from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, tenant_of
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
@@ -50,6 +51,7 @@ class Services:
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
+    namespaces: OtherNamespaces
     traces: Traces | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
@@ -101,6 +103,14 @@ class PreparedRequest:
                 reasoning_tokens=self.answer.num_reasoning_tokens,
             ),
             seed=self.prepared.sampling.seed,
+        )
+
+    def note_source(self, source: worker_pb2.PromptSource) -> None:
+        """Notes where the prompt's KV came from, and begins to name the first missing block in other namespaces."""
+        summary, prepared = self.summary, self.prepared
+        summary.cached, summary.misses = tiers_from_pb(source.cached_tokens), list(source.misses)
+        summary.others = self.services.namespaces.begin(
+            tenant_of(self.admitted.id), prepared.prompt_ids, prepared.public, source.misses
         )
 
 
@@ -240,17 +250,15 @@ class Attempt:
 
     def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:
         """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
-        answer, summary = self.request.answer, self.request.summary
-        tells_first = summary.cached is None
+        answer, tells_first = self.request.answer, self.request.summary.cached is None
 
         def take(update: worker_pb2.Update) -> bool:
             if update.choices:
                 member.engine_silent_s = 0.0  # a token is news of a step, sooner than the next status is
             if update.HasField("prompt"):
-                cached = tiers_from_pb(update.prompt.cached_tokens)
-                self.has_read_cache |= bool(cached)
+                self.has_read_cache |= bool(update.prompt.cached_tokens)
                 if tells_first:
-                    summary.cached, summary.misses = cached, list(update.prompt.misses)
+                    self.request.note_source(update.prompt)
                 on_prompt(self.id)
             self._pass_on(update)
             spans.extend(update.end.spans)

@@ -85,6 +85,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     asked: list[Any] = field(default_factory=list)
     token: str = ""
     ended: list[cluster_pb2.EndedRequest] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
         self.asked.append(request)
@@ -111,6 +112,10 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
     def ListRequests(self, request: Any, context: Any) -> cluster_pb2.ListRequestsResponse:  # noqa: N802
         self.asked.append(request)
         return cluster_pb2.ListRequestsResponse(requests=self.ended)
+
+    def ExplainMisses(self, request: Any, context: Any) -> cluster_pb2.MissExplanation:  # noqa: N802
+        self.asked.append(request)
+        return cluster_pb2.MissExplanation(request=self.ended[-1], problems=self.problems)
 
 
 @pytest.fixture
@@ -585,11 +590,15 @@ def test_why_tells_the_cause_of_each_run_of_uncached_blocks(
     assert capsys.readouterr().out.splitlines() == [
         "acme/r-1: 32 of 80 prompt tokens cached",
         "  2 blocks from token 32: evicted from the arena 90.0 s ago: to make room, by x\\x07",
-        "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64",
+        "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64"
+        " (`baton why --prompt A --prompt B` names the token)",
     ]
     server.ended = [cluster_pb2.EndedRequest(request_id="r", prompt_tokens=80)]
+    server.problems = ["files: tier files did not answer"]
     assert main(["why", "r"]) == 0
-    assert "no uncached block has a cause" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no uncached block has a cause" in out
+    assert "problem: files: tier files did not answer, and may hold it" in out
     assert [one.request_id for one in server.asked] == ["acme/r-1", "r"]
 
 

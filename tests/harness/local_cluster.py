@@ -10,7 +10,15 @@ from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
-from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds, TraceSettings
+from router.config import (
+    AdmissionBounds,
+    ClusterAccess,
+    RouterConfig,
+    ServedModel,
+    ServedNamespace,
+    StreamBounds,
+    TraceSettings,
+)
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
@@ -24,7 +32,7 @@ from worker.config import MAX_SILENCE_S, BatchSettings
 class Sizes:
     """Pages of a worker, slots of the arena, the bounds of a step and of the router, the longest step, the guesses.
 
-    prefixes: whose blocks all tenants share.
+    prefixes: whose blocks all tenants share. earlier: namespaces that the secret has served before.
     """
 
     num_blocks: int = 256
@@ -38,6 +46,7 @@ class Sizes:
     prefixes: PublicPrefixes = NO_PREFIXES
     kv_policies: tuple[str, ...] = ("full",)
     traces: TraceSettings = field(default_factory=TraceSettings)
+    earlier: tuple[ServedNamespace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class LocalCluster(Cluster[Assembly]):
             admission=sizes.admission,
             streams=sizes.streams,
             traces=sizes.traces,
+            earlier=sizes.earlier,
         )
         super().__init__(config, codec, sizes.prefixes)
         self.directory = Directory(sizes.num_slots, clock, block_bytes=model.layout.block_bytes)

@@ -12,11 +12,14 @@ from kv_store.node.directory_port import Block, Hold, Reservation
 from kv_store.node.directory_state import DirectoryState
 from kv_store.node.records import Records
 from kv_store.node.tombstones import Loss, Tombstones
+from kv_store.tiers.memory_tier import MemoryTier
+from router.config import ServedNamespace
 from tests.harness.local_cluster import LocalCluster, Sizes
+from tests.kv_store.names import put_one
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, ask, at_rest
 from wire.convert import misses_from_pb
-from wire.ids import BlockKey
-from wire.names import BlockName
+from wire.ids import DEFAULT_TENANT, BlockKey
+from wire.names import BlockName, cover
 from wire.pb import cluster_pb2
 from wire.tier import Cause, MissRun, Tier
 
@@ -126,11 +129,37 @@ def drawn_prompt(drawn: random.Random) -> tuple[int, ...]:
     return tuple(tokens[: len(tokens) - drawn.choice((0, 0, 3, SIZE - 1))])
 
 
+class Before:
+    """Blocks that were kept before an upgrade: of drawn prompts of the tenant, and of all prompts of another one."""
+
+    NAMESPACE = ServedNamespace("twin", "aa" * 32, LAYOUT.encode().hex())
+
+    def __init__(self, drawn: random.Random, cold: MemoryTier) -> None:
+        self.own: set[tuple[int, ...]] = set()
+        for _ in range(40):
+            prompt = drawn_prompt(drawn)
+            self._keep(cold, "acme", prompt)
+            if drawn.random() < 0.3:
+                self._keep(cold, DEFAULT_TENANT, prompt)
+                self.own |= {prompt[:end] for end in range(SIZE, len(prompt) + 1, SIZE)}
+
+    def _keep(self, cold: MemoryTier, tenant: str, prompt: tuple[int, ...]) -> None:
+        for name in cover(self.NAMESPACE.root_of(bytes(32), tenant), prompt, SIZE):
+            assert name.is_tail or put_one(cold, name)
+
+    def cause(self, told: MissRun, prompt: tuple[int, ...]) -> Cause:
+        """The cause of a run whose cause in this namespace is told."""
+        is_kept = prompt[: told.first_token + SIZE] in self.own
+        is_unknown = told.miss.cause in (Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.DIFFERS)
+        return Cause.OTHER_NAMESPACE if is_unknown and is_kept else told.miss.cause
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_no_cause_is_wrong_by_a_full_history(seed: int) -> None:
     drawn, history = random.Random(seed), Historian()
-    cluster = LocalCluster(MODEL, Sizes(num_blocks=24, num_slots=NUM_SLOTS))
+    cluster = LocalCluster(MODEL, Sizes(num_blocks=24, num_slots=NUM_SLOTS, earlier=(Before.NAMESPACE,)))
     cluster.directory = history
+    before = Before(random.Random(-seed), cluster.cold)
     await cluster.start(1, 1)
     num_misses, seen = 0, set[Cause]()
     for _ in range(450):
@@ -149,7 +178,20 @@ async def test_no_cause_is_wrong_by_a_full_history(seed: int) -> None:
             assert own == answered
         num_misses += len(own)
         seen.update(told)
+        explained = await explain(cluster, listed.requests[-1])
+        assert explained[1:] == [run.miss.cause for run in runs[1:]]
+        if runs:
+            assert explained[0] is before.cause(runs[0], prompt)
+        seen.update(explained)
     await cluster.stop()
     assert history.wrong == []
     assert num_misses >= 500, num_misses
     assert seen >= {Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.EVICTED, Cause.DIFFERS, Cause.PARTIAL}, seen
+    assert Cause.OTHER_NAMESPACE in seen
+
+
+async def explain(cluster: LocalCluster, ended: cluster_pb2.EndedRequest) -> list[Cause]:
+    """The causes of runs, of which the first is looked for in other namespaces."""
+    asked = cluster_pb2.ExplainMissesRequest(request_id=ended.request_id)
+    explained = await cluster.router.administration.explain(asked)
+    return [run.miss.cause for run in misses_from_pb(explained.request.misses)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.ids import NamespaceRoot
-from wire.names import NameChain, PublicPart, cover, namespace_root, token_bytes
+from wire.names import NameChain, PublicPart, cover, key_of_last, namespace_root, token_bytes
 
 ROOT = NamespaceRoot(bytes(range(32)))
 OTHER = NamespaceRoot(bytes(32))
@@ -67,6 +67,12 @@ def test_public_blocks_are_shared_and_no_other(ids: list[int], num_blocks: int) 
     assert private.isdisjoint(name.key for names in (theirs, *plain) for name in names)
     assert all(name.root_digest == sha(ROOT) for name in ours[num_blocks:])
     assert all(name.parent == sha(ROOT) for name in ours[num_blocks : num_blocks + 1])
+
+
+@given(tokens.filter(lambda ids: len(ids) >= 4), st.integers(0, 9))
+def test_the_key_of_the_last_block_alone_is_the_one_that_its_name_has(ids: list[int], num_blocks: int) -> None:
+    public, whole = PublicPart(NamespaceRoot(b"p" * 32), num_blocks), ids[: len(ids) // 4 * 4]
+    assert key_of_last(ROOT, whole, 4, public) == cover(ROOT, whole, 4, public)[-1].key
 
 
 def test_a_tail_is_no_full_block_and_no_tail_of_another_length() -> None:

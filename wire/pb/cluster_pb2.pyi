@@ -171,6 +171,20 @@ class EndedRequest(_message.Message):
     misses: _containers.RepeatedCompositeFieldContainer[_worker_pb2.MissRun]
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., causes: _Optional[_Iterable[str]] = ..., misses: _Optional[_Iterable[_Union[_worker_pb2.MissRun, _Mapping]]] = ...) -> None: ...
 
+class ExplainMissesRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class MissExplanation(_message.Message):
+    __slots__ = ("request", "problems")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    request: EndedRequest
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request: _Optional[_Union[EndedRequest, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ShutdownRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -66,6 +66,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=cluster__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.ExplainMisses = channel.unary_unary(
+                '/baton.v1.Cluster/ExplainMisses',
+                request_serializer=cluster__pb2.ExplainMissesRequest.SerializeToString,
+                response_deserializer=cluster__pb2.MissExplanation.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/baton.v1.Cluster/Shutdown',
                 request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
@@ -139,6 +144,14 @@ class ClusterServicer:
 
     def ListRequests(self, request, context):
         """The last requests that ended, well or not, of all tenants, without prompts or answers; NOT_FOUND for the id of none of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainMisses(self, request, context):
+        """Tells why blocks of such a request's prompt were not cached, and looks whether a tier has the first of them under
+        another namespace of the request's tenant now; NOT_FOUND as above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,6 +233,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=cluster__pb2.ListRequestsRequest.FromString,
                     response_serializer=cluster__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ExplainMisses': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainMisses,
+                    request_deserializer=cluster__pb2.ExplainMissesRequest.FromString,
+                    response_serializer=cluster__pb2.MissExplanation.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -414,6 +432,33 @@ class Cluster:
             '/baton.v1.Cluster/ListRequests',
             cluster__pb2.ListRequestsRequest.SerializeToString,
             cluster__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainMisses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ExplainMisses',
+            cluster__pb2.ExplainMissesRequest.SerializeToString,
+            cluster__pb2.MissExplanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,120 @@
+"""Blocks of a prompt under other namespaces of its tenant: of other models and layouts that the secret has served.
+
+    request     first missing block ── its key under each namespace, on a thread ──▶ the request's record
+    operator    these keys ── a worker of each node ──▶ tiers that have one ──▶ Cause.OTHER_NAMESPACE
+
+No root of another tenant is made, so no key of another tenant's block is asked for.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from router.config import RouterConfig, ServedNamespace
+from router.requests.tokenizing import PUBLIC
+from wire.ids import BlockKey
+from wire.layout import KVLayout
+from wire.names import PublicPart, digest_of, key_of_last
+from wire.pb import worker_pb2
+from wire.tier import Cause, Miss
+
+MAX_WAITING = 64
+"""Prompts that wait for the thread; of further ones no other name is made."""
+_UNKNOWN = (Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.DIFFERS)
+_SETTINGS = {
+    "dtype": "model.dtype",
+    "quantization": "model.kv_dtype",
+    "block_size": "model.block_size",
+    "window": "model.kv_policy",
+    "num_sinks": "model.kv_policy",
+}
+"""By a field of the layout."""
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """The key of a missing block in another namespace of its tenant. digest: of that namespace's root."""
+
+    namespace: ServedNamespace
+    key: BlockKey
+    digest: bytes
+
+
+class OtherNamespaces:
+    """A thread that makes other names. Its methods never wait."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, "other-namespaces")
+        self._begun: list[Future[list[OtherName]]] = []
+
+    def begin(
+        self, tenant: str, tokens: Sequence[int], public: PublicPart | None, misses: Sequence[worker_pb2.MissRun]
+    ) -> Future[list[OtherName]] | None:
+        """Begins to name the first missing block; None where its cause is known, or MAX_WAITING prompts wait."""
+        self._begun = [one for one in self._begun if not one.done()]
+        is_full = len(self._begun) >= MAX_WAITING
+        if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or is_full:
+            return None
+        num_public = public.num_blocks * self._config.model.layout.block_size if public else 0
+        begun = self._thread.submit(self._names, tenant, tokens, num_public, misses[0].first_token)
+        self._begun.append(begun)
+        return begun
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _names(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
+        """Names the block with that token in each namespace in which the prompt fills it."""
+        names: list[OtherName] = []
+        secret = self._config.cluster.secret
+        for namespace in self._config.earlier:
+            size = namespace.layout.block_size
+            index = first_token // size
+            public = PublicPart(namespace.root_of(secret, PUBLIC), num_public // size)
+            root = namespace.root_of(secret, tenant)
+            if (end := (index + 1) * size) <= len(tokens):
+                key = key_of_last(root, tokens[:end], size, public)
+                names.append(OtherName(namespace, key, digest_of(public.root if index < public.num_blocks else root)))
+        return names
+
+
+def miss_elsewhere(
+    present: ServedNamespace, others: Sequence[OtherName], told: Iterable[worker_pb2.Holding]
+) -> Miss | None:
+    """Finds the first of other names that a tier has. told: holdings of a selection by the keys of `others`."""
+    tiers: dict[int, list[str]] = {}
+    for one in told:
+        for place in one.places:
+            if place < len(others) and others[place].digest == one.namespace:
+                tiers.setdefault(place, []).append(one.tier)
+    if not tiers:
+        return None
+    place = min(tiers)
+    where = " and ".join(dict.fromkeys(tiers[place]))
+    return Miss(Cause.OTHER_NAMESPACE, f"{where} has it under {differences(others[place].namespace, present)}")
+
+
+def differences(then: ServedNamespace, now: ServedNamespace) -> str:
+    """Describes what differs between two namespaces of one tenant, by the parts of a root."""
+    parts = {
+        "model fingerprint": then.fingerprint_hex != now.fingerprint_hex,
+        "KV layout": then.layout_hex != now.layout_hex,
+    }
+    changes = [f"model {then.model} then, {now.model} now"] if then.model != now.model else []
+    changes += _changes(then.layout, now.layout)
+    unexplained = "files of the model or kernels of this version are others"
+    return f"another {' and '.join(part for part in parts if parts[part])}: {'; '.join(changes) or unexplained}"
+
+
+def _changes(then: KVLayout, now: KVLayout) -> list[str]:
+    values: Mapping[str, object] = vars(then)
+    changed = {name: (values[name], value) for name, value in vars(now).items() if values[name] != value}
+    return [
+        f"{name} {_value(was)} then, {_value(value)} now ({_SETTINGS.get(name, 'the model')})"
+        for name, (was, value) in changed.items()
+    ]
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else str(value)
