@@ -375,7 +375,7 @@ class ClusterConfig:
         )
         http = self.http.port
         _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
-        is_other = http in (None, 0) or http not in (port, self.router.grpc_port)
+        is_other = http in (None, 0, "off") or http not in (port, self.router.grpc_port)
         _require(is_other, "http.port", "another port than those of the router", http)
 
     @property

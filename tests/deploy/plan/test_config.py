@@ -230,6 +230,11 @@ def test_a_port_for_metrics_that_is_none(port: object) -> None:
         ClusterConfig.load(None, {"router": {"metrics_port": port}})
 
 
+def test_http_and_metrics_may_both_be_off() -> None:
+    config = ClusterConfig.load(None, {"router": {"metrics_port": "off"}, "http": {"port": "off"}})
+    assert config.http.port == config.router.metrics_port == "off"
+
+
 @pytest.mark.parametrize(
     ("settings", "port"),
     [
