@@ -27,7 +27,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Format:
+class CodeFormat:
     """The format of a matrix, as the kernels are compiled for it.
 
     block: places that share a word of scales. is_halved: both factors of a plane are its scale's, for one half each;
@@ -55,7 +55,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Tables:
+class CodeTables:
     """The tables of a matrix, all of them parts of one run of bytes.
 
     codes: int16 [chunks, words of a place, columns, 32]. rest: uint8 [chunks, columns, 32], of 5 and 6 bits. scales:
@@ -73,8 +73,8 @@ class Tables:
 class Part:
     """Columns of a weight that have one format."""
 
-    format: Format
-    tables: Tables
+    format: CodeFormat
+    tables: CodeTables
     columns: int
 
     @property
@@ -131,10 +131,10 @@ def _joined(alike: list[Quantized]) -> Quantized:
     return replace(alike[0], **changes)
 
 
-def _format_of(matrix: Quantized) -> Format:
+def _format_of(matrix: Quantized) -> CodeFormat:
     has_factors = (matrix.scale_factors, matrix.offset_factors) != (None, None)
     chunk = BITS_TO_PLANES[matrix.bits] * PLANE
-    return Format(
+    return CodeFormat(
         bits=matrix.bits,
         block=matrix.block if matrix.block < matrix.depth else -(-matrix.depth // chunk) * chunk,
         zero=matrix.zero,
@@ -147,7 +147,7 @@ def _format_of(matrix: Quantized) -> Format:
     )
 
 
-def _tables_of(matrix: Quantized, form: Format) -> Tables:
+def _tables_of(matrix: Quantized, form: CodeFormat) -> CodeTables:
     num_chunks = -(-matrix.depth // form.chunk)
     codes = _padded(matrix.codes.view(torch.uint8), num_chunks * form.chunk)
     planes = list(codes.view(-1, num_chunks, form.planes, PLANE).permute(2, 1, 0, 3))
@@ -161,7 +161,7 @@ def _tables_of(matrix: Quantized, form: Format) -> Tables:
     rest = None if form.bits in (4, 8) else _shifted([one >> 4 for one in planes], form.bits - 4, torch.uint8)
     scales = _padded(_scale_words(matrix), -(-num_chunks * form.chunk // form.block))
     factors = _factor_words(matrix, num_chunks * form.chunk) if form.has_factors else None
-    return Tables(torch.stack(words, 1), rest, scales.T.contiguous(), factors)
+    return CodeTables(torch.stack(words, 1), rest, scales.T.contiguous(), factors)
 
 
 def _shifted(planes: list[Tensor], bits: int, dtype: torch.dtype) -> Tensor:
@@ -198,7 +198,7 @@ def _padded(table: Tensor, size: int) -> Tensor:
     return F.pad(table[:, :size], (0, max(0, size - table.shape[1]))).contiguous()
 
 
-def _present(tables: Tables) -> list[Tensor]:
+def _present(tables: CodeTables) -> list[Tensor]:
     return [one for one in (tables.codes, tables.rest, tables.scales, tables.factors) if one is not None]
 
 
@@ -207,7 +207,7 @@ def _bytes_of(table: Tensor) -> Tensor:
     return F.pad(flat, (0, -len(flat) % ALIGNMENT))
 
 
-def _placed(tables: Tables, pieces: Iterator[Tensor]) -> Tables:
+def _placed(tables: CodeTables, pieces: Iterator[Tensor]) -> CodeTables:
     """Views each table where its bytes lie in the run."""
 
     def view(table: Tensor) -> Tensor:
@@ -215,4 +215,4 @@ def _placed(tables: Tables, pieces: Iterator[Tensor]) -> Tables:
 
     found = [view(one) for one in _present(tables)]
     codes, rest = found.pop(0), None if tables.rest is None else found.pop(0)
-    return Tables(codes, rest, found.pop(0), found.pop(0) if found else None)
+    return CodeTables(codes, rest, found.pop(0), found.pop(0) if found else None)
