@@ -49,7 +49,10 @@ class Front:
 
 
 class BlockStore(Protocol):
-    """Blocking; one thread fetches, writes and purges. A tier at fault is a miss and never an error."""
+    """Blocks by name, below an engine's pages. Blocking; one thread fetches, writes and purges.
+
+    A failed tier is a miss, never an error.
+    """
 
     def fence(self) -> None:
         """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
@@ -92,7 +95,10 @@ class BlockStore(Protocol):
 
 
 class StoreControl(Protocol):
-    """The calls about a node's store that move no block. Blocking; for another thread than a `BlockStore`."""
+    """Holds, status and checks of a node's store; moves no block. Blocking; safe beside a `BlockStore`'s thread.
+
+    With the directory out of reach `renew` returns nothing, and `check` names it; neither raises.
+    """
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         """Prolongs the holds of requests; returns the requests that have none, or none any more."""
@@ -107,4 +113,4 @@ class StoreControl(Protocol):
     def status(self) -> StoreStatus: ...
 
     def check(self) -> list[str]:
-        """Lists the faults of the host tier's books; an empty list is a clean bill."""
+        """Lists violated invariants of the host tier; empty if none."""

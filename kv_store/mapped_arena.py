@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class MappedArena:
-    """An arena, mapped anew after its directory has restarted. While that is out of reach everything is a miss.
+    """The mapping of a node's arena, replaced after a restart of its directory.
 
-    num_failed: calls that were in vain for that. num_corrupt: blocks rejected.
+    num_failed: calls that failed, as the directory was out of reach or had restarted. num_corrupt: blocks rejected for
+    a wrong checksum.
     """
 
     def __init__(self, layout: KVLayout, arena: Arena, directory: DirectoryPort) -> None:
@@ -27,7 +28,7 @@ class MappedArena:
         self.directory = directory
         self.num_failed = self.num_corrupt = 0
         self._arena = arena
-        self._is_old = self._is_passed_over = False
+        self._is_stale = self._is_unreachable = False
         self._scratch = memoryview(bytearray(layout.payload_bytes))
 
     @property
@@ -35,8 +36,8 @@ class MappedArena:
         return self._arena.block_bytes
 
     def attach(self) -> None:
-        """Maps the directory's arena anew if it has restarted. Comes before all that is done with slots."""
-        if not self._is_old:
+        """Maps the new arena if the directory has restarted. Call it before any use of a slot. Raises StoreError."""
+        if not self._is_stale:
             return
         arena = Arena.open(self.directory.attach().arena_path)
         if arena.block_bytes != self.block_bytes:
@@ -44,7 +45,7 @@ class MappedArena:
             raise StoreError(f"the new arena has slots of {arena.block_bytes} bytes")
         self._arena.close()
         self._arena = arena
-        self._is_old = False
+        self._is_stale = False
 
     def payload(self, slot: SlotId | None) -> memoryview:
         """Views the payload of a slot; of None, memory for one block at a time."""
@@ -62,13 +63,13 @@ class MappedArena:
             answer = action()
         except EpochChanged:
             log.warning("the arena's directory has restarted: what was in it is lost")
-            self._is_old = True
+            self._is_stale = True
         except StoreError as error:
-            if not self._is_passed_over:
+            if not self._is_unreachable:
                 log.warning("the host tier is passed over: %s", error)
-            self._is_passed_over = True
+            self._is_unreachable = True
         else:
-            self._is_passed_over = False
+            self._is_unreachable = False
             return answer
         self.num_failed += 1
         return otherwise

@@ -70,7 +70,7 @@ class NodeControl:
 
 
 class NodeStore:
-    """A BlockStore, for one thread; `control` is for another.
+    """The BlockStore of a node's process. Not thread-safe: for the transfer thread; `control` is for any.
 
     cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
     costs: the durations that fetches learn from, and choose by.

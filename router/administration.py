@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import takewhile
 
 from router.config import RouterConfig
-from router.namespaces import OtherName, miss_elsewhere
+from router.namespaces import OtherName, miss_in_other_namespace
 from router.requests.dispatch import Dispatcher
 from router.requests.tokenizing import PUBLIC
 from router.workers.members import Member, Members
@@ -94,7 +94,9 @@ class StoreAdministration:
         if record is not None and record.summary.others is not None:
             others = await _named(record.summary.others)
             told = await self._holdings_of(others)
-            miss = miss_elsewhere(self._config.model.namespace, others, (one for each in told for one in each.holdings))
+            miss = miss_in_other_namespace(
+                self._config.model.namespace, others, (one for each in told for one in each.holdings)
+            )
             if miss is not None:
                 ended.misses[0].cause, ended.misses[0].how = miss.cause, miss.how
             problems = [problem for each in told for problem in each.problems]

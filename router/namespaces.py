@@ -28,7 +28,7 @@ _SETTINGS = {
     "window": "model.kv_policy",
     "num_sinks": "model.kv_policy",
 }
-"""By a field of the layout."""
+"""The setting that decides each field of a KV layout."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,15 @@ class OtherNamespaces:
         return names
 
 
-def miss_elsewhere(
-    present: ServedNamespace, others: Sequence[OtherName], told: Iterable[worker_pb2.Holding]
+def miss_in_other_namespace(
+    present: ServedNamespace, others: Sequence[OtherName], holdings: Iterable[worker_pb2.Holding]
 ) -> Miss | None:
-    """Finds the first of other names that a tier has. told: holdings of a selection by the keys of `others`."""
+    """Returns the miss of the first of `others` that a tier holds; None if no tier holds one.
+
+    holdings: answers to a count of the keys of `others`.
+    """
     tiers: dict[int, list[str]] = {}
-    for one in told:
+    for one in holdings:
         for place in one.places:
             if place < len(others) and others[place].digest == one.namespace:
                 tiers.setdefault(place, []).append(one.tier)

@@ -13,7 +13,7 @@ from wire.layout import Window
 
 
 class PageAllocator:
-    """Pages that sequences write. Not thread-safe: for the engine's thread."""
+    """Allocates a pool's pages to sequences. Not thread-safe: for the engine's thread."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.ledger = pool.ledger
@@ -41,9 +41,9 @@ class PageAllocator:
         return num_tokens
 
     def extend(self, sequences: Seq[Sequence], num_ahead: int = 0) -> list[PageId] | None:
-        """Makes room for the token `num_ahead` tokens after the next one of each sequence, the first of its page.
+        """Gives each sequence a page for position `num_stored + num_ahead`, the first of a block.
 
-        Returns these pages, of which a sequence may have its own already; None, and nothing changed, without room.
+        Returns these pages, one a sequence; None, and nothing changed, if too few are free.
         """
         places = [(one.num_stored + num_ahead) // self.layout.block_size for one in sequences]
         lacking = [one for one, place in zip(sequences, places, strict=True) if place == len(one.kv.table)]

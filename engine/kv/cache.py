@@ -2,9 +2,9 @@
 
     PageAllocator   pages that sequences write
     PrefixBacks     pages that are filled while their sequences compute
-    KVCache         names: what a sequence begins with, and what the store gets of it
+    KVCache         prefix lookups, fetches from the store, write-through
 
-No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
+Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class HandOffStored:
 
 
 class KVCache:
-    """Pages of sequences over one pool, with the store behind it."""
+    """Looks up prefixes, fetches missing blocks, and writes filled ones through."""
 
     def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
         self.allocator = PageAllocator(pool)

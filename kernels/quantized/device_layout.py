@@ -84,13 +84,13 @@ class Part:
 
 @dataclass(frozen=True)
 class CodedWeight(Weight):
-    """A matrix whose weights stay codes; `data` is all bytes of its parts, which stand one behind the other."""
+    """A weight that stays packed. data: uint8 [bytes], the tables of its parts in order, each padded to 16 bytes."""
 
     parts: tuple[Part, ...]
 
 
 def is_packable(matrix: Quantized) -> bool:
-    """Tells whether the kernels give the matrix the bits of `dequantize`."""
+    """Returns whether the kernels reproduce `Quantized.dequantize` bit for bit."""
     group, scales, offsets = matrix.group, matrix.scales, matrix.offsets
     has_factors = (matrix.scale_factors, matrix.offset_factors) != (None, None)
     is_whole = group % PLANE == 0 or group >= matrix.depth

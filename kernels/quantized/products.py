@@ -378,7 +378,7 @@ def _launch(
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Launches `multiply`, with programs for so many splits."""
+    """Launches `multiply` on `num_splits` programs along the depth; one program alone sums all splits."""
     num_rows, depth = states.shape
     multiply[(triton.cdiv(num_rows, tile.rows), triton.cdiv(part.columns, tile.keys), num_splits)](
         states,

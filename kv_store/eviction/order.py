@@ -176,7 +176,7 @@ class EvictionOrder(Generic[Page]):
         return pages
 
     def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+        """Lists violated invariants; empty if none."""
         parents = [self._evicted_after(page) for page in self._ranks[0].pages]
         owned = Counter(owner for owner, key in zip(self._owners, self._keys, strict=True) if key is not None)
         problems = [] if +self._num_owned == owned else ["the counts of owners differ from the pages"]

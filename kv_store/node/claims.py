@@ -264,7 +264,7 @@ class Claims:
         self.holds.expire()
 
     def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+        """Lists violated invariants; empty if none."""
         ledger, writing, references = self._ledger, self.reservations.transfers, self.holds.references
         transfers = writing + self.leases.transfers
         rules = {

@@ -155,7 +155,7 @@ class Copies:
         return not self._flags[slot]
 
     def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+        """Lists violated invariants; empty if none."""
         slots = {slot for slot in self._ledger.pages if self._flags[slot]} | self._queues.slots
         are_indexed = all(self._ledger.key_of(slot) is not None for slot in slots)
         return [] if are_indexed else ["a block with copies is not indexed"]

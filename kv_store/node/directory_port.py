@@ -314,7 +314,7 @@ class RecordsPort(_Calls):
 
     @_carried
     def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+        """Lists violated invariants; empty if none."""
 
 
 class ContentsPort(_Calls):

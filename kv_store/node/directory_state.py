@@ -34,11 +34,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NUM_LOST = 1 << 16
-"""The lost blocks that an arena of fewer than four times as many slots remembers, at most one a slot."""
+"""Lost blocks that an arena remembers, at most one a slot; a larger arena remembers a quarter of its slots."""
 
 
 class DirectoryState:
-    """The state of `num_slots` slots. Within their context, of one thread at a time, claims that ran out are ended.
+    """The index, claims and lost blocks of `num_slots` slots. Its context is a lock, and ends expired claims first.
 
     order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.WriteQueues`. keeps: bounds on hints.
     num_events: places of the log.
@@ -154,7 +154,7 @@ class DirectoryState:
 
 
 class SlotShares:
-    """The shares of namespaces in the slots, by their roots' digests; a namespace with one is an owner of its own."""
+    """The share of the slots (0 to 1) of each namespace, by root digest; owner 0 is all namespaces without one."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self.by_namespace: Mapping[bytes, float] = {}
@@ -162,7 +162,7 @@ class SlotShares:
         self._owners: dict[bytes, int] = {}
 
     def set(self, shares: Mapping[bytes, float], blocks: Iterable[Block]) -> None:
-        """Bounds namespaces, and gives all indexed blocks to their owners."""
+        """Sets the shares, and the owner of each of the indexed `blocks`."""
         order, num_slots = self._ledger.order, self._ledger.num_pages
         self.by_namespace = shares
         for digest in shares:
@@ -176,7 +176,7 @@ class SlotShares:
         return self._owners.get(namespace, 0)
 
     def max_slots(self, namespace: bytes) -> int:
-        """Counts the slots that a namespace may have."""
+        """Returns a namespace's bound in slots; all slots without a share."""
         num_slots = self._ledger.num_pages
         return min(num_slots, self._ledger.order.max_owned.get(self.owner_of(namespace), num_slots))
 

@@ -55,7 +55,7 @@ class EventPage:
 
 
 class EventSignal:
-    """A list of waiting threads and loops, each woken once. Thread-safe."""
+    """Callbacks that the next `notify` calls once and drops. Thread-safe."""
 
     def __init__(self) -> None:
         self._wakes: list[Callable[[], object]] = []
@@ -67,7 +67,7 @@ class EventSignal:
 
     @contextmanager
     def subscribed(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Has the next `notify` within the context call `wake`, on the notifying thread."""
+        """Registers `wake` for the next `notify` within the context, on whose thread it must not block."""
         with self._lock:
             self._wakes.append(wake)
         try:

@@ -15,7 +15,7 @@ from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, StoredBlock, T
 
 
 class Records(RecordsPort):
-    """Answers and notes about the blocks of the arena that `state` is of; thread-safe."""
+    """The calls of `RecordsPort` over a DirectoryState; thread-safe."""
 
     def __init__(self, state: DirectoryState) -> None:
         self.state = state
@@ -132,7 +132,7 @@ class Records(RecordsPort):
 
 
 class Contents(ContentsPort):
-    """Lists and clears the blocks of the arena that `state` is of; thread-safe."""
+    """The calls of `ContentsPort` over a DirectoryState; thread-safe. block_bytes: of each slot."""
 
     def __init__(self, state: DirectoryState, block_bytes: int) -> None:
         self.state = state

@@ -101,7 +101,7 @@ class Sessions:
             self._end_keep(name)
 
     def check(self) -> list[str]:
-        """Lists the faults of the books; an empty list is a clean bill."""
+        """Lists violated invariants; empty if none."""
         used = {slot: name for name, use in self._uses.items() for slot in use.slots}
         kept = [(slot, use) for use in self._uses.values() for slot, is_kept in use.slots.items() if is_kept]
         slots = self._slots

@@ -62,7 +62,7 @@ class StoredFile:
 
 
 class FolderLock:
-    """The lock of an open folder, which the node that makes room has."""
+    """A lock file in an open folder, held by the node that evicts; void a minute after its last renewal."""
 
     def __init__(self, folder: int, clock: Callable[[], float]) -> None:
         self._folder = folder
@@ -70,7 +70,10 @@ class FolderLock:
         self._seen = (0, 0.0)
 
     def take(self) -> bool:
-        """Makes the lock; False if another node has it, and has renewed it within a minute of this process's clock."""
+        """Creates the lock file, or replaces one that was not renewed for a minute of this process's clock.
+
+        False if another node holds it. Raises OSError.
+        """
         for _ in range(2):
             with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
                 return True

@@ -1,4 +1,4 @@
-"""The contract of a directory: of the books called directly, and of the same behind the socket."""
+"""The contract of a directory: of a directory called directly, and of one behind its socket."""
 
 import random
 import time

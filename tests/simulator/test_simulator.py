@@ -116,7 +116,7 @@ def note_stored(log: BlockEventLog, kind: EventKind, tier: Tier, key: bytes) -> 
         NOTE(log, kind, tier, key)
 
 
-def jump_told_twice(
+def jump_counted_twice(
     attempt_id: AttemptId, choice: int, tokens: range, found: Mapping[str, int], block_size: int
 ) -> Jumped:
     return Jumped(attempt_id, choice, tokens, {tier: 2 * num_tokens for tier, num_tokens in found.items()}, block_size)
@@ -153,7 +153,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
     "a group that came back short counts as whole": (BackFetch, "run", whole_group, {"I4"}),
     "a jump passes over a hole": (Prefetch, "run", run_over_holes, {"I4", "I6"}),
-    "a jump counts its tokens twice": (prefix_backs, "Jumped", jump_told_twice, {"I13"}),
+    "a jump counts its tokens twice": (prefix_backs, "Jumped", jump_counted_twice, {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""
