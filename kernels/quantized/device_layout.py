@@ -92,10 +92,12 @@ class CodedWeight(Weight):
 def is_packable(matrix: Quantized) -> bool:
     """Returns whether the kernels reproduce `Quantized.dequantize` bit for bit."""
     group, scales, offsets = matrix.group, matrix.scales, matrix.offsets
+    if matrix.bits == 8 and matrix.codes.dtype is torch.uint8:
+        return False  # codes of 8 bits have a sign
     has_factors = (matrix.scale_factors, matrix.offset_factors) != (None, None)
     is_whole = group % PLANE == 0 or group >= matrix.depth
     if has_factors and group == HALVED_GROUP:
-        is_whole = offsets is None
+        is_whole = offsets is None and (matrix.block % PLANE == 0 or matrix.block >= matrix.depth)
     if offsets is None:
         return is_whole and scales.dtype in (*HALVES, torch.float32)
     # Beside long scales a product is rounded before its sum.
@@ -195,7 +197,8 @@ def _factor_words(matrix: Quantized, padded_depth: int) -> Tensor:
 
 
 def _padded(table: Tensor, size: int) -> Tensor:
-    return F.pad(table[:, :size], (0, max(0, size - table.shape[1]))).contiguous()
+    padded = F.pad(table[:, :size], (0, max(0, size - table.shape[1])))
+    return padded.clone(memory_format=torch.contiguous_format)  # a table of one column has strides of its own else
 
 
 def _present(tables: CodeTables) -> list[Tensor]:

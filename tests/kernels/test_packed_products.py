@@ -190,8 +190,22 @@ def test_packed_weights_take_at_most_1_2_of_their_file(name: str) -> None:
         {"group": 24, "block": 24, "scales": torch.ones(40, 10).half()},
         {"scales": torch.ones(40, 8), "offsets": torch.ones(40, 8)},
         {"offsets": torch.ones(40, 8, dtype=torch.bfloat16)},
+        {"bits": 8, "zero": 128},
+        {
+            "group": 16,
+            "block": 16,
+            "offsets": None,
+            "scales": torch.ones(40, 15).half(),
+            "scale_factors": torch.ones(40, 15, dtype=torch.int8),
+        },
     ],
-    ids=["groups that no plane is of", "long scales with offsets", "offsets of another dtype"],
+    ids=[
+        "groups that no plane is of",
+        "long scales with offsets",
+        "offsets of another dtype",
+        "codes of 8 bits without a sign",
+        "blocks of half a plane",
+    ],
 )
 def test_what_the_kernels_would_not_widen_exactly_is_widened_before(changes: dict[str, Any]) -> None:
     matrix = replace(DRAWS["Q4_0"](40, 240), **changes)
@@ -200,3 +214,19 @@ def test_what_the_kernels_would_not_widen_exactly_is_widened_before(changes: dic
     weight = BACKEND.pack_codes(parts, torch.bfloat16)
     assert not isinstance(weight, CodedWeight)
     assert torch.equal(weight.data, torch.cat([one.dequantize().bfloat16() for one in parts]))
+
+
+def test_a_matrix_of_one_column_is_packed() -> None:
+    matrix = Quantized(
+        codes=torch.arange(768, dtype=torch.uint8).view(torch.int8)[None],
+        bits=8,
+        group=160,
+        block=160,
+        scales=torch.ones(1, 5).half(),
+        offsets=torch.ones(1, 5).half(),
+        offset_factors=torch.arange(1, 6, dtype=torch.int8)[None],
+    )
+    weight = BACKEND.pack_codes([matrix], torch.float32)
+    assert isinstance(weight, CodedWeight)
+    states = torch.eye(768)[:3]
+    assert torch.equal(BACKEND.linear(states, weight, None), matrix.dequantize()[:, :3].T)
