@@ -64,7 +64,7 @@ def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
 
     rounds = []
     for _ in range(NUM_ROUNDS):
-        directory.reject(directory.contents.blocks())
+        directory.reject(directory.state.blocks())
         rounds.append(
             {
                 "out": _time(lambda: host.copy_(device, non_blocking=True)),

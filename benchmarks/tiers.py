@@ -129,7 +129,7 @@ class ArenaTurns:
         self._store = NodeStore(LAYOUT, self._arena, self._directory, [], pool)
 
     def empty(self) -> None:
-        self._directory.reject(self._directory.contents.blocks())
+        self._directory.reject(self._directory.state.blocks())
 
     def publish(self) -> None:
         if self._store.write_through(self._names, self._pages, None) < len(self._names):

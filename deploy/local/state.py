@@ -1,4 +1,4 @@
-"""The command line's files: the state of each cluster, the server's secret, and what was served under it.
+"""The command line's files: the state of each cluster, the server's secret, and the namespaces served under it.
 
 Private to their user.
 """

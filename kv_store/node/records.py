@@ -6,7 +6,7 @@ Beside them its contents, for administration: what it holds, by key.
 import threading
 from collections.abc import Mapping, Sequence
 
-from kv_store.node.directory_port import Block, ContentsPort, DirectoryStatus, KeepHint, RecordsPort
+from kv_store.node.directory_port import ContentsPort, DirectoryStatus, KeepHint, RecordsPort
 from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import EVENT_TIERS, MAX_PAGE_BLOCKS, BlockEvents, EventCursor, EventPage
 from kv_store.node.tombstones import Loss
@@ -151,11 +151,6 @@ class Contents(ContentsPort):
             StoredBlock(key, state.proof(slot).root_digest, self._block_bytes, state.idle_s(slot))
             for key, slot in found.items()
         ]
-
-    @exclusive
-    def blocks(self) -> list[Block]:
-        """Returns the indexed blocks."""
-        return self.state.blocks()
 
     @exclusive
     def clear(self, keys: Sequence[BlockKey]) -> int:

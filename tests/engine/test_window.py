@@ -197,10 +197,10 @@ def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
     node = Node(model.layout, num_slots=20)
     runs = prefill(make_core(model, node), [PROMPT], GREEDY)
     assert node.directory.records.status().num_holds == 1
-    assert {block.name.key for block in node.directory.contents.blocks()} >= {*keys()}
+    assert {block.name.key for block in node.directory.state.blocks()} >= {*keys()}
     prefill(make_core(model, node), [tuple(range(300, 480))], GREEDY)
     here, behind = (
-        {block.name.key for block in node.directory.contents.blocks()},
+        {block.name.key for block in node.directory.state.blocks()},
         Window(model.layout).behind(len(PROMPT)),
     )
     assert {*keys()[: behind.start], *keys()[behind.stop :]} <= here

@@ -83,7 +83,7 @@ def _in_arena(cluster: FaultyCluster) -> Iterator[str]:
 
 def _in_index(cluster: FaultyCluster) -> Iterator[str]:
     """I12: where workers are left, the router's index has the arena's blocks and no others."""
-    there = {mark_of(block.name.key) for block in cluster.directory.contents.blocks() if not block.name.is_tail}
+    there = {mark_of(block.name.key) for block in cluster.directory.state.blocks() if not block.name.is_tail}
     known = cluster.router.index.marks("")
     if known != there and cluster.listed:
         yield f"router: its index has {None if known is None else len(known)} blocks, the arena {len(there)}"

@@ -118,7 +118,7 @@ class FaultyCluster(LocalCluster):
 
     def blocks(self) -> list[Block]:
         """What is found in the arena."""
-        return self.directory.contents.blocks()
+        return self.directory.state.blocks()
 
     def move_to_cold(self) -> None:
         """Moves the arena's full blocks to the cold tier, and drops the tails."""

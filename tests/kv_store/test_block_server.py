@@ -128,7 +128,7 @@ def test_blocks_come_from_the_other_nodes_slots(node: Node, reader: BlockReader)
 def test_the_twin_reads_as_the_port_does(node: Node, reader: BlockReader) -> None:
     names = names_of(40)
     node.publish([*names[:3], *names[4:]])
-    [spoilt] = [block for block in node.directory.contents.blocks() if block.name == names[6]]
+    [spoilt] = [block for block in node.directory.state.blocks() if block.name == names[6]]
     node.arena.slot(spoilt.slot)[3] ^= 1
     for source in (reader, LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)):
         assert source.exists(keys(names)) == [index != 3 for index in range(10)]
@@ -169,7 +169,7 @@ def test_a_reading_that_is_given_up_leaves_nothing_behind(node: Node, reader: Bl
 def test_a_spoilt_block_is_not_vouched_for(node: Node, reader: BlockReader) -> None:
     names = names_of(20)
     node.publish(names)
-    [spoilt] = [block for block in node.directory.contents.blocks() if block.name == names[2]]
+    [spoilt] = [block for block in node.directory.state.blocks() if block.name == names[2]]
     node.arena.slot(spoilt.slot)[3] ^= 1
     assert len(read(reader, names)) == 2
     assert reader.status().corrupt == 1

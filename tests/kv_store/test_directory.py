@@ -176,7 +176,7 @@ def test_a_subscriber_that_fell_behind_the_ring_gets_a_snapshot_and_goes_on() ->
     assert blocks[Tier.HOST] == {*keys(names_of(16)), *keys(names_of(4, first=1000))}
     served.port.delete(keys(names_of(4)))
     followed(served, place, blocks)
-    assert blocks[Tier.HOST] == {one.name.key for one in directory.contents.blocks()}
+    assert blocks[Tier.HOST] == {one.name.key for one in directory.state.blocks()}
 
 
 def test_a_snapshot_in_parts_is_exact_whatever_changes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_snapshot_in_parts_is_exact_whatever_changes_between_them(monkeypatch:
             place = applied(page, blocks)
         if draw.random() < 0.2:
             place = followed(served, place, blocks)
-            assert blocks[Tier.HOST] == {one.name.key for one in directory.contents.blocks()}
+            assert blocks[Tier.HOST] == {one.name.key for one in directory.state.blocks()}
 
 
 def test_what_is_there_gets_no_slot(served: Served) -> None:
@@ -474,9 +474,7 @@ def test_names_in_a_circle_do_no_harm(served: Served) -> None:
 
 def test_a_block_is_told_as_it_was_committed(served: Served) -> None:
     blocks = served.publish(names_of(10))
-    assert sorted(served.directory.contents.blocks(), key=lambda block: block.slot) == sorted(
-        blocks, key=lambda b: b.slot
-    )
+    assert sorted(served.directory.state.blocks(), key=lambda block: block.slot) == sorted(blocks, key=lambda b: b.slot)
 
 
 def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
@@ -584,7 +582,7 @@ class TestShares:
         assert directory.records.check() == []
 
     def num_of(self, directory: Directory, root: NamespaceRoot) -> int:
-        return sum(block.name.root_digest == digest_of(root) for block in directory.contents.blocks())
+        return sum(block.name.root_digest == digest_of(root) for block in directory.state.blocks())
 
     @pytest.mark.parametrize("is_late", [False, True])
     def test_beyond_its_share_its_own_go_first(self, is_late: bool) -> None:

@@ -84,9 +84,7 @@ def test_a_block_that_was_rejected_or_purged_says_so(loss: str, how: str) -> Non
     directory = Directory(8, FakeClock())
     names = names_of(2 * BLOCK)
     publish(directory, names)
-    directory.reject(directory.contents.blocks()) if loss == "reject" else directory.delete(
-        [name.key for name in names]
-    )
+    directory.reject(directory.state.blocks()) if loss == "reject" else directory.delete([name.key for name in names])
     assert found(directory, names) == [Miss(Cause.EVICTED, how)] * 2
 
 
@@ -107,7 +105,7 @@ def test_a_prompt_differs_from_a_known_sibling_on() -> None:
     assert causes(found(directory, other)) == ["behind", "differs", "differs", "differs"]
     assert causes(found(directory, names_of(6 * BLOCK))) == ["behind"] * 4 + ["never_seen"] * 2
     assert causes(found(directory, names_of(4 * BLOCK, first=700))) == ["never_seen"] * 4
-    directory.reject(directory.contents.blocks())
+    directory.reject(directory.state.blocks())
     assert causes(found(directory, other)) == ["evicted", "differs", "differs", "differs"]
 
 

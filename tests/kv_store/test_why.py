@@ -131,7 +131,7 @@ def test_a_frame_that_is_not_right_has_failed_to_load_and_later_ones_are_behind(
 def test_a_wrong_checksum_in_the_arena_is_a_failed_load(one: One) -> None:
     names = names_of(8)
     one.publish(names)
-    [slot] = [block.slot for block in one.directory.contents.blocks() if block.name.key == names[0].key]
+    [slot] = [block.slot for block in one.directory.state.blocks() if block.name.key == names[0].key]
     one.arena.slot(slot)[0] ^= 1
     assert one.why(names) == [Miss(Cause.LOAD_FAILED, "its checksum in the arena was wrong"), Miss(Cause.BEHIND)]
     assert one.why(names)[0] == Miss(Cause.EVICTED, "its checksum was wrong")

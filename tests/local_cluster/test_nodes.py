@@ -106,7 +106,7 @@ async def test_the_next_turn_finds_the_answer_on_the_other_node(nodes: Nodes) ->
 
 async def test_blocks_spoilt_on_the_other_node_are_computed_again(nodes: Nodes) -> None:
     first = await nodes.generate(ask())
-    there = nodes.nodes["b"].directory.contents
+    there = nodes.nodes["b"].directory.state
     await until(lambda: len(there.blocks()) == 9)  # seven of the prompt, two of the answer, which may be on their way
     for block in there.blocks():
         nodes.nodes["b"].arena.slot(block.slot)[3] ^= 1
@@ -130,7 +130,7 @@ async def test_the_routers_index_comes_to_have_the_blocks_of_each_node(nodes: No
 
 
 def full_marks(directory: Directory) -> set[int]:
-    return {mark_of(block.name.key) for block in directory.contents.blocks() if not block.name.is_tail}
+    return {mark_of(block.name.key) for block in directory.state.blocks() if not block.name.is_tail}
 
 
 async def test_a_node_whose_port_is_gone_is_a_miss() -> None:

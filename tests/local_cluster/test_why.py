@@ -68,7 +68,7 @@ class Historian(Directory):
         self.wrong: list[tuple[Cause, Cause]] = []
 
     def _resident(self) -> dict[BlockKey, bytes]:
-        return {one.name.key: one.name.parent for one in self.contents.blocks() if not one.name.is_tail}
+        return {one.name.key: one.name.parent for one in self.state.blocks() if not one.name.is_tail}
 
     def _watched(self, call: Callable[[], T]) -> T:
         order = self.state.tombstones.order  # type: ignore[attr-defined]

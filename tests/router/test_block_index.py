@@ -97,7 +97,7 @@ def test_a_page_that_does_not_continue_the_last_leads_to_a_snapshot(index: Block
     index.take(page)
     assert (index.match(KEYS), index.cursor("a").epoch) == ({}, "")
     node.follow()
-    assert index.match(KEYS)["a"] == len(node.directory.contents.blocks())
+    assert index.match(KEYS)["a"] == len(node.directory.state.blocks())
 
 
 def test_a_new_epoch_takes_all_blocks_of_the_old_one_away(index: BlockIndex) -> None:
@@ -145,7 +145,7 @@ def test_the_index_equals_the_directory_after_any_changes(index: BlockIndex) -> 
             index.take(node.page())
         if draw.random() < 0.2:
             node.follow()
-            full = {mark_of(block.name.key) for block in node.directory.contents.blocks() if not block.name.is_tail}
+            full = {mark_of(block.name.key) for block in node.directory.state.blocks() if not block.name.is_tail}
             assert index.marks("a") == full
 
 

@@ -61,7 +61,7 @@ class EventCluster(FakeCluster):
         return cover(root, PROMPT.encode(), LAYOUT.block_size)
 
     def is_exact(self, node_id: str) -> bool:
-        blocks = self.directories[node_id].contents.blocks()
+        blocks = self.directories[node_id].state.blocks()
         return self.index.marks(node_id) == {mark_of(block.name.key) for block in blocks}
 
     def restart(self, node_id: str) -> Directory:
@@ -300,7 +300,7 @@ async def test_a_subscriber_that_reads_nothing_holds_nothing_up_and_gets_a_snaps
     blocks: set[bytes] = set()
     cursors: list[worker_pb2.EventCursor] = []
     kinds: list[str] = []
-    expected = {block.name.key for block in directory.contents.blocks()}
+    expected = {block.name.key for block in directory.state.blocks()}
     async with asyncio.timeout(WAIT_S):
         while blocks != expected:
             page = await call.read()
@@ -315,7 +315,7 @@ async def test_a_subscriber_that_reads_nothing_holds_nothing_up_and_gets_a_snaps
 
 
 def _knows(index: BlockIndex, directory: Directory) -> bool:
-    return index.marks("") == {mark_of(block.name.key) for block in directory.contents.blocks()}
+    return index.marks("") == {mark_of(block.name.key) for block in directory.state.blocks()}
 
 
 def _apply(events: worker_pb2.BlockEvents, blocks: set[bytes]) -> None:

@@ -112,7 +112,7 @@ class Node:
 
     def evict(self) -> None:
         """Loses all blocks, held ones too."""
-        self.directory.reject(self.directory.contents.blocks())
+        self.directory.reject(self.directory.state.blocks())
         self._held.clear()
 
     def map(self, path: str) -> Arena:
@@ -193,7 +193,7 @@ class Node:
 
     def _check_commit(self, blocks: Sequence[Block]) -> None:
         """I3: what can be found from now on is there, and is what it should be."""
-        found = {block.slot: block for block in self.directory.contents.blocks()}
+        found = {block.slot: block for block in self.directory.state.blocks()}
         for block in blocks:
             if found.get(block.slot) == block:
                 self._watch.expect_whole(self.arena.slot(block.slot)[: self._layout.payload_bytes], block)

@@ -111,7 +111,7 @@ def _evict(world: World, worker: SimWorker, amount: float) -> None:
 
 def _move(world: World, worker: SimWorker, amount: float) -> None:
     for node in world.nodes:
-        for block in node.directory.contents.blocks():
+        for block in node.directory.state.blocks():
             payload = node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
             if not block.name.is_tail and checksum_of(payload) == block.checksum:
                 world.redis.put(block.name, payload, block.checksum)

@@ -277,7 +277,7 @@ class World:
         spoilt = {fault.kind for fault in self.run.struck} & LOSE_COPIES
         is_left = node.directory.records.leave() or node.directory.records.status().num_holds
         if not node.is_gone and not spoilt and not is_left:
-            lost = [one for one in node.directory.contents.blocks() if not one.name.is_tail]
+            lost = [one for one in node.directory.state.blocks() if not one.name.is_tail]
             if any(one.name.key not in self.redis.frames for one in lost):
                 self.watch.violated("promise", f"{node.name} takes away blocks that only it had")
         self.lose(node, 0.0)
@@ -399,7 +399,7 @@ class World:
 
     def _misplaced_on(self, node: Node) -> Iterator[tuple[str, str]]:
         """I12: where a node has workers, the router's index comes to have the blocks of its arena, and no others."""
-        there = {mark_of(block.name.key) for block in node.directory.contents.blocks() if not block.name.is_tail}
+        there = {mark_of(block.name.key) for block in node.directory.state.blocks() if not block.name.is_tail}
         known = self.router.parts.index.marks(node.name)
         if known != there and any(worker.node is node for worker in self.alive):
             yield "I12", f"the index knows {'nothing' if known is None else len(known)} of {len(there)} on {node.name}"
@@ -440,7 +440,7 @@ class World:
         """I3, I4 and I7: every block that can be found is what it is said to be."""
         struck = {fault.kind for fault in self.run.struck}
         for node in self.nodes:
-            for block in node.directory.contents.blocks():
+            for block in node.directory.state.blocks():
                 payload = node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
                 if Kind.FLIP not in struck:
                     self.watch.expect_whole(payload, block)
