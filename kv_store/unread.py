@@ -73,8 +73,9 @@ class Unread:
     def _failure(self, source: BlockSource | None, deadline: float) -> str:
         if source is None:
             return "its checksum in the arena was wrong"
-        is_late = self._clock() > deadline
-        return "reading took longer than computing" if is_late else f"{source.tier} gave no right bytes"
+        if self._clock() > deadline:
+            return "reading took longer than computing"
+        return f"{source.tier} did not give its right bytes in time"
 
     def _copied(self, name: BlockName, miss: Miss) -> Miss:
         """Finds the cause of a block that the arena has lost, and of which a cold tier was given a copy."""

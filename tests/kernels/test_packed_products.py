@@ -73,6 +73,7 @@ def test_products_of_any_shape(dtype: torch.dtype, shape: tuple[int, int], num_r
     check([draw("Q5_1", *shape, device)], dtype, num_rows)
 
 
+@pytest.mark.pairs(1)
 @each_dtype
 @each_format
 def test_weights_are_widened_bit_by_bit(dtype: torch.dtype, name: str, device: torch.device) -> None:

@@ -124,7 +124,7 @@ def test_a_frame_that_is_not_right_has_failed_to_load_and_later_ones_are_behind(
     assert all(put_one(cold(one), name) for name in names)
     cold(one).frames[names[1].key] = b"not a frame"
     failed, behind = one.why(names)
-    assert failed == Miss(Cause.LOAD_FAILED, "redis gave no right bytes")
+    assert failed == Miss(Cause.LOAD_FAILED, "redis did not give its right bytes in time")
     assert behind == Miss(Cause.BEHIND)
 
 

@@ -167,6 +167,9 @@ class Node:
             case "reject", _:
                 for keys, _ in self._held.values():
                     keys.difference_update(block.name.key for block in arguments[0])
+            case "delete", _:  # another attempt may publish them again, in slots that no hold keeps
+                for keys, _ in self._held.values():
+                    keys.difference_update(arguments[0])
             case "renew", ended:
                 self._check_renewed(arguments[0], ended, arguments[1])
         if method in ("reserve", "commit") and arguments[2] is not None:
