@@ -80,7 +80,7 @@ def tune(table: Table, architecture: str, try_tile: Try) -> Iterator[tuple[Row, 
                 if kind in (KIND_TO_ROWS if role == PRODUCTS else KEPT):
                     row, before = Row(role, kind, int(size)), Tile(*numbers)
                     after = choose_fastest([try_tile(row, one) for one in candidates(role, before)], before)
-                    sizes[size] = [after.rows, after.keys, after.num_warps, after.num_stages]
+                    sizes[size] = [after.rows, after.width, after.num_warps, after.num_stages]
                     yield row, before, after
 
 

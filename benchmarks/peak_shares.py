@@ -62,15 +62,15 @@ def programs_at_once(device: Device, kernel: dict[str, Any]) -> int:
 
 def share_of_bandwidth(device: Device, tile: Tile, num_programs: int, element_bytes: float) -> float:
     """The bytes that a processor's programs have under way, over what the bandwidth wants, at most 1."""
-    stage_bytes = tile.keys * 2 * HEAD_DIM * element_bytes
+    stage_bytes = tile.width * 2 * HEAD_DIM * element_bytes
     under_way = num_programs * tile.num_stages * stage_bytes * device.num_processors
     return min(1.0, under_way / (device.bytes_s * LATENCY_S))
 
 
 def share_of_products(device: Device, tile: Tile, num_programs: int) -> float:
     """The time of an iteration's products over that with its exponentials; several programs overlap them at best."""
-    products_s = 4 * tile.rows * tile.keys * HEAD_DIM * device.num_processors / device.flops
-    exps_s = tile.rows * tile.keys / (device.exps * device.clock_hz)
+    products_s = 4 * tile.rows * tile.width * HEAD_DIM * device.num_processors / device.flops
+    exps_s = tile.rows * tile.width / (device.exps * device.clock_hz)
     return products_s / (products_s + exps_s if num_programs == 1 else max(products_s, exps_s))
 
 

@@ -431,7 +431,7 @@ def _launch(
         BLOCK_SIZE=block_size,
         TOKENS=num_tokens,
         ROWS=max(tile.rows, triton.next_power_of_2(group_size)),
-        KEYS=tile.keys,
+        KEYS=tile.width,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT_LEN=MIN_SPLIT_LEN,

@@ -28,13 +28,13 @@ FEW_TO_MANY = ("few", "some", "many")
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of a program: query rows, and keys of one iteration; its warps, and the stages of its loads.
+    """The shape of a program, its warps, and the stages of its loads.
 
-    Of a product: rows and, in place of keys, columns.
+    rows: of queries, or of a product. width: keys of one iteration, or columns of a product.
     """
 
     rows: int
-    keys: int
+    width: int
     num_warps: int
     num_stages: int
 

@@ -122,7 +122,7 @@ def widen(
 
 
 @triton.jit
-def finish(sums, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride):
+def write_rows(sums, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride):
     """Adds a bias and then a residual, which rounds twice, as a CPU's kernels do, and stores [rows, columns]."""
     wide_rows = rows[:, None].to(tl.int64)
     if bias_ptr is not None:
@@ -209,11 +209,11 @@ def multiply(
 
     out_ptr += split.to(tl.int64) * num_rows * out_stride
     present = is_row[:, None] & is_column[None, :]
-    finish(tl.trans(total), bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+    write_rows(tl.trans(total), bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
-def merge(
+def add_splits(
     partial_ptr,  # [num_splits, num_rows, num_columns] float32
     bias_ptr,  # [num_columns], or None
     residual_ptr,  # [num_rows, num_columns], or None
@@ -233,7 +233,7 @@ def merge(
     for split in range(num_splits):
         split_rows = (rows.to(tl.int64) + split * num_rows)[:, None]
         total += tl.load(partial_ptr + split_rows * num_columns + columns[None, :], mask=present, other=0.0)
-    finish(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+    write_rows(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -305,7 +305,7 @@ def constants_of(part: Part) -> dict[str, object]:
     }
 
 
-def find_split_chunks(part: Part) -> int:
+def chunks_per_split(part: Part) -> int:
     """Computes the chunks of a split from the shape of a matrix alone: programs fill a device, and a split is long."""
     padded_depth = part.num_chunks * part.format.planes * PLANE
     wanted = WANTED_PROGRAMS // triton.cdiv(part.columns, SPLIT_COLUMNS)
@@ -347,13 +347,13 @@ def embed(token_ids: Tensor, table: CodedWeight, out: Tensor) -> Tensor:
 def _multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
     num_rows = len(states)
     tile = choose_product_tile(states.device, states.dtype, part.format.bits, num_rows)
-    num_splits = triton.cdiv(part.num_chunks, find_split_chunks(part))
+    num_splits = triton.cdiv(part.num_chunks, chunks_per_split(part))
     if num_splits == 1 or num_rows > tile.rows:
         _launch(states, part, tile, 1, bias, residual, out)
         return
     partial = states.new_empty(num_splits, num_rows, part.columns, dtype=torch.float32)
     _launch(states, part, tile, num_splits, None, None, partial[0])
-    merge[(num_rows, triton.cdiv(part.columns, MERGED_AT_ONCE))](
+    add_splits[(num_rows, triton.cdiv(part.columns, MERGED_AT_ONCE))](
         partial,
         bias,
         residual,
@@ -380,7 +380,7 @@ def _launch(
 ) -> None:
     """Launches `multiply` on `num_splits` programs along the depth; one program alone sums all splits."""
     num_rows, depth = states.shape
-    multiply[(triton.cdiv(num_rows, tile.rows), triton.cdiv(part.columns, tile.keys), num_splits)](
+    multiply[(triton.cdiv(num_rows, tile.rows), triton.cdiv(part.columns, tile.width), num_splits)](
         states,
         *_tables_of(part),
         bias,
@@ -390,12 +390,12 @@ def _launch(
         part.columns,
         depth,
         part.num_chunks,
-        find_split_chunks(part),
+        chunks_per_split(part),
         states.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
         ROWS=tile.rows,
-        COLUMNS=tile.keys,
+        COLUMNS=tile.width,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants_of(part),

@@ -170,7 +170,7 @@ def compile_attention(
     constants: dict[str, Any] = dict.fromkeys(ABSENT[kind])
     constants["cu_query_lens_ptr" if role == "decode" else "log_sum_ptr"] = None
     constants |= {"GROUP_SIZE": GROUP_SIZE, "BLOCK_SIZE": BLOCK_SIZE, "TOKENS": tokens, "ROWS": tile.rows}
-    constants |= {"KEYS": tile.keys, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
+    constants |= {"KEYS": tile.width, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
     constants |= {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged_attention.FUSING}
     name = f"{role} {kind}"
@@ -184,7 +184,7 @@ def compile_products(
     tile = tile or find_product_tile(architecture, kind, bits)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
     for name in FORMATS:
-        constants = constants_of(name) | {"ROWS": tile.rows, "COLUMNS": tile.keys}
+        constants = constants_of(name) | {"ROWS": tile.rows, "COLUMNS": tile.width}
         if constants["BITS"] == bits:
             label = f"{PRODUCTS} {kind} {name}"
             yield compile_kernel(
@@ -231,7 +231,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     formats, types = constants_of("Q5_K") | {"IDS": products.IDS_AT_ONCE}, TYPES_OF_PRODUCTS
     yield compile_kernel(architecture, products.embed_rows, "embed_rows", dtype, widening, None, types, **formats)
     at_once = {"COLUMNS": products.MERGED_AT_ONCE}
-    yield compile_kernel(architecture, products.merge, "merge", dtype, merging, None, types, **at_once)
+    yield compile_kernel(architecture, products.add_splits, "add_splits", dtype, merging, None, types, **at_once)
     yield compiled(paged_attention.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
 
 

@@ -124,7 +124,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_splits_of_the_depth_are_added_up(dtype: torch.dtype, name: str, device: torch.device) -> None:
     matrix = draw(name, 20, 640, device)
     [part] = coded([matrix], dtype).parts
-    assert part.num_chunks > 2 * products.find_split_chunks(part), "more than two splits, the last one shorter"
+    assert part.num_chunks > 2 * products.chunks_per_split(part), "more than two splits, the last one shorter"
     for num_rows in (3, 140):
         check([matrix], dtype, num_rows)
 
@@ -163,7 +163,7 @@ def test_splits_follow_from_the_shape_alone(device: torch.device) -> None:
     def num_splits(columns: int, depth: int) -> int:
         [part] = coded([draw("Q4_0", 1, depth, device)], torch.bfloat16).parts
         part = replace(part, columns=columns)
-        return -(-part.num_chunks // products.find_split_chunks(part))
+        return -(-part.num_chunks // products.chunks_per_split(part))
 
     assert [num_splits(*one) for one in ((64, 1000), (4096, 4096), (4096, 14336), (28672, 4096))] == [1, 4, 4, 1]
 

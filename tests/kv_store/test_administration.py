@@ -17,7 +17,7 @@ OTHER = NamespaceRoot(b"O" * 32)
 OTHERS = cover(OTHER, range(12), LAYOUT.block_size)
 
 
-class Books:
+class Stored:
     def __init__(self, num_slots: int = 600) -> None:
         self.clock = FakeClock()
         self.directory = Directory(num_slots, self.clock, block_bytes=4096)
@@ -35,74 +35,74 @@ class Books:
 
 
 def test_an_arena_counts_blocks_bytes_and_uses_of_each_namespace() -> None:
-    books, names = Books(), names_of(4 * (PAGE_BLOCKS + 9) + 2)
-    books.publish(names)
-    books.clock.now += 10
-    books.publish(OTHERS)
-    books.clock.now += 5
-    books.directory.release(books.directory.lease("r", [names[3].key], 1.0).lease_id)
-    books.clock.now += 1
-    own, other = sorted(books.tally(Selection()).holdings, key=lambda one: -one.num_blocks)
+    stored, names = Stored(), names_of(4 * (PAGE_BLOCKS + 9) + 2)
+    stored.publish(names)
+    stored.clock.now += 10
+    stored.publish(OTHERS)
+    stored.clock.now += 5
+    stored.directory.release(stored.directory.lease("r", [names[3].key], 1.0).lease_id)
+    stored.clock.now += 1
+    own, other = sorted(stored.tally(Selection()).holdings, key=lambda one: -one.num_blocks)
     assert (own.namespace, own.num_blocks, own.num_bytes) == (names[0].root_digest, len(names), 4096 * len(names))
     assert (own.newest_s, own.oldest_s) == (1, 16)
     assert (other.namespace, other.num_blocks, other.newest_s, other.oldest_s) == (digest_of(OTHER), 3, 6, 6)
 
 
 def test_counting_is_no_use() -> None:
-    books, names = Books(num_slots=4), names_of(16)
+    stored, names = Stored(num_slots=4), names_of(16)
     for name in names:
-        books.publish([name])
-    books.tally(Selection((names[3].key,)))
-    books.tally(Selection())
-    books.publish(OTHERS[:1])
-    assert books.directory.records.exists([names[3].key]) == [False], (
+        stored.publish([name])
+    stored.tally(Selection((names[3].key,)))
+    stored.tally(Selection())
+    stored.publish(OTHERS[:1])
+    assert stored.directory.records.exists([names[3].key]) == [False], (
         "the end of the prefix goes first, as it would have"
     )
 
 
 def test_a_clear_takes_one_namespace_and_why_says_so() -> None:
-    books, names = Books(), names_of(4 * 300)
-    books.publish(names)
-    books.publish(OTHERS)
-    cleared = [one for page in clear(books.tier, Selection(namespaces=frozenset([digest_of(OTHER)]))) for one in page]
+    stored, names = Stored(), names_of(4 * 300)
+    stored.publish(names)
+    stored.publish(OTHERS)
+    cleared = [one for page in clear(stored.tier, Selection(namespaces=frozenset([digest_of(OTHER)]))) for one in page]
     assert {one.key for one in cleared} == {name.key for name in OTHERS}
-    assert not any(books.directory.records.exists([name.key for name in OTHERS]))
-    assert all(books.directory.records.exists([name.key for name in names]))
-    [run] = books.directory.records.why([OTHERS[0].key], [b""])
+    assert not any(stored.directory.records.exists([name.key for name in OTHERS]))
+    assert all(stored.directory.records.exists([name.key for name in names]))
+    [run] = stored.directory.records.why([OTHERS[0].key], [b""])
     assert (run.miss.cause, run.miss.how) == (Cause.EVICTED, "cleared by the operator, from every tier")
-    assert books.directory.records.check() == []
+    assert stored.directory.records.check() == []
 
 
 def test_a_cleared_block_whose_copy_went_too_is_not_looked_for_elsewhere() -> None:
-    books = Books()
-    books.publish(OTHERS)
-    books.directory.records.mark_cold(Tier.REDIS, [OTHERS[0].key], [])
-    books.directory.contents.clear([OTHERS[0].key])
-    [run] = books.directory.records.why([OTHERS[0].key], [b""])
+    stored = Stored()
+    stored.publish(OTHERS)
+    stored.directory.records.mark_cold(Tier.REDIS, [OTHERS[0].key], [])
+    stored.directory.contents.clear([OTHERS[0].key])
+    [run] = stored.directory.records.why([OTHERS[0].key], [b""])
     assert run.miss.cause is Cause.EVICTED
 
 
 def test_leases_and_holds_keep_the_slots_of_cleared_blocks() -> None:
-    books = Books(num_slots=3)
-    books.publish(OTHERS)
-    lease = books.directory.lease("r", [OTHERS[0].key], 5.0)
+    stored = Stored(num_slots=3)
+    stored.publish(OTHERS)
+    lease = stored.directory.lease("r", [OTHERS[0].key], 5.0)
     names = [name.key for name in OTHERS]
-    books.directory.reserve("w", [], None)
-    hold = books.directory.lease("r", [OTHERS[1].key], 5.0)
-    assert books.directory.contents.clear(names) == 3
-    assert books.directory.records.exists(names) == [False] * 3
-    given = books.directory.reserve("w", names_of(12), None).slots
+    stored.directory.reserve("w", [], None)
+    hold = stored.directory.lease("r", [OTHERS[1].key], 5.0)
+    assert stored.directory.contents.clear(names) == 3
+    assert stored.directory.records.exists(names) == [False] * 3
+    given = stored.directory.reserve("w", names_of(12), None).slots
     assert [slot is not None for slot in given] == [True, False, False], "two slots are being read"
-    assert books.directory.release(lease.lease_id), "the bytes read were the block's to the end"
-    assert books.directory.release(hold.lease_id)
-    assert books.directory.records.check() == []
+    assert stored.directory.release(lease.lease_id), "the bytes read were the block's to the end"
+    assert stored.directory.release(hold.lease_id)
+    assert stored.directory.records.check() == []
 
 
 @pytest.mark.parametrize(("first", "num"), [(-5, 4), (0, -1), (10**9, 4), (0, 0)])
 def test_slots_outside_of_the_arena_have_no_keys(first: int, num: int) -> None:
-    books = Books(num_slots=4)
-    books.publish(OTHERS)
-    assert len(books.directory.contents.keys(first, num)) == (3 if first == -5 else 0)
+    stored = Stored(num_slots=4)
+    stored.publish(OTHERS)
+    assert len(stored.directory.contents.keys(first, num)) == (3 if first == -5 else 0)
 
 
 @pytest.mark.parametrize("clears", [True, False])
@@ -126,20 +126,20 @@ def test_a_tier_that_does_not_answer_is_told() -> None:
         def clear(self, keys: object) -> None:
             raise StoreError("away")
 
-    books = Books()
-    books.publish(OTHERS)
+    stored = Stored()
+    stored.publish(OTHERS)
     with pytest.raises(StoreError):
-        list(clear(Away(books.directory), Selection()))
+        list(clear(Away(stored.directory), Selection()))
 
 
 def test_a_held_block_is_a_miss_for_others_and_its_slot_stays() -> None:
-    books = Books(num_slots=3)
-    books.publish(OTHERS)
+    stored = Stored(num_slots=3)
+    stored.publish(OTHERS)
     attempt = AttemptId("a/1")
-    books.directory.reserve("w", OTHERS, Hold(attempt, 10.0))
-    assert books.directory.contents.clear([name.key for name in OTHERS]) == 3
-    assert books.directory.reserve("w", names_of(4), None).slots == [None]
-    assert books.directory.renew([attempt], 10.0) == []
-    books.directory.release_holds([attempt])
-    assert books.directory.records.status().counts.free == 3
-    assert books.directory.records.check() == []
+    stored.directory.reserve("w", OTHERS, Hold(attempt, 10.0))
+    assert stored.directory.contents.clear([name.key for name in OTHERS]) == 3
+    assert stored.directory.reserve("w", names_of(4), None).slots == [None]
+    assert stored.directory.renew([attempt], 10.0) == []
+    stored.directory.release_holds([attempt])
+    assert stored.directory.records.status().counts.free == 3
+    assert stored.directory.records.check() == []

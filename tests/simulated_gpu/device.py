@@ -172,7 +172,7 @@ def _load_library() -> None:
         digest.update(source.read_bytes())
     libraries = Path(torch.__file__).parent / "lib"
     flags = [
-        *("-std=c++20", "-O0", "-fPIC", "-w", "-pthread"),
+        *("-std=c++20", "-O1", "-fPIC", "-w", "-pthread"),
         *(f"-isystem{path}" for path in cpp_extension.include_paths()),
         *("-Wl,--no-as-needed", f"-L{libraries}", "-ltorch_cpu", "-lc10"),
     ]

@@ -76,7 +76,7 @@ def test_packed_weights_give_transformers_tokens_of_the_dequantized_ones(
     assert isinstance(model.weights.layers[1].down.weight, CodedWeight)
     assert model.weights.head is model.weights.embedding
     [part] = model.weights.layers[1].down.weight.parts
-    assert part.num_chunks == 2 * products.find_split_chunks(part)
+    assert part.num_chunks == 2 * products.chunks_per_split(part)
     plain = tmp_path / "plain"
     expected = [list(choose_prompt(plain, length).token_ids[: GREEDY.max_tokens]) for length in LENGTHS]
     assert tokens(make_core(model), plain) == expected

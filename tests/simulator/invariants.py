@@ -151,7 +151,7 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
     return [page.numpy().tobytes() for page in kv[: len(tokens) // LAYOUT.block_size]]
 
 
-class PromptBooks:
+class PromptCounts:
     """I13: each token of a prompt is cached or computed once, and a jump begins behind what its sequence has."""
 
     def __init__(self, watch: Watch, worker: str) -> None:

@@ -63,14 +63,14 @@ def _asks(*kinds: int) -> tuple[Ask, ...]:
 
 _WHOLE = Plan(0, APART, 1, 2, 40, 48, 512, _asks(5, 12, 45, 63), ())
 SPLIT = replace(_WHOLE, layout=SPREAD, num_slots=20, asks=_asks(5, 12, 45, 63, 15), far_block_s=0.02)
-WORLDS = (_WHOLE, replace(_WHOLE, window=SINKS), SPLIT)
+CLUSTERS = (_WHOLE, replace(_WHOLE, window=SINKS), SPLIT)
 
 
 def cell(kind: Kind, step: str) -> str:
     """Runs a fault at a step; returns what clients saw. AssertionError if an invariant breaks."""
     seen: dict[str, None] = {}
     longest_s = 0.0
-    for world, nth in product(WORLDS, NTHS):
+    for world, nth in product(CLUSTERS, NTHS):
         run = simulate(replace(world, seed=nth, faults=(Fault(kind, step, nth, 0, 4.0),)))
         assert not run.violations, run.violations
         for number, outcome in enumerate(run.outcomes):

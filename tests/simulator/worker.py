@@ -18,7 +18,7 @@ from kv_store.frame import checksum_of
 from kv_store.transfers import BackFetch, Done, Fetch, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
 from tests.harness.virtual_inbox import VirtualInbox
-from tests.simulator.invariants import PromptBooks, Truth, Watch
+from tests.simulator.invariants import PromptCounts, Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import Node, SimDirectoryClient
 from tests.simulator.peers import SimPeer
@@ -84,7 +84,7 @@ class SimWorker:
         self.num_lost_calls = self.num_lost_answers = 0
         self.num_cut_blocks = self.num_blocks_twice = 0
         self.connections: list[Connection] = []
-        self.books = PromptBooks(world.watch, name)
+        self.counts = PromptCounts(world.watch, name)
         self.model = SimModel(world.model, self._be_poisoned)
         self._loop = asyncio.get_running_loop()
         self.directory = SimDirectoryClient(self, node)
@@ -192,7 +192,7 @@ class SimLoop(WorkerLoop):
         self, worker: SimWorker, engine: EngineCore, inbox: Inbox, deliver: Callable[[StepOutcome], None], *parts: Any
     ) -> None:
         def watched(outcome: StepOutcome) -> None:
-            worker.books.take(outcome)
+            worker.counts.take(outcome)
             for event in outcome.output.before:
                 if isinstance(event, Jumped):
                     worker.world.count("jumps")

@@ -121,7 +121,7 @@ class World:
         await self._in_time(clients)
         await self._rest()
         for worker in self.alive:
-            worker.books.judge(worker.parts.engine.stats())
+            worker.counts.judge(worker.parts.engine.stats())
         self.run.num["evictions"] = sum(node.directory.records.status().evictions for node in self.nodes)
         self._check_contents()
         await self.router.stop()

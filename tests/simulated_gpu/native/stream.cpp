@@ -125,7 +125,7 @@ Pushed Stream::push(const std::string& name, Work work, std::shared_ptr<const Mo
   entries_.push_back({{told, stamp, clock_}, std::move(work), std::move(after)});
   ++num_pushed_;
   lock.unlock();
-  changed_.notify_all();
+  if (!is_lazy) changed_.notify_all();
   return {told, stamp};
 }
 
@@ -161,9 +161,16 @@ void Stream::synchronize(const Moment& moment) {
 void Stream::finish(uint64_t num_tasks) {
   if (is_seeded && !running) finish_in_drawn_order(num_tasks);
   std::unique_lock lock(mutex_);
+  wait_until_done(num_tasks, lock);
+}
+
+// Tells the thread of a task that is wanted, and is told by it of this task alone.
+void Stream::wait_until_done(uint64_t num_tasks, std::unique_lock<std::mutex>& lock) {
   num_wanted_ = std::max(num_wanted_, num_tasks);
+  const auto place = awaited_.insert(num_tasks);
   changed_.notify_all();
-  changed_.wait(lock, [&] { return num_done_ >= num_tasks || is_closing_; });
+  done_.wait(lock, [&] { return num_done_ >= num_tasks || is_closing_; });
+  awaited_.erase(place);
 }
 
 void Stream::finish_in_drawn_order(uint64_t num_tasks) {
@@ -201,10 +208,7 @@ Stream::Next Stream::next() {
 
 void Stream::run_one() {
   std::unique_lock lock(mutex_);
-  const uint64_t next = num_done_ + 1;
-  num_wanted_ = std::max(num_wanted_, next);
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return num_done_ >= next || is_closing_; });
+  wait_until_done(num_done_ + 1, lock);
 }
 
 void Stream::begin_capture(std::shared_ptr<Graph> graph) {
@@ -238,10 +242,9 @@ void Stream::loop() {
     if (const int64_t most = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
     run(entry);
     lock.lock();
-    ++num_done_;
-    changed_.notify_all();
+    if (awaited_.contains(++num_done_)) done_.notify_all();
   }
-  changed_.notify_all();
+  done_.notify_all();
 }
 
 void Stream::run(const Entry& entry) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -95,6 +96,7 @@ class Stream {
   void loop();
   void run(const Entry& entry);
   void finish(uint64_t num_tasks);  // blocks, without the host's learning of it
+  void wait_until_done(uint64_t num_tasks, std::unique_lock<std::mutex>& lock);
   // Runs tasks of all streams one at a time, in an order drawn from the seed, until this stream has done so many.
   void finish_in_drawn_order(uint64_t num_tasks);
   enum class Next { None, Copy, Other };
@@ -104,7 +106,8 @@ class Stream {
 
   const size_t index_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_, done_;  // for the thread; for those who wait for a task
+  std::multiset<uint64_t> awaited_;         // tasks that somebody waits for
   std::deque<Entry> entries_;
   uint64_t num_pushed_ = 0, num_done_ = 0, num_wanted_ = 0;
   Clock clock_;
