@@ -32,8 +32,8 @@ from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, KeepHint
 from kv_store.node.sessions import KeepLimits
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 
 BLOCK_TOKENS = 16
 SYSTEM_BLOCKS = 8
@@ -133,7 +133,7 @@ def replay(events: Sequence[Event], directory: Directory, clock: list[float], hi
         directory.commit("", written, None)
         directory.release(lease.lease_id)
         if event.is_end and (hint := hints(event)) is not None:
-            directory.records.retain(keys, hint)
+            directory.records.keep(keys, hint)
     return found
 
 

@@ -35,10 +35,10 @@ from router.workers.members import Member, Members
 from router.workers.node_events import IndexFeed
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.kv_store.names import committed
+from wire.block_names import cover
 from wire.errors import Unavailable
 from wire.ids import BlockKey, NamespaceRoot, WorkerId
 from wire.layout import KVLayout
-from wire.names import cover
 from wire.pb import worker_pb2
 from wire.pools import Role, Worker, WorkerState
 from worker.assembly import Tiers

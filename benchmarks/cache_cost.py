@@ -29,8 +29,8 @@ from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
 from engine.kv.retention import Retention, Tokens
+from wire.block_names import BlockName
 from wire.ids import PageId
-from wire.names import BlockName
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model" / "checkpoint"
 VOCAB_SIZE = 256

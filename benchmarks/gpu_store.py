@@ -15,9 +15,9 @@ from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
+from wire.block_names import NameChain
 from wire.ids import NamespaceRoot, PageId
 from wire.layout import KVLayout
-from wire.names import NameChain
 
 DEVICE = torch.device("cuda")
 LAYOUTS = {

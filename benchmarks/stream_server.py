@@ -55,7 +55,7 @@ from worker.config import MAX_SILENCE_S, BatchSettings, ServerSettings
 from worker.loop import Inbox
 from worker.server import WorkerServer
 from worker.service import WorkerService
-from worker.store import AsyncStore
+from worker.store_control import AsyncStore
 
 _TOKEN = CONFIG.cluster.token
 _CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))

@@ -58,9 +58,9 @@ from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
+from wire.block_names import BlockName, cover
 from wire.ids import BlockKey, NamespaceRoot, PageId, SlotId
 from wire.layout import KVLayout
-from wire.names import BlockName, cover
 from wire.trust.identity import Identity
 
 LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")

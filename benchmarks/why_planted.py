@@ -1,4 +1,4 @@
-"""What `baton why` says of misses whose causes are planted, on real clusters of the demo model.
+"""Answers of `baton why` about misses whose causes are planted, on real clusters of the demo model.
 
     python benchmarks/why_planted.py
     python benchmarks/why_planted.py --cards FOLDER    # a file an answer, in drawn order, for a trial by a reader
@@ -46,7 +46,7 @@ SLOW = 1e6
 
 @dataclass(frozen=True)
 class Planted:
-    """What was done before a request, words that an answer must have, and the answer."""
+    """A planted cause, words that its answer must have, and the answer."""
 
     what: str
     words: str
@@ -85,12 +85,12 @@ class Trial:
     def plant_in_arena(self) -> None:
         with BatonService("arena", None, 1, 1, [*SMALL, "--redis-url", "off", "--arena-bytes", "8MiB"]) as service:
             prompt = self.prompt()
-            self.plant(service, "a new prompt", "never seen", prompt)
-            self.plant(service, "the same prompt again", "last token", prompt)
+            self.plant(service, "a new prompt", "new to its node", prompt)
+            self.plant(service, "the same prompt again", "as always", prompt)
             changed = prompt[:70] + ("A" if prompt[70] != "A" else "B") + prompt[71:]
             self.plant(service, "character 70 of it changed", "differs from known ones", changed)
-            self.plant(service, "its log-probabilities asked for", "not looked up", prompt, prompt_logprobs=1)
-            self.plant(service, "a prompt of five characters", "partly filled", "hello")
+            self.plant(service, "its log-probabilities asked for", "scores its prompt", prompt, prompt_logprobs=1)
+            self.plant(service, "a prompt of five characters", "partly filled last block", "hello")
             self.fill(service, LOST_AFTER)
             self.plant(service, f"the first prompt after {LOST_AFTER} others", "to make room", prompt)
             subprocess.run([*command("cache", "clear", "--everything"), "--name", service.name], check=True)
@@ -98,7 +98,7 @@ class Trial:
             other = self.prompt()
             self.ask(service, other)
             self.fill(service, FORGOTTEN_AFTER)
-            self.plant(service, f"another prompt after {FORGOTTEN_AFTER} others", "and forgotten", other)
+            self.plant(service, f"another prompt after {FORGOTTEN_AFTER} others", "are forgotten", other)
 
     def plant_in_files(self, folder: Path) -> None:
         settings = [*SMALL, "--redis-url", "off", "--files-folder", str(folder)]
@@ -111,9 +111,9 @@ class Trial:
             self.ask(service, whole)
             time.sleep(WRITTEN_S)
         with BatonService("spoilt", None, 1, 1, settings) as service:
-            self.plant(service, "a cluster started again, the prompt's files spoilt", "right bytes in time", spoilt)
+            self.plant(service, "a cluster started again, the prompt's files spoilt", "gave wrong bytes", spoilt)
         with BatonService("bfloat16", None, 1, 1, [*settings, "--dtype", "bfloat16"]) as service:
-            self.plant(service, "a cluster started again in bfloat16", "another namespace", whole)
+            self.plant(service, "a cluster started again in bfloat16", "stored under other settings", whole)
 
     def plant_in_redis(self, folder: Path) -> None:
         with own_redis(folder) as url:
@@ -129,14 +129,14 @@ class Trial:
                 BatonService("slow", None, 1, 1, [*settings, slow_url]) as service,
             ):
                 what = "a prompt that an earlier cluster left in a Redis of 1 MB/s"
-                self._plant_one_of(service, what, "cheaper to compute", stored)
+                self._plant_one_of(service, what, "expected to take less time", stored)
                 line.bytes_per_s = inf
                 lost = [self.prompt() for _ in range(LOST_AFTER)]
                 for prompt in lost:
                     self.ask(service, prompt)
                 line.bytes_per_s, line.delay_s = SLOW, (LATE_S, LATE_S)
                 what = f"a prompt after {LOST_AFTER} others, and a copy of it in a Redis that is far"
-                self._plant_one_of(service, what, "copy in a cold tier", lost)
+                self._plant_one_of(service, what, "copy went to a cold tier", lost)
 
     def _plant_one_of(self, service: BatonService, what: str, words: str, prompts: list[str]) -> None:
         """Asks prompts until one has the answer: what a tier costs is learned, and a dear one is tried now and then."""

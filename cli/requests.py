@@ -20,8 +20,8 @@ DESCRIPTION = """\
 Shows the last requests that ended, well or not, of all tenants: what each came to, its tokens, and where most of its
 time went. With an id, all about the last request of it: where each millisecond went. Never a prompt or an answer."""
 WHY = """\
-Shows why blocks of a prompt were not cached when its request came: runs of blocks with one cause each, of a request
-among the router's last ones. Never a prompt or its tokens. With two prompts, from which token on they differ, and which
+Shows which blocks of a recent request's prompt were not read from the cache, and why: runs of blocks with one cause
+each. Never a prompt or its tokens. Without a request, and with two prompts: from which token on they differ, and which
 of the blocks that they share are held where now."""
 ABORT = """\
 Ends one running request; its client gets CANCELLED, over HTTP 499, and what it has is freed. Returns when its id is

@@ -128,7 +128,7 @@ class EngineCore:
 
     def abort(self, attempt_id: AttemptId) -> None:
         """Ends a request without a further event, except Abandoned. Does nothing if there is none."""
-        self._cache.retain(self._close(attempt_id))
+        self._cache.keep(self._close(attempt_id))
         self._is_stalled = False
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
@@ -447,7 +447,7 @@ class EngineCore:
             return
         if attempt_id in self._num_held:
             self._events.append(HandedOff(attempt_id, self._num_held[attempt_id]))
-        self._cache.retain(self._close(attempt_id))
+        self._cache.keep(self._close(attempt_id))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from engine.grammar.matcher import Matcher
 from kv_store.node.directory_port import KeepHint
+from wire.block_names import PublicPart
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping
-from wire.names import PublicPart
 from wire.sampling import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""A step's plan, run: the model on the tensors of a batch, then the sampler. A sequence's fault fails that one only."""
+"""The run of a step's plan: the model on its batch, then the sampler. A fault of one sequence fails that one only."""
 
 import logging
 from collections.abc import Container, Iterator

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's completions and chats have them: choices under a head, with log-probabilities and usage."""
+"""The common part of /v1/completions and /v1/chat/completions: choices, with log-probabilities and usage."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""A chat in any dialect: what steers its answer, its parts as they come, and dialects that have them in blocks."""
+"""Chats in all dialects: settings of an answer, its parts as they stream, and the dialects that answer in blocks."""
 
 import json
 import secrets

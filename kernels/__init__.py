@@ -1,1 +1,1 @@
-"""Paged attention and KV write: Triton kernels, and torch references of the same signatures."""
+"""A decoder's operations: in C++ on a CPU, in Triton beside torch's products on a GPU, in torch as their oracle."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import AttentionVariant, KVPages
-from kernels.int4 import load_tile
+from kernels.int4_pages import load_tile
 from kernels.tiles import Tile, choose_tile, tokens_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import LARGEST_CODE, Angles, Heads, KVPages
-from kernels.int4 import flaws
+from kernels.int4_pages import flaws
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 HEADS_AT_ONCE = 8

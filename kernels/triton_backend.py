@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import int4, paged_attention, row_operations, tiles
+from kernels import int4_pages, paged_attention, row_operations, tiles
 from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
 from kernels.quantized import device_layout, products
 from kernels.quantized.device_layout import CodedWeight
@@ -65,7 +65,7 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         query = row_operations.rotate_and_write(qkv, heads, angles, pages, slot_mapping)
         if pages.int4 is not None:
-            int4.close_blocks(pages, slot_mapping)
+            int4_pages.close_blocks(pages, slot_mapping)
         return query
 
     def attend(

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from kv_store.costs import SplitRule
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
-from kv_store.tiers.administration import ListableTier
 from kv_store.tiers.cold_tier import BlockSource
+from kv_store.tiers.contents import ListableTier
+from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.names import BlockName
 from wire.tier import FarStatus, Miss, Tier
 
 
@@ -90,7 +90,7 @@ class BlockStore(Protocol):
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         """Deletes blocks from every tier, and from the arenas behind these block ports."""
 
-    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+    def keep(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         """Notes a hint about blocks that a request has used; may do nothing."""
 
 

@@ -19,9 +19,9 @@ import struct
 import msgpack
 import xxhash
 
+from wire.block_names import BlockName
 from wire.errors import ForgedFrame, WireError
 from wire.layout import PAGE_ALIGNMENT, KVLayout
-from wire.names import BlockName
 
 FRONT_BYTES = PAGE_ALIGNMENT
 MAC_KEY_BYTES = 32

@@ -19,16 +19,16 @@ from kv_store.costs import Costs, LookupS, SourceCosts, Split, SplitRule
 from kv_store.device_pool import DevicePool
 from kv_store.frame import checksum_of
 from kv_store.mapped_arena import MappedArena
+from kv_store.misses import FetchMisses
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, Hold, KeepHint, Lease
-from kv_store.tiers.administration import HostTier, ListableTier
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
+from kv_store.tiers.contents import HostTier, ListableTier
 from kv_store.tiers.far_tiers import FarTiers, Promotion
-from kv_store.unread import Unread
+from wire.block_names import BlockName
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId, SlotId
 from wire.layout import KVLayout
-from wire.names import BlockName
 from wire.tier import Cause, Miss, Tier
 
 HOLD_TTL_S = 10.0
@@ -97,7 +97,7 @@ class NodeStore:
         self._checksums = (
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
-        self._unread = Unread(clock)
+        self._misses = FetchMisses(clock)
 
     def fence(self) -> None:
         self._pool.fence()
@@ -114,7 +114,7 @@ class NodeStore:
         return self._host.or_else([], lambda: self._reading(back.names, partial(self._copy_back, back, pages)).tiers)
 
     def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        return self._unread.causes(names, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
+        return self._misses.causes(names, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
 
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
         return self._host.or_else(slice(0, 0), lambda: self._longest(names, starts, peers))
@@ -138,12 +138,12 @@ class NodeStore:
         for source in self._far.sources(peers):
             source.delete(keys)
 
-    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+    def keep(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         keys = [*dict.fromkeys(name.key for name in names)]
-        self._host.or_else(0, lambda: self._host.directory.records.retain(keys, hint))
+        self._host.or_else(0, lambda: self._host.directory.records.keep(keys, hint))
 
     def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search") -> Front:
-        self._unread.begin(names)
+        self._misses.begin(names)
         copy = partial(self._copy_in, names, pages, search)
         return self._host.or_else(Front([]), lambda: self._reading(names, copy))
 
@@ -156,7 +156,7 @@ class NodeStore:
         finally:
             held = self._host.directory.release(lease.lease_id)
         if not held:
-            self._unread.note_lost_lease(names[: len(front.tiers)])
+            self._misses.note_lost_lease(names[: len(front.tiers)])
         return front if held else replace(front, tiers=[])
 
     def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
@@ -165,7 +165,7 @@ class NodeStore:
         missing = [place for place, here in enumerate(is_here) if not here]
         sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
         deadline = self._clock() + self.costs.budget_s(len(missing))
-        self._unread.note_hole([names[place] for place in missing], self._far.sources(peers), sources, deadline)
+        self._misses.note_hole([names[place] for place in missing], self._far.sources(peers), sources, deadline)
         far = self._far.locate([names[place] for place in reversed(missing)], sources, deadline)
         end = len(names)
         for place, source in zip(reversed(missing), far, strict=True):
@@ -211,12 +211,12 @@ class NodeStore:
         worth_asking = self.costs.worth_asking(search.sources, len(holes), search.lookup_s)
         located = [*iter(partial(next, self._far.locate(missing, worth_asking, deadline), None), None)]
         end = holes[len(located)] if len(located) < len(holes) else len(names)
-        self._unread.note_hole(names[end:], search.sources, worth_asking, deadline)
+        self._misses.note_hole(names[end:], search.sources, worth_asking, deadline)
         far = dict(zip(holes, located, strict=False))
         found = Back(names[:end], [far.get(place) for place in range(end)], SplitRule(self.costs))
         split = search.divide(found.sources)
         tiers = self._copy(found.part(0, split.num_first), pages, entries, deadline)
-        self._unread.note_reads(found.names, len(tiers), split.num_first, far.get(len(tiers)), deadline)
+        self._misses.note_reads(found.names, len(tiers), split.num_first, far.get(len(tiers)), deadline)
         is_tail = any(name.is_tail for name in found.names[-1:])
         back = found.part(split.num_first, max(split.num_first, split.stop - is_tail))
         return Front(tiers, back if back.names else None)

@@ -7,8 +7,8 @@ from kv_store.block_store import Back, Front
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
 from kv_store.tiers.tier_list import TierList
+from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.names import BlockName
 from wire.tier import Cause, Miss, Tier
 
 
@@ -64,7 +64,7 @@ class PageStore:
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         self._tiers.delete([name.key for name in names])
 
-    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+    def keep(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         """Does nothing: these tiers evict by last use."""
 
     def _payload_of(self, page: PageId) -> memoryview:

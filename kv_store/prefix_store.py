@@ -22,10 +22,10 @@ from kv_store.frame import mac_key_of
 from kv_store.node.directory_port import MAX_TTL_S
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.tiers.tier_list import TierList
+from wire.block_names import BlockName, cover, namespace_root
 from wire.errors import ConfigError, InvalidRequest, Unsupported
 from wire.ids import DEFAULT_TENANT, AttemptId
 from wire.layout import KVLayout
-from wire.names import BlockName, cover, namespace_root
 from wire.tier import ColdSettings, FarStatus
 
 MIN_SECRET_BYTES = 32

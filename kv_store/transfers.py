@@ -14,8 +14,8 @@ from typing import Protocol
 
 from kv_store.block_store import Back, BlockStore
 from kv_store.node.directory_port import KeepHint
+from wire.block_names import BlockName
 from wire.ids import AttemptId, BlockKey, PageId
-from wire.names import BlockName
 from wire.tier import Miss, Tier
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Retain(Transfer):
     hint: KeepHint = field(kw_only=True)
 
     def run(self, store: BlockStore) -> "Done":
-        store.retain(self.names, self.hint)
+        store.keep(self.names, self.hint)
         return Done(self)
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from text.answer.formats import AUTO
+from wire.block_names import namespace_root
 from wire.errors import ConfigError, WireError
 from wire.ids import NamespaceRoot
 from wire.layout import KVLayout
-from wire.names import namespace_root
 from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, SamplingParams
 from wire.trust.certificates import TlsFiles
 from wire.trust.identity import Identity

@@ -1,7 +1,7 @@
 """Whether the prefill pool computes a prompt, or the decode worker that goes on with it: one rule, by learned times.
 
 prefill pool        (queued + uncached tokens) * prefill of a token + hand-off
-decode worker       (queued + uncached tokens) * prefill of a token, and again for each stream: a chunk holds up all
+decode worker       (queued + uncached tokens * (1 + streams)) * prefill of a token: each stream waits for the prompt
 
 A prompt goes where the sum over all requests, this one and the streams, grows least. Workers learn the time of a token
 (`kv_store/costs.py`), the router that of a hand-off, from timelines. Cached blocks are read either way.

@@ -5,16 +5,15 @@ from functools import lru_cache
 
 from prometheus_client import CollectorRegistry
 
-from router.administration import StoreAdministration
 from router.block_index import BlockIndex
 from router.config import RouterConfig
-from router.namespaces import OtherNamespaces
 from router.observe.metrics import RequestMetrics
 from router.observe.status import StatusReader, StatusWatch
 from router.observe.trace_exporter import TraceExporter
 from router.observe.traces import Traces
 from router.observe.vllm_names import VllmNames
 from router.observe.worker_metrics import WorkerCollector
+from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
@@ -23,6 +22,7 @@ from router.requests.prompts import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.requests.validator import ServingLimits
+from router.tier_contents import StoreAdministration
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
@@ -30,7 +30,7 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from router.workers.node_events import IndexFeed
 from text.chat import NoRenderer, Renderer
-from text.codec import TextCodec
+from text.tokenizer_protocol import TextCodec
 from wire.layout import Window
 from wire.trust.key_ring import KeyRing
 

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, UTF-8-safe incremental text, stop strings. No torch, no model."""
+"""Between text and token ids: tokenizers, chat templates, grammars, incremental text, stop strings. No torch."""

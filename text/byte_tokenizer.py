@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from text.codec import TokenKind
 from text.token_bound import byte_alphabet
+from text.tokenizer_protocol import TokenKind
 from wire.errors import InvalidRequest
 
 NUM_BYTES = 256

@@ -1,4 +1,4 @@
-"""Messages of a chat, and what their template makes of them: special tokens are the template's alone.
+"""Chats, rendered by the model's template: only the template makes special tokens, never a message.
 
 A special token that a message spells out is cut in two by a mark, a character of no text, before the template sees it.
 The rendered text is tokenized in the pieces between marks, and no piece has the token: a forged turn stays text.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from text.answer.formats import NO_FORMATS, AnswerFormats
 from text.answer.frame import NO_FRAME, NO_TOOLS, AnswerFrame, ToolUse
-from text.codec import TextCodec
+from text.tokenizer_protocol import TextCodec
 from wire.errors import InvalidRequest, Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

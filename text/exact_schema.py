@@ -1,4 +1,4 @@
-"""A JSON schema as it is made a grammar of: narrowed to what models should write, never widened. Pure."""
+"""A JSON schema as its grammar is built from it: narrowed to what models should write, never widened. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -6,7 +6,7 @@ Detokenization and the search are linear in the tokens and in the text.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from text.codec import Detokenizer, TokenKind
+from text.tokenizer_protocol import Detokenizer, TokenKind
 
 REPLACEMENT = "\ufffd"
 _MAX_WINDOW = 16

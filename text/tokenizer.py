@@ -11,9 +11,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from text.codec import Detokenizer, TokenKind
 from text.model_file import read_text
 from text.token_bound import TokenBound, byte_alphabet
+from text.tokenizer_protocol import Detokenizer, TokenKind
 from wire.errors import InvalidRequest, ModelError
 
 MAX_TOKENIZER_BYTES = 64 << 20

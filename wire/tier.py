@@ -1,4 +1,4 @@
-"""Names of tiers in messages and status, counts of their pages by state, causes of uncached blocks; durations."""
+"""Tiers in messages and status: names, settings, counts, events, and the causes of misses; learned durations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -245,19 +245,22 @@ def words_of(run: MissRun) -> str:
 
 
 _TEXTS = {
-    Cause.NEVER_SEEN: "never seen by its node, which knows all blocks of its arena of the last {age}",
-    Cause.NO_LONGER_KNOWN: "not known: never seen, or evicted more than {age} ago and forgotten; a larger arena"
-    " remembers more",
-    Cause.EVICTED: "evicted from the arena {age} ago: {how}",
+    Cause.NEVER_SEEN: "new to its node, whose record of blocks began {age} before the request",
+    Cause.NO_LONGER_KNOWN: "not known: new, or evicted more than {age} before the request, as older evictions"
+    " are forgotten; a larger arena keeps and remembers more",
+    Cause.EVICTED: "evicted from the arena {age} before the request: {how}",
     Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}"
     " (`baton why --prompt A --prompt B` names the token)",
-    Cause.OTHER_NAMESPACE: "at least the first is kept under another namespace of its tenant, of no use here: {how}",
-    Cause.PARTIAL: "the prompt's last block, partly filled: only the same prompt finds it, and computes its last token",
+    Cause.OTHER_NAMESPACE: "at least the first is stored under other settings, in another namespace of its"
+    " tenant: {how}",
+    Cause.PARTIAL: "the prompt's partly filled last block, as always: only an equal prompt reads it, and computes"
+    " its last token",
     Cause.LOAD_FAILED: "found, and not loaded: {how}",
-    Cause.ELSEWHERE: "evicted from the arena {age} ago, with a copy in a cold tier: {how}",
-    Cause.CHEAPER: "found in a farther tier, and cheaper to compute than to read",
-    Cause.BEHIND: "of no use without a block before it, which was not cached",
-    Cause.NOT_READ: "not looked up: the request reads no cached block there, or scores its tokens",
+    Cause.ELSEWHERE: "evicted from the arena {age} before the request, a copy went to a cold tier: {how}",
+    Cause.CHEAPER: "found beyond the arena, and not read: computing was expected to take less time",
+    Cause.BEHIND: "of no use without a block before it, which was not read",
+    Cause.NOT_READ: "not looked up: the request scores its prompt (as with prompt_logprobs),"
+    " or reads no cached block there",
 }
 NOUNS = {
     Cause.NEVER_SEEN: "never seen",

@@ -39,7 +39,7 @@ from worker.config import WorkerConfig
 from worker.job import Behaviour
 from worker.loop import Inbox, WorkerLoop
 from worker.service import WorkerService
-from worker.store import AsyncStore
+from worker.store_control import AsyncStore
 
 PEER_TIMEOUT_S = 1.0
 """For each part of an answer of another node: computing a block is quicker."""

@@ -15,10 +15,10 @@ from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, 
 from wire.ids import AttemptId, number_of, request_of
 from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
+from worker.convert import request_from_pb
 from worker.job import Behaviour, Job, News
 from worker.line import WorkerLine
 from worker.loop import Abort, Add, EndChoice, StepOutcome, WorkerLoop
-from worker.messages import request_from_pb
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from wire.convert import logprobs_to_pb, misses_to_pb, reason_to_pb, tiers_to_pb
 from wire.errors import BatonError
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
-from worker.messages import ended_with
+from worker.convert import ended_with
 
 News = Event | worker_pb2.Update
 """An event of the engine, or an update with tokens that one choice has gained."""

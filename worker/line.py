@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from wire.errors import BatonError, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
-from worker.messages import ended_with
+from worker.convert import ended_with
 
 MAX_MESSAGE_TOKENS = 4096
 """Of one message, about: with logprobs a token may take a kilobyte."""

@@ -16,11 +16,11 @@ from wire.ids import AttemptId
 from wire.pb import worker_pb2
 from wire.tier import Tier
 from worker.attempts import Attempts
+from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb, tally_to_pb
 from worker.job import Behaviour
 from worker.line import WorkerLine
 from worker.loop import Consult, EngineWatch, Inbox, StepOutcome, WorkerLoop
-from worker.messages import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb, tally_to_pb
-from worker.store import AsyncStore
+from worker.store_control import AsyncStore
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
+from wire.block_names import digest_of
 from wire.errors import ConfigError
 from wire.layout import KVLayout
-from wire.names import digest_of
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import ROUTER, Identity

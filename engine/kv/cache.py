@@ -1,7 +1,7 @@
 """The pages of an engine's sequences: the fetch of known blocks, and the writing of new ones.
 
     PageAllocator   pages that sequences write
-    PrefixBacks     pages that are filled while their sequences compute
+    SplitPrefixes     pages that are filled while their sequences compute
     KVCache         prefix lookups, fetches from the store, write-through
 
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
@@ -19,16 +19,16 @@ from engine.kv.allocator import PageAllocator
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
 from engine.kv.prefetch import Prefetch
-from engine.kv.prefix_backs import PrefixBacks
 from engine.kv.retention import BlockTable
+from engine.kv.split_prefixes import SplitPrefixes
 from engine.request import HandOff
 from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
+from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
-from wire.names import BlockName
 from wire.tier import Tier
 
 
@@ -45,7 +45,7 @@ class KVCache:
 
     def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
         self.allocator = PageAllocator(pool)
-        self.backs = PrefixBacks(self.allocator, self._begin)
+        self.backs = SplitPrefixes(self.allocator, self._begin)
         self._pool = pool
         self._ledger = pool.ledger
         self._transfers = transfers
@@ -192,7 +192,7 @@ class KVCache:
             self._ledger.unindex(page)
         return len(pages)
 
-    def retain(self, sequences: Seq[Sequence]) -> None:
+    def keep(self, sequences: Seq[Sequence]) -> None:
         """Passes on the hint of a request that is over, with the blocks of the choices that began."""
         names = [name for one in sequences if one.output_ids for name in one.kv.lasting_names]
         if names and (hint := sequences[0].request.hint) is not None:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from engine.kv.retention import Prefix
 from kv_store.transfers import Fetch, FrontFetch
+from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
 from wire.layout import Window
-from wire.names import BlockName
 from wire.tier import Cause, Miss, MissRun, runs_of
 
 

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from kv_store.block_store import Back
+from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
-from wire.names import BlockName
 from wire.tier import Tier
 
 Find = Callable[[BlockKey], PageId | None]

@@ -29,11 +29,11 @@ import torch
 
 from engine.kv.dropping import Chooser, Watch, page_attention
 from engine.request import EngineRequest, HandOff
+from wire.block_names import BlockName, NameChain
 from wire.errors import InvalidRequest
 from wire.ids import PageId
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout, Window
-from wire.names import BlockName, NameChain
 
 
 class BlockTable:

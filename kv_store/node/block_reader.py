@@ -28,9 +28,9 @@ from kv_store.node.block_server import (
     receive_into,
 )
 from kv_store.node.directory_port import DirectoryPort
+from wire.block_names import BlockName
 from wire.errors import StoreError, Unauthenticated
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 from wire.trust.identity import NONCE_BYTES, PROOF_BYTES, Identity
 

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.directory_port import Hold
+from wire.block_names import BlockName
 from wire.ids import AttemptId, SlotId
-from wire.names import BlockName
 
 _MAX_STALE = 1024
 K = TypeVar("K")

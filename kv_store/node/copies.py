@@ -1,4 +1,4 @@
-"""Worth of an arena's blocks: copies in cold tiers, the queue of each tier's writer, and blocks that are superseded."""
+"""Copies of an arena's blocks in cold tiers: where each block has one, the queues of writers, superseded blocks."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence

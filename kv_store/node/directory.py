@@ -19,8 +19,8 @@ from kv_store.node.event_log import NUM_PLACES
 from kv_store.node.records import Contents, Records
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from kv_store.node.tombstones import Loss
+from wire.block_names import BlockName
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.names import BlockName
 from wire.tier import Tier, Write
 
 _MAX_HELD_SHARE = 0.25

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hin
 import msgpack
 
 from kv_store.node.event_log import EventCursor, EventPage
+from wire.block_names import BlockName
 from wire.errors import StoreError, WireError
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.names import BlockName
 from wire.tier import FarStatus, LedgerCounts, MissRun, StoredBlock, Tier
 from wire.typed_reader import Read, by_place, fields_of, reader_of
 
@@ -72,7 +72,7 @@ class Hold:
 class KeepHint:
     """A request's hint about its KV: the session that it belongs to, and the time that it should outlive its use.
 
-    namespace: the digest of the request's root. session: as `wire.names.session_of` makes it; empty for none.
+    namespace: the digest of the request's root. session: as `wire.block_names.session_of` makes it; empty for none.
     keep_s: 0 where the session needs nothing more of it; None where the request does not say.
     """
 
@@ -271,7 +271,7 @@ class RecordsPort(_Calls):
         """Returns for each key whether its block is in the arena."""
 
     @_carried
-    def retain(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
+    def keep(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
         """Notes the blocks that a session's request has used, in their order; counts the kept ones.
 
         Blocks that the session's request before it used, and this one does not, are evicted before others. Blocks of

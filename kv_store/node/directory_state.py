@@ -26,8 +26,8 @@ from kv_store.node.directory_port import Block
 from kv_store.node.event_log import BlockEventLog
 from kv_store.node.sessions import KeepLimits, Sessions
 from kv_store.node.tombstones import Loss, Tombstones
+from wire.block_names import BlockName
 from wire.ids import BlockKey, SlotId
-from wire.names import BlockName
 from wire.tier import EventKind, Tier, Write
 
 P = ParamSpec("P")

@@ -26,7 +26,7 @@ class Records(RecordsPort):
         return [self.state.ledger.find(key) is not None for key in keys]
 
     @exclusive
-    def retain(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
+    def keep(self, keys: Sequence[BlockKey], hint: KeepHint) -> int:
         state = self.state
         found = state.find(dict.fromkeys(keys))
         own = [slot for slot in found if state.proof(slot).root_digest == hint.namespace]

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import COLD_TIERS, Cause, Miss, Tier
 
 

@@ -1,1 +1,1 @@
-"""Tiers outside of the node's memory: the protocol, its in-memory twin, and Redis."""
+"""Tiers beyond the arena, which are cold ones and other nodes; a library's tiers; lists of what tiers hold."""

@@ -8,11 +8,11 @@ from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold
-from kv_store.tiers.administration import HostTier
+from kv_store.tiers.contents import HostTier
+from wire.block_names import BlockName
 from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey
 from wire.layout import KVLayout
-from wire.names import BlockName
 from wire.tier import FarStatus
 
 _ME = "library"

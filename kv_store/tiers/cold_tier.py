@@ -13,11 +13,11 @@ from typing import Protocol, TypeVar
 
 from kv_store.connection import Breaker
 from kv_store.frame import FrameSeal
-from kv_store.tiers.administration import ListableTier
+from kv_store.tiers.contents import ListableTier
+from wire.block_names import BlockName
 from wire.errors import ForgedFrame, StoreError, WireError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 T = TypeVar("T")

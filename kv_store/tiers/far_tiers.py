@@ -12,8 +12,8 @@ from itertools import compress
 from kv_store.costs import Costs
 from kv_store.node.directory_port import Block, DirectoryPort
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
+from wire.block_names import BlockName
 from wire.ids import BlockKey, SlotId
-from wire.names import BlockName
 from wire.tier import COLD_TIERS, READ_COUNTS, FarStatus, Tier
 
 

@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
-from kv_store.tiers.administration import beyond
 from kv_store.tiers.cold_tier import FramedTier
+from kv_store.tiers.contents import beyond
 from kv_store.tiers.folder import SHARDS, Folder, Found, StoredFile
 from wire.errors import ConfigError
 from wire.ids import BlockKey

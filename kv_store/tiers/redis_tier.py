@@ -15,8 +15,8 @@ from redis.retry import Retry
 
 from kv_store.connection import receive_exactly
 from kv_store.frame import FRONT_BYTES, HEAD_BYTES, namespace_of
-from kv_store.tiers.administration import PAGE_BLOCKS, Selection, beyond, find
 from kv_store.tiers.cold_tier import FramedTier
+from kv_store.tiers.contents import PAGE_BLOCKS, Selection, beyond, find
 from wire.errors import ConfigError
 from wire.ids import BlockKey
 from wire.layout import KVLayout

@@ -7,9 +7,9 @@ from contextlib import closing
 from kv_store.frame import checksum_of
 from kv_store.tiers.arena_tier import ArenaTier
 from kv_store.tiers.cold_tier import ColdTier
+from wire.block_names import BlockName
 from wire.errors import Unsupported
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from router.disaggregation import PrefillReason
-from router.namespaces import OtherName
-from router.observe.causes import Paces, causes_of
+from router.observe.latency_causes import Paces, causes_of
+from router.other_namespaces import OtherName
 from wire.convert import tiers_to_pb
 from wire.errors import RequestNotFound
 from wire.ids import QualifiedId, WorkerId, tenant_of

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from text.answer.frame import NO_FRAME, AnswerFrame
-from text.codec import TextCodec
 from text.incremental import IncrementalText, Piece
+from text.tokenizer_protocol import TextCodec
 from wire.errors import WireError
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2

@@ -1,7 +1,7 @@
 """An attempt at a request, under one id: prefill and decode, or decode alone.
 
 Once the client has a token, an attempt goes straight to a decode worker, which fetches published blocks and computes
-the rest. So does the one attempt that follows where cached KV may have led to no number: it reads none.
+the rest. So does the one attempt after logits that were NaN or infinite, if cached KV was read: it reads none.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from router.disaggregation import PrefillReason, hand_off_s
-from router.namespaces import OtherNamespaces
 from router.observe.metrics import RequestMetrics
 from router.observe.record import RecentRequests, RequestSummary
 from router.observe.timeline import TimedCall, TimelineRecorder
 from router.observe.traces import RequestTrace, Traces
+from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.outbox import ReplyWriter

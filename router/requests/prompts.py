@@ -15,8 +15,8 @@ from router.requests.validator import (
 )
 from text.answer.frame import NO_FRAME
 from text.chat import Chat, NoRenderer, Rendered, Renderer
-from text.codec import TextCodec
 from text.grammar import GrammarProcesses, in_sources
+from text.tokenizer_protocol import TextCodec
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot
 from wire.pb import inference_pb2 as pb

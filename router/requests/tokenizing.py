@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from router.config import RouterConfig
 from text.chat import Chat, ChatTurn, Rendered, Renderer
-from text.codec import TextCodec
+from text.tokenizer_protocol import TextCodec
+from wire.block_names import PublicPart
 from wire.errors import ConfigError, InvalidRequest, Unsupported
 from wire.ids import NamespaceRoot
-from wire.names import PublicPart
 
 PUBLIC = "*"
 """The tenant in the root of public block names; no real tenant may have this name."""

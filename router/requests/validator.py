@@ -10,13 +10,13 @@ from typing import Any
 from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes
 from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
 from text.chat import ROLES, Chat, ChatTurn, Rendered
-from text.codec import TextCodec
+from text.tokenizer_protocol import TextCodec
+from wire.block_names import NameChain, PublicPart
 from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import MAX_SESSION_LEN, REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout, Window
-from wire.names import NameChain, PublicPart
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
 from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, MAX_TOLD_PROMPT_LEN, SamplingParams

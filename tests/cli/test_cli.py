@@ -589,7 +589,7 @@ def test_why_tells_the_cause_of_each_run_of_uncached_blocks(
     assert main(["why", "acme/r-1"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "acme/r-1: 32 of 80 prompt tokens cached",
-        "  2 blocks from token 32: evicted from the arena 90.0 s ago: to make room, by x\\x07",
+        "  2 blocks from token 32: evicted from the arena 90.0 s before the request: to make room, by x\\x07",
         "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64"
         " (`baton why --prompt A --prompt B` names the token)",
     ]

@@ -24,7 +24,7 @@ from wire.ids import NamespaceRoot
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
-from worker.messages import ended_with
+from worker.convert import ended_with
 
 FETCHED = PromptTokens({"host": 40})
 LACKING = PromptTokens({"host": 32}, computed=8)

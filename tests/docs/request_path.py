@@ -152,9 +152,9 @@ async def _trace() -> list[Way]:
 
 async def _trace_in(folder: Path, recorder: Recorder) -> list[Way]:
     from tests.harness.wired_cluster import WiredCluster  # here, for no other process has to load an engine
-    from worker import store
+    from worker import store_control
 
-    store.PAGE_PAUSE_S = 0.5  # else an idle cluster calls its directory as often as one at work
+    store_control.PAGE_PAUSE_S = 0.5  # else an idle cluster calls its directory as often as one at work
     cluster = WiredCluster(MODEL, folder)
     try:
         address = await cluster.serve()

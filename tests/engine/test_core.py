@@ -15,10 +15,10 @@ from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
 from tests.harness.node import Node
+from wire.block_names import NameChain
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import AttemptId
 from wire.layout import KVLayout
-from wire.names import NameChain
 from wire.sampling import FinishReason, SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

@@ -12,10 +12,10 @@ from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.transfers import InlineTransfers, Transfer, WriteThrough
 from tests.harness.engines import ROOT, Run, drive, make_core, release, request
 from tests.harness.node import Node
+from wire.block_names import NameChain
 from wire.ids import BlockKey
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout
-from wire.names import NameChain
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")

@@ -27,9 +27,9 @@ from tests.harness.engines import ROOT, Run, gained, make_core, request, serve
 from tests.harness.fake_clock import FakeClock
 from tests.harness.node import Node
 from tests.harness.paced_tier import PacedTier
+from wire.block_names import cover
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout
-from wire.names import cover
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

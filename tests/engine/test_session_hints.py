@@ -9,8 +9,8 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.node.directory_port import KeepHint
 from tests.harness.engines import ROOT, drive, make_core, request
 from tests.harness.node import Node
+from wire.block_names import digest_of, session_of
 from wire.layout import KVLayout
-from wire.names import digest_of, session_of
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

@@ -22,10 +22,10 @@ from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import ROOT, drive, make_core, prefill, request, rest_of, resume, serve
 from tests.harness.node import Node
 from tests.pairs import RUNS_ALL
+from wire.block_names import cover
 from wire.errors import InvalidRequest
 from wire.ids import BlockKey
 from wire.layout import KVLayout, Window
-from wire.names import cover
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", window=50)

@@ -16,7 +16,7 @@ from tests.harness.checkpoints import ARCHITECTURES, SINKS, Continuation, choose
 from tests.harness.engines import Run, drive, make_core, prefill, release, request, rest_of, resume, serve
 from tests.harness.node import Node
 from tests.kv_store.names import MAC_KEY
-from wire.names import namespace_root
+from wire.block_names import namespace_root
 from wire.sampling import SamplingParams
 
 NUM_TOKENS = 64

@@ -11,8 +11,8 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import SPOILT
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
+from wire.block_names import BlockName
 from wire.errors import BatonError, NonFiniteLogits
-from wire.names import BlockName
 from worker.config import BatchSettings
 
 SIZES = Sizes(num_blocks=128, num_slots=256)

@@ -17,7 +17,7 @@ from tests.harness.answer import Reader
 from tests.harness.faulty_transport import Faults, FaultyTransport
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import PlainRenderer
-from text.codec import TextCodec
+from text.tokenizer_protocol import TextCodec
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from kv_store.tiers.cold_tier import ColdTier
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import FarStatus, StoredBlock
 
 MAX_WAIT_S = 10.0

@@ -15,7 +15,7 @@ from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role
-from worker.messages import cursor_from_pb, events_to_pb
+from worker.convert import cursor_from_pb, events_to_pb
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 FINGERPRINT = b"a model's fingerprint"

@@ -17,8 +17,8 @@ from tests.harness.fragments import FragmentTokenizer
 from tests.harness.idle import visit_idle
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.harness.mortal_transport import MortalTransport
+from wire.block_names import BlockName, cover
 from wire.ids import DEFAULT_TENANT, AttemptId, NamespaceRoot
-from wire.names import BlockName, cover
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from worker.assembly import Tiers

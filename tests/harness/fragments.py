@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from text.codec import TokenKind
+from text.tokenizer_protocol import TokenKind
 
 _FRAGMENTS = (b"\xe2\x82", b"\xac", b"a", b"\xc3", b"\xa4b", b"\xf0\x9f", b"\x98\x80", b" c")
 

@@ -23,7 +23,7 @@ from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.harness.cluster import Cluster, role_of
-from text.codec import TextCodec
+from text.tokenizer_protocol import TextCodec
 from worker.assembly import Assembly, Tiers
 from worker.config import MAX_SILENCE_S, BatchSettings
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import int4, paged_attention, row_operations
+from kernels import int4_pages, paged_attention, row_operations
 from kernels.quantized import products
 from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile, tokens_of
 
@@ -212,9 +212,9 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
         return compile_kernel(architecture, kernel, name, dtype, options, pages, **constants)
 
     half = triton.next_power_of_2(head_dim // 2)
-    close, rows = int4.LAUNCH_OPTIONS, row_operations.OPTIONS
+    close, rows = int4_pages.LAUNCH_OPTIONS, row_operations.OPTIONS
     block: dict[str, Any] = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
-    yield compiled(int4.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
+    yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024)
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": row_operations.HEADS_AT_ONCE, "BLOCK_SIZE": BLOCK_SIZE}

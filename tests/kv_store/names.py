@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from kv_store.frame import MAC_KEY_BYTES, checksum_of
 from kv_store.node.directory_port import Block
 from kv_store.tiers.cold_tier import ColdTier
+from wire.block_names import BlockName, cover
 from wire.ids import NamespaceRoot, SlotId
 from wire.layout import KVLayout
-from wire.names import BlockName, cover
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 ROOT = NamespaceRoot(b"R" * 32)

@@ -6,8 +6,8 @@ import torch
 
 from kv_store.device_pool import DevicePool
 from tests.kv_store.names import LAYOUT, payload_of
+from wire.block_names import BlockName
 from wire.ids import PageId
-from wire.names import BlockName
 
 
 def filled_pool(names: Sequence[BlockName], num_pages: int = 64) -> DevicePool:

@@ -15,9 +15,9 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from wire.block_names import BlockName
 from wire.errors import ConfigError, StoreError
 from wire.ids import SlotId
-from wire.names import BlockName
 
 BLOCK = LAYOUT.block_bytes
 

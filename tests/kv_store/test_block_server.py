@@ -20,8 +20,8 @@ from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.trust.identity import Identity
 
 TOKEN = b"the cluster's token"

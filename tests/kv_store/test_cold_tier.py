@@ -8,14 +8,14 @@ import pytest
 import redis
 
 from kv_store.frame import FrameSeal, checksum_of
-from kv_store.tiers.administration import Selection, Tally, clear, find
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.contents import Selection, Tally, clear, find
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
+from wire.block_names import BlockName, cover, digest_of
 from wire.ids import NamespaceRoot
-from wire.names import BlockName, cover, digest_of
 
 
 @dataclass

@@ -15,8 +15,8 @@ from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock
 from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import EventKind, Tier, Write
 
 NUM_SLOTS = 16

@@ -17,8 +17,8 @@ from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import BlockEvents, EventCursor, EventPage
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
+from wire.block_names import BlockName, cover, digest_of
 from wire.ids import AttemptId, BlockKey, NamespaceRoot, SlotId
-from wire.names import BlockName, cover, digest_of
 from wire.tier import COLD_TIERS, EventKind, FarStatus, Tier, Write
 
 NUM_SLOTS = 8

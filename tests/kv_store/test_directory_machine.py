@@ -10,8 +10,8 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold, KeepHint
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import ROOT, names_of
+from wire.block_names import BlockName, digest_of
 from wire.ids import AttemptId, BlockKey, SlotId
-from wire.names import BlockName, digest_of
 from wire.tier import COLD_TIERS, Tier, Write
 
 NUM_SLOTS = 6
@@ -95,9 +95,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(
         part=ranges, session=st.sampled_from([b"", b"1" * 32, b"2" * 32]), keep_s=st.sampled_from([None, 0.0, 2.0, 9e9])
     )
-    def retain(self, part: tuple[int, int], session: bytes, keep_s: float | None) -> None:
+    def keep(self, part: tuple[int, int], session: bytes, keep_s: float | None) -> None:
         keys = [name.key for name in NAMES[part[0] : part[0] + part[1]]]
-        assert self.directory.records.retain(keys, KeepHint(digest_of(ROOT), session, keep_s)) <= len(keys)
+        assert self.directory.records.keep(keys, KeepHint(digest_of(ROOT), session, keep_s)) <= len(keys)
 
     @rule(holder=holders)
     def release_hold(self, holder: AttemptId) -> None:

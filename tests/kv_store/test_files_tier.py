@@ -17,9 +17,9 @@ from kv_store.tiers.files_tier import MIN_BLOCKS, FilesTier
 from kv_store.tiers.folder import Folder
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
+from wire.block_names import BlockName
 from wire.errors import ConfigError
 from wire.ids import BlockKey
-from wire.names import BlockName
 
 AMPLE_S = 10.0
 FRAME_BYTES = FRONT_BYTES + LAYOUT.payload_bytes

@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kv_store.frame import FRONT_BYTES, FrameSeal, checksum_of, mac_key_of
+from wire.block_names import BlockName, cover, namespace_root
 from wire.errors import ForgedFrame, WireError
 from wire.ids import BlockKey, NamespaceRoot
 from wire.layout import KVLayout
-from wire.names import BlockName, cover, namespace_root
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype="float16")
 ROOT = NamespaceRoot(b"R" * 32)

@@ -23,10 +23,10 @@ from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
+from wire.block_names import BlockName
 from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey, PageId, SlotId
 from wire.layout import KVLayout
-from wire.names import BlockName
 from wire.tier import Tier
 
 NUM_SLOTS = 16

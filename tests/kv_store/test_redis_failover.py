@@ -14,7 +14,7 @@ import pytest
 from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
-from wire.names import BlockName
+from wire.block_names import BlockName
 
 pytestmark = pytest.mark.redis
 AMPLE_S = 10.0

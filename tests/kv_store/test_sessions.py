@@ -15,9 +15,9 @@ from kv_store.node.directory_port import CALLS, KeepHint
 from kv_store.node.sessions import KeepLimits
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed
+from wire.block_names import BlockName, cover, digest_of, session_of
 from wire.errors import WireError
 from wire.ids import BlockKey, NamespaceRoot, PageId
-from wire.names import BlockName, cover, digest_of, session_of
 from wire.tier import Tier, Write
 
 ROOT, OTHER_ROOT = NamespaceRoot(b"a" * 32), NamespaceRoot(b"b" * 32)
@@ -51,7 +51,7 @@ class Arena:
     def end(self, names: list[BlockName], ended: KeepHint) -> int:
         """Publishes the blocks of a request, and passes on its hint."""
         self.publish(names)
-        num_kept = self.directory.records.retain([name.key for name in names], ended)
+        num_kept = self.directory.records.keep([name.key for name in names], ended)
         assert self.directory.records.check() == []
         assert self.directory.records.status().num_kept >= num_kept
         return num_kept
@@ -176,7 +176,7 @@ def test_what_another_session_has_used_is_not_superseded() -> None:
     arena.end(names_of((*PREFIX, *range(500, 504))), hint("b"))
     arena.end(prompt(3000, 1), hint("b"))
     arena.end(prompt(4000, 1), hint("a"))
-    arena.directory.records.retain([], hint("a", 0.0))
+    arena.directory.records.keep([], hint("a", 0.0))
     arena.publish(prompt(2000, 5))
     assert arena.num_of(shared) == 2, "there were two free slots, and three superseded blocks"
 
@@ -256,13 +256,13 @@ def test_superseded_blocks_are_not_demoted_and_kept_ones_may_be() -> None:
 @pytest.mark.parametrize("keep_s", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize("session", [b"", b"s" * 32])
 def test_times_that_are_none_cross_no_socket(keep_s: float, session: bytes) -> None:
-    call = CALLS.encode_call("retain", ([], KeepHint(b"n" * 32, session, keep_s)))
+    call = CALLS.encode_call("keep", ([], KeepHint(b"n" * 32, session, keep_s)))
     with pytest.raises(WireError):
         CALLS.decode_call(call[4:])
 
 
 def test_sessions_that_are_no_digests_cross_no_socket() -> None:
-    call = CALLS.encode_call("retain", ([], KeepHint(b"n" * 32, b"s", 1.0)))
+    call = CALLS.encode_call("keep", ([], KeepHint(b"n" * 32, b"s", 1.0)))
     with pytest.raises(WireError):
         CALLS.decode_call(call[4:])
 
@@ -275,7 +275,7 @@ def test_many_hints_leave_no_more_than_the_slots() -> None:
         blocks = committed(arena.directory.reserve("w", names, None).slots, names)
         arena.directory.commit("w", blocks, None)
         session = "" if rng.random() < 0.3 else f"session {nth}"
-        arena.directory.records.retain([name.key for name in names], hint(session, rng.choice([None, 0.0, 1.0, 1e9])))
+        arena.directory.records.keep([name.key for name in names], hint(session, rng.choice([None, 0.0, 1.0, 1e9])))
     assert arena.directory.records.check() == []
 
 

@@ -16,9 +16,9 @@ from kv_store.tiers.redis_tier import PREFIX, RedisTier
 from tests.harness.fake_clock import FakeClock
 from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
+from wire.block_names import BlockName, cover, digest_of
 from wire.errors import StoreError
 from wire.ids import NamespaceRoot
-from wire.names import BlockName, cover, digest_of
 from wire.tier import Write
 
 WAIT_S = 20.0

@@ -7,7 +7,7 @@ from kv_store.node.event_log import BlockEvents, EventCursor
 from kv_store.node.tombstones import Loss, Tombstones, _Table
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import ROOT, committed, names_of
-from wire.names import BlockName, cover, digest_of
+from wire.block_names import BlockName, cover, digest_of
 from wire.tier import Cause, EventKind, Miss, Tier
 
 BLOCK = 4

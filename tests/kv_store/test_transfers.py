@@ -18,8 +18,8 @@ from kv_store.transfers import (
 )
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
+from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.names import BlockName
 from wire.tier import Cause, Miss, Tier
 
 NAMES, PAGES = names_of(8), pages_from(0, 2)
@@ -70,8 +70,8 @@ class FakeStore:
         if self.error is not None:
             raise self.error
 
-    def retain(self, names: Sequence[BlockName], hint: KeepHint) -> None:
-        self._work("retain", names, hint)
+    def keep(self, names: Sequence[BlockName], hint: KeepHint) -> None:
+        self._work("keep", names, hint)
 
 
 class Waker:

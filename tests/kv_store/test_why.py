@@ -15,8 +15,8 @@ from kv_store.transfers import Fetch
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, names_of, put_one
 from tests.kv_store.pools import filled_pool, pages_from
+from wire.block_names import BlockName
 from wire.errors import StoreError
-from wire.names import BlockName
 from wire.tier import Cause, Miss, Tier
 
 NUM_SLOTS = 8
@@ -124,7 +124,9 @@ def test_a_frame_that_is_not_right_has_failed_to_load_and_later_ones_are_behind(
     assert all(put_one(cold(one), name) for name in names)
     cold(one).frames[names[1].key] = b"not a frame"
     failed, behind = one.why(names)
-    assert failed == Miss(Cause.LOAD_FAILED, "redis did not give its right bytes in time")
+    assert failed == Miss(
+        Cause.LOAD_FAILED, "redis gave wrong bytes, which the log of its worker names, or none in time"
+    )
     assert behind == Miss(Cause.BEHIND)
 
 

@@ -17,9 +17,9 @@ from tests.harness.assembled_worker import TOKEN
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
+from wire.block_names import cover
 from wire.convert import tiers_from_pb
 from wire.ids import DEFAULT_TENANT
-from wire.names import cover
 from worker.assembly import PEER_TIMEOUT_S, Tiers
 
 MODEL = HashModel(LAYOUT, vocab_size=300)

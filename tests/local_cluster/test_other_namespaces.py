@@ -21,11 +21,11 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
+from wire.block_names import cover
 from wire.convert import misses_from_pb
 from wire.errors import RequestNotFound, StoreError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.names import cover
 from wire.pb import cluster_pb2
 from wire.tier import Cause, Miss, StoredBlock
 from wire.trust.key_ring import ANYONE, Allowance, Key, Scope, make_key

@@ -16,8 +16,8 @@ from tests.harness.cluster import Output, until
 from tests.harness.fake_clock import FakeClock
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, PROMPT, ask, at_rest
+from wire.block_names import cover, digest_of, session_of
 from wire.convert import tiers_from_pb
-from wire.names import cover, digest_of, session_of
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier, Write
 
@@ -88,7 +88,7 @@ async def test_a_choice_that_a_stop_string_ends_passes_its_hint_on() -> None:
     request = agent(PROMPT, session="agent", keep_s=60.0)
     text = (await cluster.generate(request)).text[0]
     await until(lambda: cluster.directory.records.status().num_kept > 0)
-    cluster.directory.records.retain([], ended(cluster))
+    cluster.directory.records.keep([], ended(cluster))
     assert cluster.directory.records.status().num_kept == 0
     stopped = agent(PROMPT, session="agent", keep_s=60.0)
     stopped.sampling_params.stop.append(text[20:24])

@@ -16,9 +16,9 @@ from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, PROMPT, ask, at_rest
 from tests.local_cluster.test_nodes import Nodes
+from wire.block_names import cover
 from wire.convert import tiers_from_pb
 from wire.ids import BlockKey, NamespaceRoot, WorkerId
-from wire.names import cover
 from wire.tier import COLD_TIERS, Tier, Write
 from wire.trust.key_ring import ANYONE, Allowance, Key, Scope, make_key
 

@@ -17,9 +17,9 @@ from router.config import ServedNamespace
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import put_one
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, ask, at_rest
+from wire.block_names import BlockName, cover
 from wire.convert import misses_from_pb
 from wire.ids import DEFAULT_TENANT, BlockKey
-from wire.names import BlockName, cover
 from wire.pb import cluster_pb2
 from wire.tier import Cause, MissRun, Tier
 

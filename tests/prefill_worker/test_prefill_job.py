@@ -34,7 +34,7 @@ from wire.ids import NamespaceRoot
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
-from worker.messages import ended_with
+from worker.convert import ended_with
 
 TIERS = PromptTokens({"device": 16, "host": 20}, computed=4)
 

@@ -9,10 +9,10 @@ from kv_store.node.directory import Directory
 from kv_store.node.event_log import EventCursor
 from router.block_index import BlockIndex, mark_of
 from tests.kv_store.names import LAYOUT, committed, names_of
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.pb import worker_pb2
-from worker.messages import cursor_from_pb, events_to_pb
+from worker.convert import cursor_from_pb, events_to_pb
 
 NAMES = names_of(24)
 KEYS = [name.key for name in NAMES]

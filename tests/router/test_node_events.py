@@ -20,9 +20,9 @@ from tests.harness.fake_worker import LAYOUT, FakeWorker
 from tests.kv_store.names import committed
 from tests.router.test_keys import LISTED, OPERATOR_TEXT, PLAIN_TEXT, shows
 from tests.router.test_router_api import TOKEN, Service, serving
+from wire.block_names import BlockName, cover
 from wire.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from wire.ids import DEFAULT_TENANT, NamespaceRoot, WorkerId
-from wire.names import BlockName, cover
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pools import WorkerState

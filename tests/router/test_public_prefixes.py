@@ -9,9 +9,9 @@ from router.requests.tokenizing import NO_PREFIXES, PUBLIC, PublicPrefixes
 from tests.harness.fake_cluster import CONFIG
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import NoRenderer, PlainRenderer
+from wire.block_names import PublicPart
 from wire.errors import ConfigError
 from wire.ids import TENANT
-from wire.names import PublicPart
 
 TEXT = "You are a parrot."
 RENDERED = f"system: {TEXT}\nuser: "

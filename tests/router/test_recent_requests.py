@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.observe.causes import Paces, causes_of
+from router.observe.latency_causes import Paces, causes_of
 from router.observe.metrics import described
 from router.observe.record import MAX_KEPT, MAX_LISTED, RecentRequests
 from tests.harness.cluster import until

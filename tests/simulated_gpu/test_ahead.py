@@ -23,8 +23,8 @@ from tests.harness.engines import ROOT, drive, gained, make_core, request
 from tests.pairs import RUNS_ALL
 from tests.simulated_gpu.device import SIM, commands
 from text.byte_tokenizer import NUM_BYTES, ByteTokenizer
+from wire.block_names import NameChain
 from wire.ids import AttemptId
-from wire.names import NameChain
 from wire.sampling import FormatKind, ResponseFormat, SamplingParams
 
 LENGTHS = (1, 14, 17, 40)

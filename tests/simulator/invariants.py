@@ -17,10 +17,10 @@ from kv_store.eviction.order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from kv_store.node.directory_port import Block
+from wire.block_names import cover
 from wire.ids import AttemptId, BlockKey, NamespaceRoot
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout
-from wire.names import cover
 from worker.loop import StepOutcome
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

@@ -10,8 +10,8 @@ from kv_store.node.directory_port import DirectoryPort
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.node import Caller, Node
 from tests.simulator.virtual_time import Process
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import FarStatus, Tier
 
 SLOW_BLOCK_S = 0.1

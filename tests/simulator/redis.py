@@ -13,8 +13,8 @@ from kv_store.frame import MAC_KEY_BYTES, FrameSeal
 from kv_store.tiers import redis_tier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.simulator.invariants import LAYOUT, Watch
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 
 MAC_KEY = bytes(MAC_KEY_BYTES)
 TIMEOUT_S = 0.1

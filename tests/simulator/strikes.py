@@ -14,7 +14,7 @@ from tests.harness.idle import visit_idle
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind
 from tests.simulator.redis import MAC_KEY
-from wire.names import BlockName
+from wire.block_names import BlockName
 
 if TYPE_CHECKING:
     from tests.simulator.worker import SimWorker

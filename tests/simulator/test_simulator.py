@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from engine.events import Jumped
-from engine.kv import prefix_backs
+from engine.kv import split_prefixes
 from engine.kv.prefetch import Find, Prefetch
 from kv_store import node_store
 from kv_store.block_store import BlockStore
@@ -30,8 +30,8 @@ from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
+from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.names import BlockName
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.tier import EventKind, Tier
@@ -153,7 +153,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
     "a group that came back short counts as whole": (BackFetch, "run", whole_group, {"I4"}),
     "a jump passes over a hole": (Prefetch, "run", run_over_holes, {"I4", "I6"}),
-    "a jump counts its tokens twice": (prefix_backs, "Jumped", jump_counted_twice, {"I13"}),
+    "a jump counts its tokens twice": (split_prefixes, "Jumped", jump_counted_twice, {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""

@@ -18,9 +18,9 @@ from text import child_processes, template_processes
 from text.answer.formats import AnswerFormats
 from text.answer.frame import ToolUse
 from text.chat import Chat, ChatTurn, PlainRenderer, Rendered, Renderer
-from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
+from text.tokenizer_protocol import TokenKind
 from wire.errors import InvalidRequest, ModelError, Unavailable, Unsupported
 
 TURNS = (

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.text.backends import KINDS
 from text.byte_tokenizer import ByteTokenizer
-from text.codec import Detokenizer, TokenKind
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
+from text.tokenizer_protocol import Detokenizer, TokenKind
 
 TOKENIZERS = {name: Tokenizer(make()) for name, make in KINDS.items()}
 EURO = "€".encode()

@@ -22,8 +22,8 @@ from tests.text.backends import (
 )
 from text import tokenizer as tokenizer_module
 from text.byte_tokenizer import ByteTokenizer
-from text.codec import TextCodec, TokenKind
 from text.tokenizer import Tokenizer
+from text.tokenizer_protocol import TextCodec, TokenKind
 from wire.errors import InvalidRequest, ModelError
 
 BOS_EOS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -8,8 +8,8 @@ from wire.errors import Cancelled, InvalidRequest, RequestExists
 from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
 from worker import line as line_module
+from worker.convert import ended_with
 from worker.line import WorkerLine
-from worker.messages import ended_with
 
 A, B = (AttemptId(f"{name}/1") for name in "ab")
 TIMEOUT_S = 20.0

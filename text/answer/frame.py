@@ -16,8 +16,8 @@ from typing import Any
 
 from text.answer.answer import ReasoningCount
 from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats, CallFormat, Channel
-from text.codec import TextCodec
 from text.grammar import PARAM, lark_term, schema_term
+from text.tokenizer_protocol import TextCodec
 from wire.errors import Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 

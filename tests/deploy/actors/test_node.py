@@ -22,9 +22,9 @@ from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tiers import open_tiers
 from tests.kv_store.names import LAYOUT, committed, got_one, names_of
 from tests.kv_store.pools import filled_pool, pages_from
+from wire.block_names import BlockName, cover
 from wire.errors import ConfigError, Unavailable
 from wire.ids import AttemptId, NamespaceRoot
-from wire.names import BlockName, cover
 from wire.pools import Shares
 from wire.tier import ColdSettings, Tier, Write
 from wire.typed_reader import to_json

@@ -16,8 +16,8 @@ from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
+from wire.block_names import digest_of
 from wire.errors import ConfigError, InvalidRequest, Unavailable
-from wire.names import digest_of
 from wire.pools import Addresses, Shares
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 from wire.typed_reader import to_json

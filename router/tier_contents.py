@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from itertools import takewhile
 
 from router.config import RouterConfig
-from router.namespaces import OtherName, miss_in_other_namespace
+from router.other_namespaces import OtherName, miss_in_other_namespace
 from router.requests.dispatch import Dispatcher
 from router.requests.tokenizing import PUBLIC
 from router.workers.members import Member, Members
+from wire.block_names import digest_of
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
 from wire.ids import DEFAULT_TENANT, TENANT
-from wire.names import digest_of
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import KeyRing

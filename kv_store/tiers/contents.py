@@ -1,4 +1,4 @@
-"""Contents of a node's tiers by namespace, and their withdrawal: by pages of keys, so that no call holds up others.
+"""The lists of blocks in a node's tiers, by namespace, and their clearing: by pages of keys, so that no call is long.
 
     ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for ─▶ Tally
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kv_store.block_store import StoreControl, StoreStatus
 from kv_store.node.directory_port import RecordsPort
 from kv_store.node.event_log import EventCursor, EventPage
-from kv_store.tiers.administration import ListableTier, Selection, Tally, clear, find
+from kv_store.tiers.contents import ListableTier, Selection, Tally, clear, find
 from wire.errors import StoreError
 from wire.ids import AttemptId
 from wire.tier import StoredBlock

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kv_store.tiers.cold_tier import BlockSource
+from wire.block_names import BlockName
 from wire.ids import BlockKey
-from wire.names import BlockName
 from wire.tier import Cause, Miss, Tier
 
 _MAX_ASKED = 512
@@ -13,7 +13,7 @@ _LEASE_LOST = Miss(Cause.LOAD_FAILED, "its lease in the arena ran out while it w
 _UNREACHED = Miss(Cause.LOAD_FAILED, "the arena's directory was out of reach")
 
 
-class Unread:
+class FetchMisses:
     """Notes of one fetch after another; for one thread. clock: monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -36,7 +36,9 @@ class Unread:
         self._hole, self._unasked = (behind[0].key if behind else None), None
         cold = [source for source in sources if source.tier is not Tier.PEERS] if behind else []
         if any(source not in asked for source in cold):
-            self._unasked = Miss(Cause.ELSEWHERE, "to ask a cold tier for it was not expected to pay")
+            self._unasked = Miss(
+                Cause.ELSEWHERE, "it was not asked, since a read was expected to take longer than computing"
+            )
         elif cold and self._clock() > deadline:
             self._unasked = Miss(Cause.ELSEWHERE, "the lookup took longer than computing")
         elif broken := [source.tier for source in cold if source.status().state == "broken"]:
@@ -73,9 +75,8 @@ class Unread:
     def _failure(self, source: BlockSource | None, deadline: float) -> str:
         if source is None:
             return "its checksum in the arena was wrong"
-        if self._clock() > deadline:
-            return "reading took longer than computing"
-        return f"{source.tier} did not give its right bytes in time"
+        failure = f"{source.tier} gave wrong bytes, which the log of its worker names, or none in time"
+        return "reading took longer than computing" if self._clock() > deadline else failure
 
     def _copied(self, name: BlockName, miss: Miss) -> Miss:
         """Finds the cause of a block that the arena has lost, and of which a cold tier was given a copy."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wire.block_names import NameChain, PublicPart, cover, key_of_last, namespace_root, token_bytes
 from wire.ids import NamespaceRoot
-from wire.names import NameChain, PublicPart, cover, key_of_last, namespace_root, token_bytes
 
 ROOT = NamespaceRoot(bytes(range(32)))
 OTHER = NamespaceRoot(bytes(32))

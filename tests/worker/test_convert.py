@@ -9,12 +9,12 @@ from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
+from wire.block_names import digest_of, session_of
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId
-from wire.names import digest_of, session_of
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import FarStatus, LedgerCounts, Tier
-from worker.messages import ended_with, request_from_pb, status_to_pb
+from worker.convert import ended_with, request_from_pb, status_to_pb
 
 COUNTS = LedgerCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(

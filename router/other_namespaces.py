@@ -1,4 +1,4 @@
-"""Blocks of a prompt under other namespaces of its tenant: of other models and layouts that the secret has served.
+"""The search for a missed block under other namespaces of its tenant: models and layouts served with this secret.
 
     request     first missing block ── its key under each namespace, on a thread ──▶ the request's record
     operator    these keys ── a worker of each node ──▶ tiers that have one ──▶ Cause.OTHER_NAMESPACE
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from router.config import RouterConfig, ServedNamespace
 from router.requests.tokenizing import PUBLIC
+from wire.block_names import PublicPart, digest_of, key_of_last
 from wire.ids import BlockKey
 from wire.layout import KVLayout
-from wire.names import PublicPart, digest_of, key_of_last
 from wire.pb import worker_pb2
 from wire.tier import Cause, Miss
 

@@ -9,12 +9,12 @@ from kv_store.block_store import StoreStatus
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.node.records import Records
-from kv_store.tiers.administration import ListableTier
+from kv_store.tiers.contents import ListableTier
 from tests.harness.cluster import until
 from wire.errors import StoreError
 from wire.ids import AttemptId
-from worker import store as store_module
-from worker.store import AsyncStore
+from worker import store_control as store_module
+from worker.store_control import AsyncStore
 
 ID = AttemptId("r")
 

@@ -4,13 +4,13 @@ import pytest
 
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Hold
-from kv_store.tiers.administration import PAGE_BLOCKS, HostTier, Selection, Tally, clear, find
+from kv_store.tiers.contents import PAGE_BLOCKS, HostTier, Selection, Tally, clear, find
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of
 from tests.kv_store.test_cold_writer import Node
+from wire.block_names import BlockName, cover, digest_of
 from wire.errors import StoreError
 from wire.ids import AttemptId, NamespaceRoot
-from wire.names import BlockName, cover, digest_of
 from wire.tier import Cause, Tier, Write
 
 OTHER = NamespaceRoot(b"O" * 32)

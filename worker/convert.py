@@ -11,7 +11,8 @@ from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
-from kv_store.tiers.administration import Selection, Tally
+from kv_store.tiers.contents import Selection, Tally
+from wire.block_names import PublicPart, digest_of, session_of
 from wire.convert import (
     error_to_pb,
     sampling_from_pb,
@@ -19,7 +20,6 @@ from wire.convert import (
 from wire.errors import BatonError, ConfigError, InvalidRequest
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_kv_policy
-from wire.names import PublicPart, digest_of, session_of
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, LedgerCounts, Tier
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import int4, reference
+from kernels import int4_pages, reference
 from tests.kernels.paged_batch import Heads, empty_codes
 
 
@@ -22,7 +22,7 @@ def test_closes_blocks_bit_by_bit(dtype: torch.dtype, heads: Heads, block_size: 
     slots = torch.tensor([4 * block_size - 1, -1, 5, block_size - 1, block_size], device=device)
     before = [one.clone() for one in (pages.data, pages.int4.key_scales, pages.scales)]
     found = []
-    for close in (reference.close_blocks, int4.close_blocks):
+    for close in (reference.close_blocks, int4_pages.close_blocks):
         for one, old in zip((pages.data, pages.int4.key_scales, pages.scales), before, strict=True):
             one.copy_(old)
         close(pages, slots)

@@ -1,4 +1,4 @@
-"""The backs of prefixes, which prefetches read while fronts are computed, and to which sequences jump."""
+"""Split prefixes: the back is read from the store while the front is computed; sequences jump over read blocks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from kv_store.block_store import Back
 from kv_store.transfers import BackFetch, Done, Transfer
 
 
-class PrefixBacks:
+class SplitPrefixes:
     """Groups of blocks under way, and the jumps of sequences to read ones. For the engine's thread.
 
     begin: begins a transfer, as the cache does.
