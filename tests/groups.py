@@ -7,7 +7,7 @@ ONE_BY_ONE = (
     "tests/kv_store/test_redis_tier.py",
 )
 """Tests that start whole clusters or measure time: a single group, so that none of them runs beside another one."""
-LONGEST = ("simulator", "exactness", "kernels", "engine", "bad_input")
+LONGEST = ("simulated_gpu", "simulator", "exactness", "kernels", "engine")
 """Folders to begin with, so that processes end together."""
 
 

@@ -9,6 +9,7 @@ from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.transfers import InlineTransfers, Transfers
+from tests.harness.fake_clock import FakeClock
 from wire.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -38,9 +39,12 @@ class Node:
         return Tiers(self.arena, self.directory, [self.cold] if self.cold else [])
 
     def transfers(self, pool: DevicePool) -> Transfers:
-        """Makes the transfers of an engine, which end before the call that begins them."""
+        """Makes the transfers of an engine, which end before the call that begins them.
+
+        Its clock stands still: reading a block is never slower than computing it, however busy the machine is.
+        """
         cold = [self.cold] if self.cold else []
-        return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, cold, pool))
+        return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, cold, pool, FakeClock()))
 
     def write_all_cold(self) -> None:
         """Writes every block that nobody uses to the cold tier."""
