@@ -42,7 +42,7 @@ from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator import virtual_time
 from wire.layout import KVLayout
 from worker.assembly import Assembly, Threads
-from worker.loop import MAX_IDLE_S, StepOutcome, WorkerLoop
+from worker.loop import MAX_IDLE_S, StepReport, WorkerLoop
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE, MAX_CONTEXT_LEN = 256, 8192
@@ -105,7 +105,7 @@ class PacedLoop(WorkerLoop):
     def __init__(self, model: PacedModel, clock: Callable[[], float], *parts: Any) -> None:
         engine, inbox, self._pass_on, on_broken, _ = parts
         self._model = model
-        self._held: list[StepOutcome] = []
+        self._held: list[StepReport] = []
         super().__init__(engine, inbox, self._held.append, on_broken, clock)
 
     def start(self) -> None:
@@ -124,7 +124,7 @@ class PacedLoop(WorkerLoop):
                 with_news = asyncio.ensure_future(self._inbox.has_news.wait())
                 await asyncio.wait([with_news], timeout=MAX_IDLE_S)
                 with_news.cancel()
-            goes_on = self.run_one()
+            goes_on = self.run_or_wind_up()
             await asyncio.sleep(self._model.spent_s)
             self._model.spent_s = 0.0
             for outcome in self._held:

@@ -30,7 +30,7 @@ TESTS = [
     "tests/gpu",
     *(
         f"tests/kernels/test_{name}.py"
-        for name in ("paged_decode", "paged_prefill", "kv_write", "int4", "packed_products")
+        for name in ("paged_decode", "paged_prefill", "kv_write", "int4_pages", "packed_products")
     ),
 ]
 TESTS += ["tests/kernels/test_row_operations.py"]

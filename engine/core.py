@@ -3,8 +3,11 @@
 WAITING -> FETCHING -> PREFILL -> DECODE -> ENDED
    ^          \\          |  \\-> HANDING_OFF -> ENDED
    |           \\---------+----> DECODE, if the fetch found all KV
-   \\--- preempted, from PREFILL or DECODE
+   \\--- preempted, from PREFILL or DECODE; from FETCHING, if a part of the blocks that a policy kept is gone
 
+A sequence is one choice of a request, and the sequences of one request are siblings. The first, the leader, brings
+the KV of the prompt; the others draw their first token from its last row while they wait, and are then admitted with
+its pages.
 A sequence has a row of `DecodeRows` from its first step in DECODE on. While all have rows, a step is: run the rows.
 """
 
@@ -17,7 +20,6 @@ import torch
 
 from engine.decode_rows import DecodeRows
 from engine.events import (
-    Abandoned,
     EngineStats,
     Event,
     Failed,
@@ -25,6 +27,7 @@ from engine.events import (
     Finished,
     HandedOff,
     HeldUp,
+    HoldOrphaned,
     Preempted,
     Scheduled,
     Scored,
@@ -53,9 +56,10 @@ MAX_SCORED_TOKENS = 512
 
 
 class PrefillMeter:
-    """A meter of prefill: gives the tokens and seconds of the steps that ran chunks of prompts to `report`.
+    """A meter of prefill: `report` gets the tokens and seconds of steps with chunks, from which the store learns.
 
-    A step without samples may leave its work to the device: its tokens count with the next such step.
+    A step that samples no token is not waited for, and the device may still run it: it is reported with the next step
+    with chunks that samples one.
     """
 
     def __init__(
@@ -127,14 +131,14 @@ class EngineCore:
         self._is_stalled = False
 
     def abort(self, attempt_id: AttemptId) -> None:
-        """Ends a request without a further event, except Abandoned. Does nothing if there is none."""
-        self._cache.keep(self._close(attempt_id))
+        """Ends a request without a further event, except HoldOrphaned. Does nothing if there is none."""
+        self._cache.pass_on_hint(self._close(attempt_id))
         self._is_stalled = False
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
-        """Ends a choice without an event, and continues the others; returns whether it ran.
+        """Ends a choice without an event; the others go on. Returns whether it did.
 
-        A hand-off's choices end with their first token, and not here.
+        It does nothing for a choice that has ended, nor for a hand-off's, which end with their first token anyway.
         """
         choices = (one for one in self._table.siblings(attempt_id) if one.choice.index == index)
         sequence = next(choices, None)
@@ -159,11 +163,11 @@ class EngineCore:
             return output
         work = self._decode_all() or self._carry_out(self._plan())
         if work is not None:
-            work = work if self._runner.is_ahead else self._with_drafts(work)
+            work = work if self._runner.has_launched_ahead else self._with_drafts(work)
             began_s = self._meter.clock()
             with torch.inference_mode():
                 launched = self._runner.launch(work)
-                self._go_ahead(work, launched)
+                self._launch_ahead(work, launched)
                 gains = self._runner.read(work, launched)
             self._meter.note(work, began_s, has_waited=bool(gains.sequences))
             self._events = output.after
@@ -192,7 +196,7 @@ class EngineCore:
 
     def check(self) -> list[str]:
         """Lists the faults of the pool's books; an empty list is a clean bill."""
-        problems = [*self.pool.ledger.check(), *self._rows.check(int(self._runner.goes_ahead))]
+        problems = [*self.pool.ledger.check(), *self._rows.check(int(self._runner.launches_ahead))]
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
             problems.append(f"{counts.owned + counts.published} pages have references though no request is here")
@@ -223,12 +227,16 @@ class EngineCore:
             self._num_held[attempt_id] = num_held
             self._close_if_over(attempt_id)
         elif attempt_id not in self.attempts:
-            self._events.append(Abandoned(attempt_id))
+            self._events.append(HoldOrphaned(attempt_id))
 
     def _decode_all(self) -> Work | None:
-        """Gives each sequence its next token, as batchers would; None if one does not decode, or pages are too few."""
+        """Plans a step of all rows, one token each, without the batcher.
+
+        None if some sequence does not decode, or pages are too few. A pass that was launched ahead is taken first,
+        though sequences may wait by now.
+        """
         rows = self._rows
-        if not rows or not (self._runner.is_ahead or len(rows) == self._table.num_active):
+        if not rows or not (self._runner.has_launched_ahead or len(rows) == self._table.num_active):
             return None
         if full := rows.full(len(rows)):
             pages = self._cache.allocator.extend([rows.sequences[row] for row in full])
@@ -241,12 +249,12 @@ class EngineCore:
         drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
         return Work(work.rows, work.chunks, drafts) if drafts else work
 
-    def _go_ahead(self, work: Work, launched: Launched | Exception) -> None:
-        """Begins the next step before this one is read, where all sequences decode, by one token each, in both.
+    def _launch_ahead(self, work: Work, launched: Launched | Exception) -> None:
+        """Launches the next forward pass before this step's tokens are read, if all sequences decode one token in both.
 
-        A row whose next token ends its sequence runs in vain, and a further page goes back with the sequence's others.
+        A sequence that ends with this step's token has run once in vain; a page gained for that is freed with the rest.
         """
-        if not self._runner.goes_ahead or isinstance(launched, Exception):
+        if not self._runner.launches_ahead or isinstance(launched, Exception):
             return
         rows, num_rows = self._rows, work.num_rows
         if not num_rows == len(rows) == self._table.num_active or work.chunks or work.drafts:
@@ -268,11 +276,11 @@ class EngineCore:
         return plan
 
     def _follow_prefetches(self) -> None:
-        """Lets sequences jump to blocks that were read meanwhile; gives prefetches the pages that no sequence lacks."""
+        """Lets sequences take over blocks read since, not computing them; reads on into pages that none lacks."""
         for sequence in [one for one in self._table.running if one.prefetch is not None]:
             pages = self._cache.allocator.available
             num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
-            jump = self._cache.backs.follow(sequence, pages.num_allocatable - num_lacking)
+            jump = self._cache.split_prefixes.follow(sequence, pages.num_allocatable - num_lacking)
             if jump is not None:
                 self._num["cached"] += sum(jump.found.values())
                 self._events.append(jump)
@@ -411,7 +419,7 @@ class EngineCore:
         return starts
 
     def _finish(self, ending: list[Sequence], chunks: list[PromptChunk]) -> None:
-        """Ends choices; a prompt's KV goes to a sibling without pages, which hands it off."""
+        """Ends choices. Where a hand-off's leader ends at once, a sibling that goes on gets its KV and hands it off."""
         for chunk in chunks:
             leader = chunk.sequence
             heir = next((one for one in chunk.sampled if one not in ending), None)
@@ -447,7 +455,7 @@ class EngineCore:
             return
         if attempt_id in self._num_held:
             self._events.append(HandedOff(attempt_id, self._num_held[attempt_id]))
-        self._cache.keep(self._close(attempt_id))
+        self._cache.pass_on_hint(self._close(attempt_id))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""

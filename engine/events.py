@@ -1,6 +1,7 @@
-"""An engine's reports: the output of a step, tokens beside events, and statistics.
+"""An engine's output: tokens of a step beside its events, and statistics.
 
-Every request ends with one Finished per choice, one HandedOff, or one Failed.
+A request that is not aborted ends with one Finished per choice, or with one Failed. A hand-off ends with HandedOff,
+after the Finished of choices that end with their first token.
 """
 
 from collections import Counter
@@ -130,7 +131,7 @@ class HandedOff:
 
 
 @dataclass(frozen=True)
-class Abandoned:
+class HoldOrphaned:
     """The store holds the blocks of a request that was aborted meanwhile: the hold is of no use.
 
     The only event of a request after its end.
@@ -157,7 +158,7 @@ Event = (
     | Drafted
     | Finished
     | HandedOff
-    | Abandoned
+    | HoldOrphaned
     | Preempted
     | Failed
 )
@@ -165,7 +166,7 @@ Event = (
 
 @dataclass
 class StepOutput:
-    """The outcome of a step: the choices that gained a token, and the events around the run.
+    """The output of a step: the choices that gained a token, and the events before and after the model's run.
 
     before: events up to the run of the model. choices, positions, token_ids: as long as one another; `positions` counts
     a choice's output tokens from 0. logprobs: by place in `choices`, where they were asked for. after: what followed.

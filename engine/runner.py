@@ -89,11 +89,11 @@ class Runner:
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
         self._ahead: Ahead | None = None
-        self.goes_ahead = model.device.type != "cpu"
+        self.launches_ahead = model.device.type != "cpu"
         """Whether `launch_ahead` gains time: a CPU has none to spare while a step is read."""
 
     @property
-    def is_ahead(self) -> bool:
+    def has_launched_ahead(self) -> bool:
         """Whether the forward pass of the decoding rows' next tokens is launched already."""
         return self._ahead is not None
 

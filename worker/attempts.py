@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.events import Abandoned
+from engine.events import HoldOrphaned
 from engine.grammar.grammars import Grammars
 from engine.request import EngineRequest
 from wire import errors
@@ -18,7 +18,7 @@ from wire.pools import Role, WorkerState
 from worker.convert import request_from_pb
 from worker.job import Behaviour, Job, News
 from worker.line import WorkerLine
-from worker.loop import Abort, Add, EndChoice, StepOutcome, WorkerLoop
+from worker.loop import Abort, Add, EndChoice, StepReport, WorkerLoop
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Attempts:
         for attempt in tuple(self._attempts.values()):
             self._end(attempt, error)
 
-    def take(self, outcome: StepOutcome) -> list[AttemptId]:
+    def take(self, outcome: StepReport) -> list[AttemptId]:
         """Takes the outcome of a step: news go to the jobs of their attempts, and updates of these to their lines.
 
         Returns the attempts whose holds are over.
@@ -193,7 +193,7 @@ class Attempts:
         """Hands news to the job of their attempt, whose bugs end it alone. Tells whether its hold is over."""
         attempt = self._attempts.get(attempt_id)
         if attempt is None or not attempt.is_added:
-            return isinstance(news, Abandoned)
+            return isinstance(news, HoldOrphaned)
         try:
             update = attempt.job.take(news, now_s)
         except Exception as bug:
@@ -207,7 +207,7 @@ class Attempts:
         return attempt.job.releases_hold(update)
 
 
-def _news_of(outcome: StepOutcome) -> Iterator[tuple[AttemptId, News, float]]:
+def _news_of(outcome: StepReport) -> Iterator[tuple[AttemptId, News, float]]:
     """Yields the news of a step, in order, with the attempt that it is of and the time at which it happened."""
     output = outcome.output
     for event in (*outcome.events, *output.before):

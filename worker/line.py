@@ -1,6 +1,6 @@
 """The worker's end of the line to one router: orders come in, and updates of its attempts go out.
 
-    StepOutput ─▶ Job.take ─▶ Update ─▶ WorkerLine.send ═ ConnectResponse ═▶ Line ─▶ Attempt ─▶ Answer ─▶ Chunk
+    StepOutput ─▶ Job.take ─▶ Update ─▶ WorkerLine.send ═ ConnectResponse ═▶ Line ─▶ Attempt ─▶ ChoiceStreams
 
 An update has one shape on its way back, the message: a job writes it, and the line joins it to unsent ones.
 However slowly the router reads, an attempt's updates here grow by tokens only. No step of the engine waits for a line.

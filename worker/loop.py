@@ -1,7 +1,8 @@
 """The thread that owns the engine: take commands, step, hand the outcome over.
 
-WorkerService ─ Add, Abort, EndChoice, Consult ─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
-WorkerService ◀──────────── a StepOutcome ────────────────── WorkerLoop ◀─ StepOutput
+Attempts ─ Add, Abort, EndChoice ─┐
+WorkerService ─ Consult ──────────┴─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
+Attempts ◀─ WorkerService ◀─ a StepReport ──── WorkerLoop ◀─ StepOutput
 """
 
 import asyncio
@@ -120,12 +121,13 @@ class Inbox:
 
 
 @dataclass
-class StepOutcome:
-    """The outcome of a step. Events before the model's run happened when the step began, the others when it ended.
+class StepReport:
+    """The commands that the loop obeyed, and the engine's step after them.
 
-    added: requests taken from the inbox; a Failed event, or `failure`, ends refused ones. aborted: attempts that it let
-    go of by command or for the failure. events: of commands, in the time of the step's begin. failure: all attempts
-    that were added so far end with it.
+    Events of commands and of `output.before` are of `began_s`; tokens and `output.after` are of `ended_s`.
+
+    added: requests that commands brought; one that the engine refused has a Failed event here. aborted: attempts taken
+    out of the engine, by command or for the failure. failure: every attempt that was added so far ends with it.
     """
 
     began_s: float
@@ -157,7 +159,7 @@ class WorkerLoop:
         self,
         engine: EngineCore,
         inbox: Inbox,
-        deliver: Callable[[StepOutcome], None],
+        deliver: Callable[[StepReport], None],
         on_broken: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -202,7 +204,7 @@ class WorkerLoop:
     def run_once(self) -> None:
         """Obeys commands, steps the engine once, and delivers the outcome. Blocks up to MAX_IDLE_S without work."""
         self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
-        outcome = StepOutcome(self._clock())
+        outcome = StepReport(self._clock())
         try:
             while self._commands:
                 self._obey(self._commands.popleft(), outcome)
@@ -219,7 +221,7 @@ class WorkerLoop:
             self._deliver(outcome)
         self.num_steps += 1
 
-    def run_one(self) -> bool:
+    def run_or_wind_up(self) -> bool:
         """Runs once while the loop runs; then answers all that waits for it, and returns False."""
         try:
             if self.is_running:
@@ -235,10 +237,10 @@ class WorkerLoop:
 
     def _run(self) -> None:
         os.nice(ENGINE_NICENESS)  # of this thread and the threads that it starts
-        while self.run_one():
+        while self.run_or_wind_up():
             pass
 
-    def _obey(self, command: Command, outcome: StepOutcome) -> None:
+    def _obey(self, command: Command, outcome: StepReport) -> None:
         match command:
             case Add(request):
                 outcome.added.append(request)
@@ -255,7 +257,7 @@ class WorkerLoop:
             case Consult():
                 command.obey(self._engine)
 
-    def _recover(self, failure: Exception, outcome: StepOutcome) -> None:
+    def _recover(self, failure: Exception, outcome: StepReport) -> None:
         incident = secrets.token_hex(8)
         log.error("incident %s: a step failed", incident, exc_info=failure)
         self._num_failed_steps += 1
@@ -266,7 +268,7 @@ class WorkerLoop:
             log.critical("incident %s: the engine is given up: %s", incident, "; ".join(problems) or "it fails on")
             self._break()
 
-    def _abort_all(self, outcome: StepOutcome) -> list[str]:
+    def _abort_all(self, outcome: StepReport) -> list[str]:
         """Takes every attempt out of the engine, whatever state this is in; returns the problems."""
         problems = []
         for attempt in list(self._engine.attempts):
@@ -291,7 +293,7 @@ class WorkerLoop:
     def _wind_up(self) -> None:
         """Closes the inbox, and ends every attempt and every question."""
         stopped = Unavailable("the worker has stopped")
-        outcome = StepOutcome(self._clock(), failure=stopped)
+        outcome = StepReport(self._clock(), failure=stopped)
         self._inbox.close()
         self._commands += self._inbox.take(0.0)
         self._abort_all(outcome)

@@ -19,7 +19,7 @@ from worker.attempts import Attempts
 from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb, tally_to_pb
 from worker.job import Behaviour
 from worker.line import WorkerLine
-from worker.loop import Consult, EngineWatch, Inbox, StepOutcome, WorkerLoop
+from worker.loop import Consult, EngineWatch, Inbox, StepReport, WorkerLoop
 from worker.store_control import AsyncStore
 
 T = TypeVar("T")
@@ -175,11 +175,11 @@ class WorkerService:
         except Unavailable as error:
             raise Unavailable("the engine's thread has ended") from error
 
-    def _deliver(self, outcome: StepOutcome) -> None:
+    def _deliver(self, outcome: StepReport) -> None:
         """Hands a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
         if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, outcome)
 
-    def _apply(self, outcome: StepOutcome) -> None:
+    def _apply(self, outcome: StepReport) -> None:
         if released := self.attempts.take(outcome):
             self._store.release_soon(released)

@@ -1,8 +1,8 @@
 """The pages of an engine's sequences: the fetch of known blocks, and the writing of new ones.
 
-    PageAllocator   pages that sequences write
-    SplitPrefixes     pages that are filled while their sequences compute
-    KVCache         prefix lookups, fetches from the store, write-through
+    PageAllocator    pages that sequences write
+    SplitPrefixes    pages that are filled while their sequences compute
+    KVCache          prefix lookups, fetches from the store, write-through
 
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """
@@ -45,7 +45,7 @@ class KVCache:
 
     def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
         self.allocator = PageAllocator(pool)
-        self.backs = SplitPrefixes(self.allocator, self._begin)
+        self.split_prefixes = SplitPrefixes(self.allocator, self._begin)
         self._pool = pool
         self._ledger = pool.ledger
         self._transfers = transfers
@@ -192,7 +192,7 @@ class KVCache:
             self._ledger.unindex(page)
         return len(pages)
 
-    def keep(self, sequences: Seq[Sequence]) -> None:
+    def pass_on_hint(self, sequences: Seq[Sequence]) -> None:
         """Passes on the hint of a request that is over, with the blocks of the choices that began."""
         names = [name for one in sequences if one.output_ids for name in one.kv.lasting_names]
         if names and (hint := sequences[0].request.hint) is not None:
@@ -210,7 +210,7 @@ class KVCache:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
         ended: list[Fetched | HandOffStored] = []
         for done in self._transfers.poll():
-            self.backs.index_group(done)
+            self.split_prefixes.index_group(done)
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
             sequence, lookup = self._waiting.pop(done.transfer, (None, None))

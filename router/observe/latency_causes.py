@@ -22,7 +22,7 @@ TEXTS = {
     "router.tokenize": "was tokenized",
     "router.wait_room": "waited for room in the arena: prompts held for decode take half of it",
     "router.wait_decode": "waited for a decode worker that is ready: none was",
-    "router.wait_trial": "waited to be tried alone, after two workers were lost over it",
+    "router.wait_isolated": "waited to be tried alone, after two workers were lost over it",
     "queue": "waited at {worker} for a step of its engine to end",
     "wait_slot": "waited at {worker} for a place: max_running sequences ran",
     "wait_pages": "waited at {worker} for free pages: its pool was full",

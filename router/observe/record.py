@@ -24,7 +24,7 @@ GATES = (
     "router.wait_tokenizer",
     "router.wait_room",
     "router.wait_decode",
-    "router.wait_trial",
+    "router.wait_isolated",
     "prefill.queue",
     "prefill.wait_slot",
     "prefill.wait_pages",

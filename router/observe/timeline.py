@@ -51,11 +51,11 @@ class TimelineRecorder:
         """Notes that an attempt begins, at the last note."""
         self.attempts_ms.append(self._last_ms)
 
-    def begin_span(self, name: str) -> None:
+    def set_current_span(self, name: str) -> None:
         """Notes where the request is from now on."""
         self.at = f"{ROUTER}.{name}"
 
-    def end_span(self, name: str, now_s: float) -> None:
+    def record_span(self, name: str, now_s: float) -> None:
         """Notes a span of the router, from its last note to now."""
         now_ms = self._ms(now_s)
         self._spans.append(_span(f"{ROUTER}.{name}", ROUTER, self._last_ms, now_ms))

@@ -82,7 +82,7 @@ class PreparedRequest:
 
     admitted: AdmittedRequest
     services: Services
-    prepared: PreparedPrompt
+    prompt: PreparedPrompt
     answer: ChoiceStreams
     prompt_answer: PromptAnswer
     reply: ReplyWriter
@@ -95,19 +95,19 @@ class PreparedRequest:
         return pb.Complete(
             choices=self.answer.finishes,
             usage=pb.Usage(
-                prompt_tokens=len(self.prepared.prompt_ids),
+                prompt_tokens=len(self.prompt.prompt_ids),
                 completion_tokens=self.answer.num_tokens,
                 cached_tokens=tiers_to_pb(self.summary.cached or {}),
                 guessed_tokens=self.timeline.count("tokens_guessed"),
                 accepted_tokens=self.timeline.count("tokens_accepted"),
                 reasoning_tokens=self.answer.num_reasoning_tokens,
             ),
-            seed=self.prepared.sampling.seed,
+            seed=self.prompt.sampling.seed,
         )
 
     def note_source(self, source: worker_pb2.PromptSource) -> None:
         """Notes where the prompt's KV came from, and begins to name the first missing block in other namespaces."""
-        summary, prepared = self.summary, self.prepared
+        summary, prepared = self.summary, self.prompt
         summary.cached, summary.misses = tiers_from_pb(source.cached_tokens), list(source.misses)
         summary.others = self.services.namespaces.begin(
             tenant_of(self.admitted.id), prepared.prompt_ids, prepared.public, source.misses
@@ -128,10 +128,10 @@ class Attempt:
     has_read_cache: a worker found KV of the prompt in some tier.
     """
 
-    def __init__(self, request: PreparedRequest, attempts: AttemptHistory, is_alone: bool) -> None:
+    def __init__(self, request: PreparedRequest, history: AttemptHistory, is_alone: bool) -> None:
         self.id = attempt_id(request.admitted.id, next(request.services.attempt_numbers))
         self.request = request
-        self.attempts = attempts
+        self.history = history
         self.is_alone = is_alone
         self.has_read_cache = False
         self._clock = asyncio.get_running_loop().time
@@ -143,16 +143,16 @@ class Attempt:
         is_fresh = not request.answer.num_tokens
         if is_fresh:
             request.summary.prefill_worker = request.summary.cached = None
-        keys, num_prompt = request.prepared.keys, len(request.prepared.prompt_ids)
+        keys, num_prompt = request.prompt.keys, len(request.prompt.prompt_ids)
         route = placement.route(keys, num_prompt, holds.full_nodes)
         if is_fresh:
             request.summary.prefill_reason = route.reason
-        if route.prefill_node is None or not (is_fresh and self.attempts.reads_cache):
+        if route.prefill_node is None or not (is_fresh and self.history.reads_cache):
             await self._decode(route)
             return
-        timeline.begin_span("wait_room")
-        async with holds.hold(self.id, request.prepared.held_keys, route.prefill_node):
-            self._end_span("wait_room")
+        timeline.set_current_span("wait_room")
+        async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node):
+            self._record_span("wait_room")
             member = placement.choose_prefill(route)
             if member is not None:
                 prefill = await self._prefill(route, member)
@@ -165,17 +165,17 @@ class Attempt:
             await self._decode(route)
 
     async def _prefill(self, route: Route, member: Member) -> TimedCall:
-        """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
+        """Lets a worker publish the prompt's blocks under a hold; its last update then brings one token per choice."""
         self.request.summary.prefill_worker = member.id
-        with member.assigned(self.request.prepared.sampling.n, route.num_new_tokens, route.keys):
+        with member.assigned(self.request.prompt.sampling.n, route.num_new_tokens, route.keys):
             return await self._run_on(route, member, "prefill", self.request.services.holds.keep)
 
     async def _decode(self, route: Route) -> TimedCall:
         """Lets a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services = self.request.answer, self.request.services
-        self.request.timeline.begin_span("wait_decode")
+        self.request.timeline.set_current_span("wait_decode")
         member = await services.placement.choose_decode(route)
-        self._end_span("wait_decode")
+        self._record_span("wait_decode")
         self.request.summary.decode_worker = member.id
 
         def fetched(attempt: AttemptId) -> None:
@@ -212,7 +212,7 @@ class Attempt:
     def _failure(self, member: Member, error: BatonError) -> AttemptFailed:
         """Judges the error of a call, and marks a worker that broke it off as lost."""
         if isinstance(error, InvalidRequest):
-            sources = self.request.prepared.frame.sources(self.request.admitted.valid.sampling.response_format)
+            sources = self.request.prompt.frame.sources(self.request.admitted.valid.sampling.response_format)
             return AttemptFailed(in_sources(error, sources))
         if not isinstance(error, Unavailable | Cancelled):
             return AttemptFailed(error)
@@ -229,7 +229,7 @@ class Attempt:
             raise AttemptFailed(WorkerLeaving(error.message)) from error
 
     def _begin(self, route: Route, member: Member) -> worker_pb2.Begin:
-        request, admitted, prepared = self.request, self.request.admitted, self.request.prepared
+        request, admitted, prepared = self.request, self.request.admitted, self.request.prompt
         public = prepared.public
         return worker_pb2.Begin(
             id=self.id,
@@ -239,7 +239,7 @@ class Attempt:
             choices=request.answer.unfinished,
             time_left_s=max(admitted.deadline_s - self._clock(), 0.001),
             block_addresses=request.services.placement.block_addresses(route, member),
-            computes_all=not self.attempts.reads_cache,
+            computes_all=not self.history.reads_cache,
             num_scored=request.prompt_answer.num_scored,
             public_root=public.root if public else b"",
             num_public_blocks=public.num_blocks if public else 0,
@@ -279,8 +279,8 @@ class Attempt:
         for chunk in request.answer.accept(update.choices):
             request.reply.send(chunk)
         request.summary.num_output_tokens = request.answer.num_tokens
-        if self.is_alone and not self.attempts.is_in_vain(request.answer.num_tokens):
+        if self.is_alone and not self.history.is_in_vain(request.answer.num_tokens):
             request.services.isolated_retries.clear(request.admitted.id)
 
-    def _end_span(self, name: str) -> None:
-        self.request.timeline.end_span(name, self._clock())
+    def _record_span(self, name: str) -> None:
+        self.request.timeline.record_span(name, self._clock())

@@ -1,16 +1,16 @@
 """The way of one request through the router: `Flow.serve` reads from top to bottom.
 
-    prepare ──▶ attempt: wait for room ──▶ prefill ──▶ choose decode ──▶ stream ──▶ the answer is whole
-                   ▲                          │             │              │
-                   └── another attempt, with all tokens so far ◀── its worker is lost
+    prepare ──▶ attempt ─┬─▶ wait for room ──▶ prefill ─┬─▶ choose decode ──▶ stream ──▶ the answer is whole
+                   ▲     └───────── decode alone ───────┘           │
+                   └── another attempt, with all tokens so far ◀── a worker is lost
 
+An attempt goes to decode alone where the router expects that to be cheaper, and always once the client has a token.
 When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at any await.
-Nothing is waited for on the way out: hold, assigned work and a turn alone are given back, the worker is told to abort,
-and `Line` drops updates that come late. `OpenRequest` sends the last message.
+Nothing is waited for on the way out: hold, assigned work and the lock of isolated retries are given back, the
+worker is told to abort, and `Line` drops updates that come late. `OpenRequest` sends the last message.
 """
 
 import asyncio
-from contextlib import nullcontext
 from dataclasses import replace
 
 from router.observe.record import RequestSummary
@@ -38,78 +38,79 @@ class Flow:
 
     async def serve(self) -> pb.Complete:
         """Returns the last message, without its timeline, once the others are in the outbox. Raises BatonError."""
-        self.timeline.end_span("check", self._clock())
+        self.timeline.record_span("check", self._clock())
         prepared = await self._prepare()
-        attempts, step = AttemptHistory(), NextStep.RETRY
+        history, step = AttemptHistory(), NextStep.RETRY
         while not prepared.answer.has_ended:
-            self.summary.num_attempts = attempts.number
+            self.summary.num_attempts = history.number
             self.timeline.begin_attempt()
-            attempt = Attempt(prepared, attempts, step is NextStep.RETRY_ALONE)
+            attempt = Attempt(prepared, history, step is NextStep.RETRY_ALONE)
             try:
                 await self._run(attempt)
             except AttemptFailed as failure:
-                attempts, step = self._after(attempt, failure.error)
+                history, step = self._after(attempt, failure.error)
         return prepared.complete
 
     async def _run(self, attempt: Attempt) -> None:
-        """Makes an attempt, after the others of its kind if it is made alone."""
-        self.timeline.begin_span("wait_trial")
-        async with self._services.isolated_retries.alone(self._request.id) if attempt.is_alone else nullcontext():
-            if attempt.is_alone:
-                self._end_span("wait_trial")
+        """Runs an attempt. One that may be its request's last first waits until no other such attempt runs."""
+        if not attempt.is_alone:
+            return await attempt.run()
+        self.timeline.set_current_span("wait_isolated")
+        async with self._services.isolated_retries.alone(self._request.id):
+            self._record_span("wait_isolated")
             await attempt.run()
 
     async def _prepare(self) -> PreparedRequest:
-        """Renders a chat, checks a grammar, tokenizes, and names the blocks."""
+        """Renders a chat, checks a grammar, tokenizes, names the blocks, begins the answer. May refuse the prompt."""
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
         if isinstance(valid.prompt, Chat):
-            self.timeline.begin_span("render")
+            self.timeline.set_current_span("render")
             valid = replace(valid, prompt=await services.prompts.render(valid.prompt, request.limits))
-            self._end_span("render")
-        self.timeline.begin_span("grammar")
-        valid = await services.prompts.frame(valid, request.limits)
+            self._record_span("render")
+        self.timeline.set_current_span("grammar")
+        valid = await services.prompts.check_grammar(valid, request.limits)
         if valid.sampling.response_format is not None:
-            self._end_span("grammar")
+            self._record_span("grammar")
 
-        self.timeline.begin_span("wait_tokenizer")
-        prepared = await services.prompts.prepare(valid, request.limits, request.root, self._begin_tokenizing)
-        self._end_span("tokenize")
-        self.summary.num_prompt_tokens = len(prepared.prompt_ids)
-        if services.quarantine.holds(prepared.keys[-1], clock()):
+        self.timeline.set_current_span("wait_tokenizer")
+        prompt = await services.prompts.prepare(valid, request.limits, request.root, self._begin_tokenizing)
+        self._record_span("tokenize")
+        self.summary.num_prompt_tokens = len(prompt.prompt_ids)
+        if services.quarantine.contains(prompt.keys[-1], clock()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
-        return self._begin_answer(prepared)
+        return self._begin_answer(prompt)
 
-    def _begin_answer(self, prepared: PreparedPrompt) -> PreparedRequest:
-        """Sends the parts of the prompt that need no scores."""
+    def _begin_answer(self, prompt: PreparedPrompt) -> PreparedRequest:
+        """Makes the empty answer, and sends the parts of the prompt that the client wants and that need no scores."""
         codec = self._services.prompts.codec
-        answer = ChoiceStreams(prepared.sampling, codec, prepared.shown, prepared.frame)
-        prompt_answer = PromptAnswer(prepared.prompt_ids, prepared.sampling, codec, prepared.echo)
+        answer = ChoiceStreams(prompt.sampling, codec, prompt.shown, prompt.frame)
+        prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)
         return PreparedRequest(
-            self._request, self._services, prepared, answer, prompt_answer, self.reply, self.timeline, self.summary
+            self._request, self._services, prompt, answer, prompt_answer, self.reply, self.timeline, self.summary
         )
 
     def _after(self, attempt: Attempt, error: BatonError) -> tuple[AttemptHistory, NextStep]:
         """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""
-        attempts, request = attempt.attempts, attempt.request
+        history, request = attempt.history, attempt.request
         if request.answer.has_ended:
-            return attempts, NextStep.RETRY
-        if isinstance(error, NonFiniteLogits) and attempt.has_read_cache and attempts.reads_cache:
-            return attempts.without_cache(), NextStep.RETRY
-        following = attempts.after(error, request.answer.num_tokens)
+            return history, NextStep.RETRY
+        if isinstance(error, NonFiniteLogits) and attempt.has_read_cache and history.reads_cache:
+            return history.without_cache(), NextStep.RETRY
+        following = history.after(error, request.answer.num_tokens)
         step = next_step(error, following)
         if step is NextStep.FAIL:
             raise error
         if step is NextStep.GIVE_UP:
-            self._services.quarantine.add(request.prepared.keys[-1], self._clock())
+            self._services.quarantine.add(request.prompt.keys[-1], self._clock())
             raise AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")
         return following, step
 
     def _begin_tokenizing(self) -> None:
-        self._end_span("wait_tokenizer")
-        self.timeline.begin_span("tokenize")
+        self._record_span("wait_tokenizer")
+        self.timeline.set_current_span("tokenize")
 
-    def _end_span(self, name: str) -> None:
-        self.timeline.end_span(name, self._clock())
+    def _record_span(self, name: str) -> None:
+        self.timeline.record_span(name, self._clock())

@@ -51,7 +51,7 @@ class PromptPreparer:
         max_added_chars = MAX_ADDED_CHARS_PER_TOKEN * limits.max_context_len
         return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
 
-    async def frame(self, valid: ValidRequest, limits: ServingLimits) -> ValidRequest:
+    async def check_grammar(self, valid: ValidRequest, limits: ServingLimits) -> ValidRequest:
         """Checks the grammar of an answer, and makes it the response format. Raises InvalidRequest or Unsupported."""
         frame = valid.prompt.frame if isinstance(valid.prompt, Rendered) else NO_FRAME
         content = valid.sampling.response_format

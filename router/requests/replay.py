@@ -33,7 +33,7 @@ class NextStep(Enum):
 class AttemptHistory:
     """The attempts at a request: their number, the one under way included, and the number of the last in vain.
 
-    reads_cache: until an attempt that had read cached KV has ended without a number.
+    reads_cache: false once an attempt that had read cached KV got logits that were NaN or infinite.
 
     An attempt that brought fewer than `MIN_PROGRESS` tokens was in vain. Several of these in a row say that the request
     itself may be what workers die of: a long request may outlive any number of them.
@@ -57,7 +57,7 @@ class AttemptHistory:
         return AttemptHistory(self.number + 1, num_in_vain, num_tokens, self.reads_cache)
 
     def without_cache(self) -> "AttemptHistory":
-        """The next attempt, where this one had no number for a token, and cached KV may be why."""
+        """Returns the next attempt, after logits that were NaN or infinite: cached KV may be why, so it reads none."""
         return replace(self, number=self.number + 1, reads_cache=False)
 
 
@@ -123,5 +123,5 @@ class Quarantine:
         while len(self._ends) > self._max_prompts:
             self._ends.popitem(last=False)
 
-    def holds(self, prompt: BlockKey, now_s: float) -> bool:
+    def contains(self, prompt: BlockKey, now_s: float) -> bool:
         return now_s < self._ends.get(prompt, now_s)

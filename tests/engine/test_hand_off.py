@@ -1,7 +1,7 @@
 import pytest
 
 from engine.core import EngineCore
-from engine.events import Abandoned, HandedOff, StepOutput
+from engine.events import HandedOff, HoldOrphaned, StepOutput
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -92,7 +92,7 @@ def test_what_an_aborted_request_published_is_said_to_be_abandoned(model: HashMo
     run(core)
     core.abort(ID)
     transfers.may_end = True
-    assert run(core).events == [Abandoned(ID)]
+    assert run(core).events == [HoldOrphaned(ID)]
 
 
 def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch: pytest.MonkeyPatch) -> None:

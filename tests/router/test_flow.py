@@ -691,7 +691,7 @@ PLACES: dict[Reach, str] = {
     streaming: "decode.call",
     in_a_second_attempt: "decode.call",
     being_tried_alone: "decode.call",
-    waiting_to_be_tried_alone: "router.wait_trial",
+    waiting_to_be_tried_alone: "router.wait_isolated",
 }
 """The places, and their names in a timeline."""
 

@@ -190,14 +190,14 @@ class TestQuarantine:
     def test_holds_for_a_time(self) -> None:
         quarantine = Quarantine(ttl_s=10.0)
         quarantine.add(key(1), now_s=0.0)
-        assert [quarantine.holds(key(number), now_s=9.9) for number in (1, 2)] == [True, False]
-        assert not quarantine.holds(key(1), now_s=10.0)
+        assert [quarantine.contains(key(number), now_s=9.9) for number in (1, 2)] == [True, False]
+        assert not quarantine.contains(key(1), now_s=10.0)
 
     def test_holds_the_latest(self) -> None:
         quarantine = Quarantine(max_prompts=2)
         for number in (1, 2, 1, 3):
             quarantine.add(key(number), now_s=0.0)
-        assert [quarantine.holds(key(number), now_s=1.0) for number in (1, 2, 3)] == [True, False, True]
+        assert [quarantine.contains(key(number), now_s=1.0) for number in (1, 2, 3)] == [True, False, True]
 
 
 def test_an_attempt_without_cache_is_followed_by_others_without() -> None:

@@ -47,10 +47,10 @@ def aheads(monkeypatch: pytest.MonkeyPatch) -> Aheads:
 
     def counting_ahead(runner: Runner, *args: Any) -> None:
         launch_ahead(runner, *args)
-        found.launched += runner.is_ahead
+        found.launched += runner.has_launched_ahead
 
     def counting(runner: Runner, work: Any) -> Any:
-        found.taken += runner.is_ahead
+        found.taken += runner.has_launched_ahead
         return launch(runner, work)
 
     monkeypatch.setattr(Runner, "launch_ahead", counting_ahead)

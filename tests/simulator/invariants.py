@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from engine.events import Abandoned, EngineStats, Failed, Fetched, Jumped, Preempted
+from engine.events import EngineStats, Failed, Fetched, HoldOrphaned, Jumped, Preempted
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
@@ -21,7 +21,7 @@ from wire.block_names import cover
 from wire.ids import AttemptId, BlockKey, NamespaceRoot
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout
-from worker.loop import StepOutcome
+from worker.loop import StepReport
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -161,7 +161,7 @@ class PromptCounts:
         self._have_all_run = True
         self._ends: dict[tuple[AttemptId, int], int] = {}
 
-    def take(self, outcome: StepOutcome) -> None:
+    def take(self, outcome: StepReport) -> None:
         """Takes the outcome of each step."""
         self._have_all_run &= not outcome.aborted and outcome.failure is None
         for event in [*outcome.events, *outcome.output.events]:
@@ -173,7 +173,7 @@ class PromptCounts:
                     if tokens.start < self._ends[event.attempt_id, event.choice]:
                         self._watch.violated("I13", f"{self._worker}: a jump to {tokens} begins before its place")
                     self._ends[event.attempt_id, event.choice] = tokens.stop
-                case Preempted() | Failed() | Abandoned():
+                case Preempted() | Failed() | HoldOrphaned():
                     self._have_all_run = False
 
     def judge(self, stats: EngineStats) -> None:

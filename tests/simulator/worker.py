@@ -28,7 +28,7 @@ from tests.simulator.virtual_time import Process
 from wire.pools import Role
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings
-from worker.loop import MAX_IDLE_S, Inbox, StepOutcome, WorkerLoop
+from worker.loop import MAX_IDLE_S, Inbox, StepReport, WorkerLoop
 
 BATCH = BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32)
 MAX_SILENCE_S = 5.0
@@ -189,9 +189,9 @@ class SimLoop(WorkerLoop):
     """The loop of an engine without a thread: a task makes its turns, each a drawn time after the one before."""
 
     def __init__(
-        self, worker: SimWorker, engine: EngineCore, inbox: Inbox, deliver: Callable[[StepOutcome], None], *parts: Any
+        self, worker: SimWorker, engine: EngineCore, inbox: Inbox, deliver: Callable[[StepReport], None], *parts: Any
     ) -> None:
-        def watched(outcome: StepOutcome) -> None:
+        def watched(outcome: StepReport) -> None:
             worker.counts.take(outcome)
             for event in outcome.output.before:
                 if isinstance(event, Jumped):
@@ -225,7 +225,7 @@ class SimLoop(WorkerLoop):
     def _go_on(self) -> bool:
         if self._engine.has_requests and not self._has_ended:
             self._worker.step("turn")
-        self._has_ended = self._has_ended or not self.run_one()
+        self._has_ended = self._has_ended or not self.run_or_wind_up()
         if self._engine.has_requests:
             self._worker.check()
         return not self._has_ended

@@ -28,7 +28,7 @@ from worker.loop import (
     Consult,
     EndChoice,
     Inbox,
-    StepOutcome,
+    StepReport,
     WorkerLoop,
 )
 
@@ -70,7 +70,7 @@ class Driver:
         self.broken = threading.Event()
         self.clock = clock or FakeClock()
         self.loop = WorkerLoop(self.core, self.inbox, self._take, self.broken.set, self.clock)
-        self.turns: list[StepOutcome] = []
+        self.turns: list[StepReport] = []
         self._changed = threading.Condition()
 
     def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> AttemptId:
@@ -114,7 +114,7 @@ class Driver:
         self.loop.run_once()
         return answer.result(0.0)
 
-    def _take(self, turn: StepOutcome) -> None:
+    def _take(self, turn: StepReport) -> None:
         with self._changed:
             self.turns.append(turn)
             self._changed.notify()
