@@ -53,11 +53,12 @@ class Flow:
 
     async def _run(self, attempt: Attempt) -> None:
         """Runs an attempt. One that may be its request's last first waits until no other such attempt runs."""
-        if not attempt.is_alone:
-            return await attempt.run()
-        self.timeline.set_current_span("wait_isolated")
-        async with self._services.isolated_retries.alone(self._request.id):
-            self._record_span("wait_isolated")
+        if attempt.is_alone:
+            self.timeline.set_current_span("wait_isolated")
+            async with self._services.isolated_retries.alone(self._request.id):
+                self._record_span("wait_isolated")
+                await attempt.run()
+        else:
             await attempt.run()
 
     async def _prepare(self) -> PreparedRequest:
