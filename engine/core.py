@@ -58,8 +58,8 @@ MAX_SCORED_TOKENS = 512
 class PrefillMeter:
     """A meter of prefill: `report` gets the tokens and seconds of steps with chunks, from which the store learns.
 
-    A step that samples no token is not waited for, and the device may still run it: it is reported with the next step
-    with chunks that samples one.
+    A step that samples no token is not waited for, and the device may still run it: its tokens count in the report of
+    the next step with chunks that samples one.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class EngineCore:
         return True
 
     def step(self) -> StepOutput:
-        """Runs one iteration: finish transfers, plan, launch, go ahead, read, apply. Cheap without work.
+        """Runs one iteration: finish transfers, plan, launch, launch ahead, read, apply. Cheap without work.
 
         The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
         A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
@@ -250,7 +250,7 @@ class EngineCore:
         return Work(work.rows, work.chunks, drafts) if drafts else work
 
     def _launch_ahead(self, work: Work, launched: Launched | Exception) -> None:
-        """Launches the next forward pass before this step's tokens are read, if all sequences decode one token in both.
+        """Launches the next forward pass before this step's tokens are read, if all decode one token in this and that.
 
         A sequence that ends with this step's token has run once in vain; a page gained for that is freed with the rest.
         """

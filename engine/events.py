@@ -1,7 +1,7 @@
 """An engine's output: tokens of a step beside its events, and statistics.
 
-A request that is not aborted ends with one Finished per choice, or with one Failed. A hand-off ends with HandedOff,
-after the Finished of choices that end with their first token.
+A request that is not aborted ends with one Failed, or with a Finished for each choice that `EngineCore.end` has not
+ended. A hand-off of which a choice goes on ends with HandedOff in place of that choice's Finished.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Paged attention and the write of KV, in plain torch: the oracle of the other kernels over pages.
 
-A CPU without a compiler serves with them. They share their signatures with `kernels.paged_attention`. KV is read a
-sequence at a time, cut to the tokens that a query may see before anything is computed: the rest of a page, and other
+A CPU without a compiler serves with these functions, whose signatures `kernels.paged_attention` has, too. KV is read
+a sequence at a time, cut to the tokens that a query may see before anything is computed: the rest of a page, and other
 pages, are never operands, so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """
 

@@ -35,9 +35,10 @@ class FetchMisses:
         """Notes the first block that no tier was found to have, and why not every cold tier was asked for it."""
         self._hole, self._unasked = (behind[0].key if behind else None), None
         cold = [source for source in sources if source.tier is not Tier.PEERS] if behind else []
-        if any(source not in asked for source in cold):
+        if skipped := [source.tier for source in cold if source not in asked]:
             self._unasked = Miss(
-                Cause.ELSEWHERE, "it was not asked, since a read was expected to take longer than computing"
+                Cause.ELSEWHERE,
+                f"{' and '.join(skipped)} was not asked: a lookup there was expected to cost more time than it saves",
             )
         elif cold and self._clock() > deadline:
             self._unasked = Miss(Cause.ELSEWHERE, "the lookup took longer than computing")
@@ -75,7 +76,7 @@ class FetchMisses:
     def _failure(self, source: BlockSource | None, deadline: float) -> str:
         if source is None:
             return "its checksum in the arena was wrong"
-        failure = f"{source.tier} gave wrong bytes, which the log of its worker names, or none in time"
+        failure = f"{source.tier} gave none, or wrong bytes, which the log of the worker that read them names"
         return "reading took longer than computing" if self._clock() > deadline else failure
 
     def _copied(self, name: BlockName, miss: Miss) -> Miss:

@@ -104,7 +104,7 @@ class Purge(Transfer):
 
 
 @dataclass(frozen=True, eq=False)
-class Retain(Transfer):
+class Keep(Transfer):
     """A hint about blocks that a request has used. It moves nothing, and follows the writes that came before it."""
 
     hint: KeepHint = field(kw_only=True)

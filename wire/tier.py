@@ -245,25 +245,25 @@ def words_of(run: MissRun) -> str:
 
 
 _TEXTS = {
-    Cause.NEVER_SEEN: "new to its node, whose record of blocks began {age} before the request",
-    Cause.NO_LONGER_KNOWN: "not known: new, or evicted more than {age} before the request, as older evictions"
+    Cause.NEVER_SEEN: "new to its node, whose record of blocks began {age} before the lookup",
+    Cause.NO_LONGER_KNOWN: "not known: new, or evicted more than {age} before the lookup, as older evictions"
     " are forgotten; a larger arena keeps and remembers more",
-    Cause.EVICTED: "evicted from the arena {age} before the request: {how}",
+    Cause.EVICTED: "evicted from the arena {age} before the lookup: {how}",
     Cause.DIFFERS: "its prompt differs from known ones within the block that begins at token {token}"
     " (`baton why --prompt A --prompt B` names the token)",
     Cause.OTHER_NAMESPACE: "at least the first is stored under other settings, in another namespace of its"
     " tenant: {how}",
-    Cause.PARTIAL: "the prompt's partly filled last block, as always: only an equal prompt reads it, and computes"
-    " its last token",
+    Cause.PARTIAL: "the prompt's partly filled last block: a new request computes it, as always; only full blocks"
+    " are found again",
     Cause.LOAD_FAILED: "found, and not loaded: {how}",
-    Cause.ELSEWHERE: "evicted from the arena {age} before the request, a copy went to a cold tier: {how}",
-    Cause.CHEAPER: "found beyond the arena, and not read: computing was expected to take less time",
+    Cause.ELSEWHERE: "evicted from the arena {age} before the lookup, a copy went to a cold tier: {how}",
+    Cause.CHEAPER: "found, and not read: computing up to it was expected to take less time",
     Cause.BEHIND: "of no use without a block before it, which was not read",
     Cause.NOT_READ: "not looked up: the request scores its prompt (as with prompt_logprobs),"
     " or reads no cached block there",
 }
 NOUNS = {
-    Cause.NEVER_SEEN: "never seen",
+    Cause.NEVER_SEEN: "new",
     Cause.NO_LONGER_KNOWN: "no longer known",
     Cause.EVICTED: "evicted",
     Cause.DIFFERS: "differing from known prompts",

@@ -26,7 +26,7 @@ from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Purge, Retain, Transfer, Transfers, WriteThrough
+from kv_store.transfers import Done, Fetch, Keep, Purge, Transfer, Transfers, WriteThrough
 from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
 from wire.tier import Tier
@@ -196,7 +196,7 @@ class KVCache:
         """Passes on the hint of a request that is over, with the blocks of the choices that began."""
         names = [name for one in sequences if one.output_ids for name in one.kv.lasting_names]
         if names and (hint := sequences[0].request.hint) is not None:
-            self._begin(Retain(names, hint=hint))
+            self._begin(Keep(names, hint=hint))
 
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""

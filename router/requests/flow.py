@@ -4,7 +4,8 @@
                    ▲     └───────── decode alone ───────┘           │
                    └── another attempt, with all tokens so far ◀── a worker is lost
 
-An attempt goes to decode alone where the router expects that to be cheaper, and always once the client has a token.
+An attempt goes to decode alone where the router expects that to be cheaper, and always once the client has a token,
+after logits that were not finite, or where there is no prefill pool.
 When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at any await.
 Nothing is waited for on the way out: hold, assigned work and the lock of isolated retries are given back, the
 worker is told to abort, and `Line` drops updates that come late. `OpenRequest` sends the last message.
@@ -52,7 +53,7 @@ class Flow:
         return prepared.complete
 
     async def _run(self, attempt: Attempt) -> None:
-        """Runs an attempt. One that may be its request's last first waits until no other such attempt runs."""
+        """Runs an attempt. The one that may be its request's last waits for its turn in `IsolatedRetries`."""
         if attempt.is_alone:
             self.timeline.set_current_span("wait_isolated")
             async with self._services.isolated_retries.alone(self._request.id):
@@ -62,7 +63,7 @@ class Flow:
             await attempt.run()
 
     async def _prepare(self) -> PreparedRequest:
-        """Renders a chat, checks a grammar, tokenizes, names the blocks, begins the answer. May refuse the prompt."""
+        """Renders a chat, checks a grammar, tokenizes, names the blocks, begins the answer. Raises BatonError."""
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
         if isinstance(valid.prompt, Chat):

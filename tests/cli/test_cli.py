@@ -589,7 +589,7 @@ def test_why_tells_the_cause_of_each_run_of_uncached_blocks(
     assert main(["why", "acme/r-1"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "acme/r-1: 32 of 80 prompt tokens cached",
-        "  2 blocks from token 32: evicted from the arena 90.0 s before the request: to make room, by x\\x07",
+        "  2 blocks from token 32: evicted from the arena 90.0 s before the lookup: to make room, by x\\x07",
         "  1 block from token 64: its prompt differs from known ones within the block that begins at token 64"
         " (`baton why --prompt A --prompt B` names the token)",
     ]
@@ -605,7 +605,7 @@ def test_why_tells_the_cause_of_each_run_of_uncached_blocks(
 def test_status_sums_the_causes_of_uncached_blocks(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.status = cluster_pb2.ClusterStatus(uncached_blocks={"evicted": 7, "never_seen": 12})
     assert main(["status"]) == 0
-    assert "uncached  blocks in the last hour: 12 never seen, 7 evicted" in capsys.readouterr().out
+    assert "uncached  blocks in the last hour: 12 new, 7 evicted" in capsys.readouterr().out
 
 
 def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ class Node:
     def transfers(self, pool: DevicePool) -> Transfers:
         """Makes the transfers of an engine, which end before the call that begins them.
 
-        Its clock stands still: reading a block is never slower than computing it, however busy the machine is.
+        The store's clock stands still: reading a block is never slower than computing it, however busy the machine is.
         """
         cold = [self.cold] if self.cold else []
         return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, cold, pool, FakeClock()))

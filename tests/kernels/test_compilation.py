@@ -74,12 +74,12 @@ ROWS_OF_TABLE = [
 def chosen_cases() -> list[str]:
     """Lists rows of the table in bfloat16 with heads of 128: each kernel for each architecture, and each kind once.
 
-    A kernel of products is one of the numbers of its rows, its kinds are codes. With --all, each row with all heads.
+    Products have pairs of architecture, number of rows and bits. With --all, each row with all heads.
     """
     few = [one for one in ROWS_OF_TABLE if one[3] == "128" and one[2] != "float32"]
     products = [one for one in ROWS_OF_TABLE if one[1] == PRODUCTS and one[2] != "float32"]
     chosen = [few[place] for place in covering([(one[:2], one[2]) for one in few], strength=1)]
-    chosen += [products[place] for place in covering([(one[:3], one[3]) for one in products], strength=1)]
+    chosen += [products[place] for place in covering([(one[0], *one[2:]) for one in products])]
     if RUNS_ALL:
         chosen = [*ROWS_OF_TABLE, *((*one[:3], "64") for one in few)]
     return [":".join((*one, DTYPES.get(one[2], "bf16"))) for one in chosen]

@@ -125,7 +125,7 @@ def test_a_frame_that_is_not_right_has_failed_to_load_and_later_ones_are_behind(
     cold(one).frames[names[1].key] = b"not a frame"
     failed, behind = one.why(names)
     assert failed == Miss(
-        Cause.LOAD_FAILED, "redis gave wrong bytes, which the log of its worker names, or none in time"
+        Cause.LOAD_FAILED, "redis gave none, or wrong bytes, which the log of the worker that read them names"
     )
     assert behind == Miss(Cause.BEHIND)
 

@@ -216,7 +216,9 @@ def test_a_row_that_is_no_number_fails_alone(folder: Path, model: Decoder, ahead
     assert aheads.taken > 3
 
 
-def test_rows_with_grammars_go_ahead_where_a_step_has_no_room_for_guesses(tmp_path: Path, aheads: Aheads) -> None:
+def test_rows_with_grammars_are_launched_ahead_where_a_step_has_no_room_for_guesses(
+    tmp_path: Path, aheads: Aheads
+) -> None:
     """Their masks are computed once the host has their tokens; with few rows forced tokens are guessed instead."""
     folder = make_checkpoint("llama-gqa", tmp_path, vocab_size=300)
     form = ResponseFormat(FormatKind.REGEX, "(red|green|blue),[a-d]{20}")
@@ -235,7 +237,7 @@ def test_rows_with_grammars_go_ahead_where_a_step_has_no_room_for_guesses(tmp_pa
     assert aheads.launched >= 8
 
 
-def test_a_cpu_does_not_go_ahead(folder: Path, aheads: Aheads) -> None:
+def test_a_cpu_launches_nothing_ahead(folder: Path, aheads: Aheads) -> None:
     core = make_core(Decoder.load(folder, "float32", CPU, 16))
     drive(core, [request([1, 2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))])
     assert aheads.launched == 0

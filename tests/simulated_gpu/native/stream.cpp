@@ -164,7 +164,7 @@ void Stream::finish(uint64_t num_tasks) {
   wait_until_done(num_tasks, lock);
 }
 
-// Tells the thread of a task that is wanted, and is told by it of this task alone.
+// Asks for a task and blocks until it is done. The thread notifies only when a task in `awaited_` is done.
 void Stream::wait_until_done(uint64_t num_tasks, std::unique_lock<std::mutex>& lock) {
   num_wanted_ = std::max(num_wanted_, num_tasks);
   const auto place = awaited_.insert(num_tasks);

@@ -106,7 +106,7 @@ class Stream {
 
   const size_t index_;
   std::mutex mutex_;
-  std::condition_variable changed_, done_;  // for the thread; for those who wait for a task
+  std::condition_variable changed_, done_;  // for the thread; for waiters
   std::multiset<uint64_t> awaited_;         // tasks that somebody waits for
   std::deque<Entry> entries_;
   uint64_t num_pushed_ = 0, num_done_ = 0, num_wanted_ = 0;
