@@ -119,7 +119,9 @@ class Trial:
             self.ask(service, whole)
             time.sleep(WRITTEN_S)
         with BatonService("spoilt", None, 1, 1, settings) as service:
-            self.plant(service, "a cluster started again, the prompt's files spoilt", "gave wrong bytes", spoilt)
+            self.plant(
+                service, "a cluster started again, the prompt's files spoilt", "gave none, or wrong bytes", spoilt
+            )
         with BatonService("bfloat16", None, 1, 1, [*settings, "--dtype", "bfloat16"]) as service:
             self.plant(service, "a cluster started again in bfloat16", "stored under other settings", whole)
 
