@@ -250,7 +250,7 @@ class EngineCore:
         return Work(work.rows, work.chunks, drafts) if drafts else work
 
     def _launch_ahead(self, work: Work, launched: Launched | Exception) -> None:
-        """Launches the next forward pass before this step's tokens are read, if all decode one token in this and that.
+        """Launches the next forward pass before this step is read, if all sequences decode one token in both steps.
 
         A sequence that ends with this step's token has run once in vain; a page gained for that is freed with the rest.
         """
