@@ -5,8 +5,7 @@
 
 Four clusters answer, one after another: one without a cold tier; one with a folder that a cluster before it has filled,
 in which some files are spoilt; one with this folder and another dtype; one with a Redis behind a slow line, filled by a
-cluster before it. Prompts fill six to
-eight blocks. Exits with 1 where an answer lacks the words of what was planted.
+cluster before it. Prompts fill six to eight blocks. Exits with 1 where an answer lacks the words of what was planted.
 """
 
 import argparse
