@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+from cli.status import to_object
+from deploy.deadlines import STATUS_IN_COMMAND_S
+from deploy.local.client import call_operator, find_cluster
 from deploy.processes.process import recorded
 from tests.kernels.backends import lend_kernels
+from wire.errors import Unavailable
+from wire.pb import cluster_pb2
 
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
@@ -68,9 +74,20 @@ class ServedCluster:
         answer: dict[str, Any] = json.loads(self.do("generate", "--token-ids", ids, "--json", *arguments))
         return answer
 
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.do("status", "--json"))
-        return status
+    def status(self, check: bool = False) -> dict[str, Any]:
+        """What `baton status --json` prints, asked from this process: each command takes half a second to start."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_STATE_HOME", self._env["XDG_STATE_HOME"])
+            state = find_cluster(self.name)
+        status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=check), STATUS_IN_COMMAND_S)
+        return to_object(status, state)
+
+    def is_sound(self) -> bool:
+        """Whether the router answers, and finds all invariants to hold."""
+        try:
+            return not self.status(check=True)["problems"]
+        except Unavailable:
+            return False
 
     def workers(self, role: str) -> dict[str, dict[str, Any]]:
         """Workers by id."""

@@ -78,13 +78,13 @@ def test_a_killed_worker_is_replaced(cluster: ServedCluster, checkpoint: Path, r
 def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, checkpoint: Path) -> None:
     before = cluster.status()
     _kill(cluster.actor("router"))
-    wait_until(lambda: cluster.run("status").returncode == 0 and bool(cluster.workers("decode")), "the router is back")
+    wait_until(lambda: cluster.is_sound() and bool(cluster.workers("decode")), "the router is back")
     after = cluster.status()
     assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
     _kill(cluster.actor("node"))
     wait_until(lambda: bool(BACK.search(json.dumps(cluster.status()["events"]))), "the node's service is back")
     assert _is_right(cluster, checkpoint)
-    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    wait_until(cluster.is_sound, "all invariants hold")
 
 
 def test_an_arena_that_is_damaged_is_made_anew_and_workers_start_on_it(
@@ -100,7 +100,7 @@ def test_an_arena_that_is_damaged_is_made_anew_and_workers_start_on_it(
     wait_until(lambda: bool(set(cluster.workers("decode")) - {name}), "a new worker")
     assert cluster.status()["tiers"]["host"]["epoch"] != before
     assert _is_right(cluster, checkpoint)
-    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    wait_until(cluster.is_sound, "all invariants hold")
 
 
 def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, chec
     assert second in cluster.workers("decode")
     cluster.do("scale", "--decode", "1")
     assert _is_right(cluster, checkpoint)
-    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    wait_until(cluster.is_sound, "all invariants hold")
 
 
 def test_a_controller_comes_back_over_damaged_records_and_finds_its_workers(
@@ -132,7 +132,7 @@ def test_a_controller_comes_back_over_damaged_records_and_finds_its_workers(
     assert _is_right(cluster, checkpoint)
     assert {role: cluster.workers(role).keys() for role in ("prefill", "decode")} == before
     cluster.do("scale", "--decode", "1")
-    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    wait_until(cluster.is_sound, "all invariants hold")
 
 
 def test_a_controller_comes_back_over_a_key_file_that_cannot_be_used(cluster: ServedCluster, checkpoint: Path) -> None:
@@ -146,14 +146,14 @@ def test_a_controller_comes_back_over_a_key_file_that_cannot_be_used(cluster: Se
         cluster.do("scale", "--decode", "1")
     finally:
         keys.unlink()
-    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    wait_until(cluster.is_sound, "all invariants hold")
 
 
 def test_the_controller_and_the_router_may_die_together(cluster: ServedCluster, checkpoint: Path) -> None:
     before = cluster.status()
     for name in ("controller", "router"):
         _kill(cluster.actor(name))
-    wait_until(lambda: cluster.run("status").returncode == 0 and bool(cluster.workers("decode")), "both are back")
+    wait_until(lambda: cluster.is_sound() and bool(cluster.workers("decode")), "both are back")
     after = cluster.status()
     assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
     assert _is_right(cluster, checkpoint)

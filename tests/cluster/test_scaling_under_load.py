@@ -67,5 +67,5 @@ def test_no_request_fails_while_pools_change(cluster: ServedCluster, checkpoint:
     ]
     assert len({answer.timeline.decode_worker for _, answer in load.answers}) >= 3
     assert len({answer.timeline.prefill_worker for _, answer in load.answers} - {None}) >= 3
-    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    wait_until(cluster.is_sound, "all invariants hold")
     assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (1, 1)
