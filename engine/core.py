@@ -399,12 +399,12 @@ class EngineCore:
         output.choices = [sequence.choice for sequence in gains.sequences]
         output.token_ids = gains.token_ids.tolist()
         output.logprobs = gains.logprobs
+        positions = output.positions
         for sequence, token_id in zip(gains.sequences, output.token_ids, strict=True):
-            output_ids = sequence.output_ids
-            output.positions.append(len(output_ids))
+            output_ids, rule = sequence.output_ids, sequence.ending
+            positions.append(len(output_ids))
             output_ids.append(token_id)
-            rule = sequence.ending
-            if token_id in rule.ids or len(output_ids) >= rule.max_output:
+            if len(output_ids) >= rule.max_output or token_id in rule.ids:
                 ending.append(sequence)
         self._num["generated"] += len(output.token_ids)
         return ending

@@ -53,7 +53,7 @@ class PageAllocator:
             return None
         for sequence, page in zip(lacking, pages, strict=True):
             sequence.kv.table.extend((page,))
-        return [one.kv.table[-1:][0] for one in sequences]
+        return pages if len(lacking) == len(sequences) else [one.kv.table[-1:][0] for one in sequences]
 
     def allocate(self, num_pages: int) -> list[PageId]:
         """Allocates pages to be written. Raises OutOfBlocks without room, or if too many are open."""

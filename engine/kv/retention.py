@@ -55,7 +55,7 @@ class BlockTable:
     def __getitem__(self, span: slice) -> list[PageId]:
         """Lists pages; ValueError for a block behind the window, whose page may be another sequence's by now."""
         start, stop, _ = span.indices(len(self._pages))
-        if lost := range(max(start, self.behind.start), min(stop, self.behind.stop)):
+        if self.behind and (lost := range(max(start, self.behind.start), min(stop, self.behind.stop))):
             raise ValueError(f"block {lost.start} is behind the window")
         return cast(list[PageId], self._pages[span].tolist())
 
@@ -69,7 +69,7 @@ class BlockTable:
 
     def leave_behind(self, behind: range) -> list[PageId]:
         """Leaves these blocks behind the window; returns the pages that this frees."""
-        pages = self[max(behind.start, self.behind.stop) : behind.stop]
+        pages = self[max(behind.start, self.behind.stop) : behind.stop] if behind else []
         self.behind = max(self.behind, behind, key=len)
         return pages
 
@@ -176,7 +176,8 @@ class Retention:
             return []
         num_sinks = min(first, self.window.num_sink_blocks)
         names = chain.full(stop, start) + chain.full(num_sinks * block_size)
-        return list(zip(names, self.table[first:last] + self.table[:num_sinks], strict=True))
+        pages = self.table[first:last] + (self.table[:num_sinks] if num_sinks else [])
+        return list(zip(names, pages, strict=True))
 
     def _chain(self, tokens: Tokens, num_tokens: int, num_dropped: int) -> NameChain | None:
         """Brings the chain without dropped tokens up to the first `num_tokens`; None if they have no names."""

@@ -210,8 +210,9 @@ class Speculator:
 
     def may_draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> bool:
         """Tells whether a step that runs `num_tokens` tokens anyway may have drafts: not where it is loaded."""
-        has_source = self._proposer is not None or any(one.matcher for one in rows.sequences[:num_rows])
-        return num_tokens < MAX_ROWS and has_source
+        return num_tokens < MAX_ROWS and (
+            self._proposer is not None or any(one.matcher for one in rows.sequences[:num_rows])
+        )
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
         """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway."""

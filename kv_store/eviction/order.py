@@ -89,7 +89,7 @@ class EvictionOrder(Generic[Page]):
         self._owners[page] = owner
         self._num_owned[owner] += 1
         self._policy.index(page, key)
-        for rank in self._ranks:
+        for rank in [one for one in self._ranks if one.orphans]:
             rank.num_children[page] = rank.orphans.pop(key, 0)
 
     def unindex(self, page: Page, key: BlockKey) -> None:
