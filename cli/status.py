@@ -16,12 +16,12 @@ from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, render, re
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
-from deploy.local.state import ClusterState
 from deploy.plan.byte_size import format_bytes
-from deploy.processes.process import recorded_gateways
+from deploy.processes.process import ProcessRef, recorded_gateways
 from wire.convert import arenas_of, status_of, tiers_from_pb
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import cluster_pb2, worker_pb2
+from wire.pools import Addresses
 from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, NOUNS, Cause, Tier, advice
 
 DESCRIPTION = """\
@@ -90,10 +90,10 @@ def _drawn(text: str) -> str:
 def _show_once(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
     status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), STATUS_IN_COMMAND_S)
+    gateways = recorded_gateways(Path(state.run_dir))
     if args.json:
-        print(json.dumps(to_object(status, state)))
+        print(json.dumps(to_object(status, state.addresses, gateways)))
     else:
-        gateways = recorded_gateways(Path(state.run_dir))
         print(render_status(status, state.http_url, {name: one.is_alive for name, one in gateways.items()}))
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
             print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
@@ -105,9 +105,11 @@ def _show_once(args: argparse.Namespace) -> int:
     return 0
 
 
-def to_object(status: cluster_pb2.ClusterStatus, state: ClusterState) -> dict[str, Any]:
+def to_object(
+    status: cluster_pb2.ClusterStatus, addresses: Addresses, gateways: Mapping[str, ProcessRef]
+) -> dict[str, Any]:
     """Returns the object that `--json` prints; protobuf's own JSON has 64-bit counts as texts, and omits unset ones."""
-    roles, gateways = ("prefill", "decode"), recorded_gateways(Path(state.run_dir))
+    roles = ("prefill", "decode")
     return {
         **_pick(status, *CLUSTER_FIELDS),
         "pools": {role: [_worker(worker) for worker in status.workers if worker.role == role] for role in roles},
@@ -118,7 +120,8 @@ def to_object(status: cluster_pb2.ClusterStatus, state: ClusterState) -> dict[st
         "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
         "events": [_pick(event, "age_s", "text") for event in status.events],
         "problems": list(status.problems),
-        "http_address": state.addresses.http,
+        "http_address": addresses.http,
+        "operator_address": addresses.operator,
         "gateways": [{"id": name, "pid": one.pid, "is_alive": one.is_alive} for name, one in gateways.items()],
     }
 

@@ -89,8 +89,8 @@ class EvictionOrder(Generic[Page]):
         self._owners[page] = owner
         self._num_owned[owner] += 1
         self._policy.index(page, key)
-        for rank in [one for one in self._ranks if one.orphans]:
-            rank.num_children[page] = rank.orphans.pop(key, 0)
+        for rank in self._ranks:
+            rank.num_children[page] = rank.orphans.pop(key, 0) if rank.orphans else 0
 
     def unindex(self, page: Page, key: BlockKey) -> None:
         """Notes that a page, no longer idle and cached, is not indexed any more."""

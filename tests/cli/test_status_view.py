@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 
 from cli.status import memory_lines, render_status, to_object
-from deploy.local.state import ClusterPhase, ClusterState
 from deploy.processes.process import ProcessRef
 from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, worker_pb2
@@ -11,7 +10,6 @@ from wire.pb.worker_pb2 import BlockCounts
 from wire.pools import Addresses
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
-STATE = ClusterState("one", ClusterPhase.RUNNING, GONE, "/tmp/baton-one-00000000", "t", addresses=Addresses(http="h:1"))
 
 
 def worker(worker_id: str, role: str, state: str = "ready", **values: Any) -> worker_pb2.WorkerStatus:
@@ -140,7 +138,7 @@ def test_workers_and_arenas_of_several_nodes_are_told_apart() -> None:
     ]
     assert "arena of a  4 MiB, 0 being read" in shown
     assert "arena of b  8 MiB, 0 being read" in shown
-    described = to_object(status, STATE)
+    described = to_object(status, Addresses(), {})
     assert [one["node"] for one in described["pools"]["prefill"]] == ["a", "a"]
     assert [(node["id"], node["workers"]) for node in described["nodes"]] == [
         ("b", ["decode-0"]),
@@ -198,9 +196,10 @@ def test_only_the_last_events_are_shown() -> None:
 
 
 def test_scripts_get_all_of_it() -> None:
-    described = to_object(busy(), STATE)
+    described = to_object(busy(), Addresses(http="h:1", operator="h:2"), {"gateway-0": GONE})
     assert described["metrics_address"] == "127.0.0.1:40211"
-    assert (described["http_address"], described["gateways"]) == ("h:1", [])
+    assert (described["http_address"], described["operator_address"]) == ("h:1", "h:2")
+    assert described["gateways"] == [{"id": "gateway-0", "pid": GONE.pid, "is_alive": False}]
     assert described["prefix_cache"] == {"queries": 1000, "device": 410, "host": 180, "redis": 20}
     assert [one["id"] for one in described["pools"]["decode"]] == ["decode-10", "decode-2", "decode-3"]
     assert described["sizes"] == {"prefill": {"size": 1, "num_ready": 1}, "decode": {"size": 3, "num_ready": 1}}

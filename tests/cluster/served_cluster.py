@@ -1,4 +1,4 @@
-"""A real cluster, started and asked through the command line as a user would."""
+"""A real cluster, started and asked through the command line; its status comes from the operator's service itself."""
 
 import json
 import os
@@ -16,9 +16,9 @@ import pytest
 from cli.status import to_object
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
-from deploy.processes.process import recorded
+from deploy.processes.process import recorded, recorded_gateways
 from tests.kernels.backends import lend_kernels
-from wire.errors import Unavailable
+from wire.errors import DeadlineExceeded, Unavailable
 from wire.pb import cluster_pb2
 
 COMMAND_TIMEOUT_S = 110
@@ -75,18 +75,20 @@ class ServedCluster:
         return answer
 
     def status(self, check: bool = False) -> dict[str, Any]:
-        """What `baton status --json` prints, asked from this process: each command takes half a second to start."""
+        """The object of `baton status --json`, asked for from this process: a command takes half a second to start."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_STATE_HOME", self._env["XDG_STATE_HOME"])
             state = find_cluster(self.name)
         status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=check), STATUS_IN_COMMAND_S)
-        return to_object(status, state)
+        gateways = recorded_gateways(Path(state.run_dir))
+        answer: dict[str, Any] = json.loads(json.dumps(to_object(status, state.addresses, gateways)))
+        return answer
 
     def is_sound(self) -> bool:
         """Whether the router answers, and finds all invariants to hold."""
         try:
             return not self.status(check=True)["problems"]
-        except Unavailable:
+        except (Unavailable, DeadlineExceeded):
             return False
 
     def workers(self, role: str) -> dict[str, dict[str, Any]]:
@@ -122,7 +124,7 @@ class ServedCluster:
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0, pause_s: float = 0.1) -> None:
-    """Asks again and again; each question takes a while of its own."""
+    """Asks again and again, with a pause between two questions."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

@@ -80,7 +80,7 @@ def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:
         assert list(pids) == ["gateway-0", "gateway-1"]
         asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
         expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
-        # Several choices each: a command, and a status, take seconds to start where the machine is busy.
+        # Several choices each: a command takes seconds to start where the machine is busy.
         long = {"prompt": QUESTION, "max_tokens": 1500, "n": 4, "ignore_eos": True, "stream": True}
         with ExitStack() as commands, ThreadPoolExecutor(10) as threads:
             streams = [threads.submit(curl, address, "/v1/completions", long, check=False) for _ in range(8)]

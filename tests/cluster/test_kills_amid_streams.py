@@ -22,8 +22,8 @@ from wire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_TOKENS = 2_400
-NUM_AGAIN = 200
-"""Tokens of each answer that a gateway which came back gives."""
+NUM_AFTER_RESTART = 200
+"""Tokens of each answer that the restarted gateway streams."""
 NUM_STREAMS = 8
 PROMPT_LEN = 3_000
 CONTEXT_LEN = 8_192
@@ -139,8 +139,8 @@ def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path) -> N
         assert any(completion.usage.accepted_tokens for completion in completions), "no guess has come true"
 
         wait_until(lambda: all(one["is_alive"] for one in cluster.status()["gateways"]), "the gateway is replaced")
-        assert all(one.over_http(status["http_address"], NUM_AGAIN) for one in over_http)
-        assert [len(one.text) for one in over_http] == [NUM_AGAIN] * len(over_http), "each token is a character"
+        assert all(one.over_http(status["http_address"], NUM_AFTER_RESTART) for one in over_http)
+        assert [len(one.text) for one in over_http] == [NUM_AFTER_RESTART] * len(over_http), "each token is a character"
         assert all(one.expected.text.startswith(one.text) for one in over_http)
         wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
         wait_until(cluster.is_sound, "all invariants hold")

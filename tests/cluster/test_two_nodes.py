@@ -1,4 +1,7 @@
-"""Ray clusters of several nodes on this machine, started by the scripts of deploy: a pool on each; one dies."""
+"""A Ray cluster of several nodes on this machine, started by the scripts of deploy: a pool on each; one dies.
+
+The tests share it, in their order: before a node joins for decode, with one, and after its death.
+"""
 
 import json
 import os

@@ -47,6 +47,13 @@ def test_logs_are_found_by_the_names_of_processes(cluster: ServedCluster) -> Non
     assert {worker_id, "router"} <= set(re.split("[ ,\n]+", refused.stderr))
 
 
+def test_scripts_find_each_address_in_the_status(cluster: ServedCluster) -> None:
+    printed = json.loads(cluster.do("status", "--json"))
+    assert printed.keys() == cluster.status().keys()
+    addresses = cluster.state()["addresses"]
+    assert (printed["http_address"], printed["operator_address"]) == (addresses["http"], addresses["operator"])
+
+
 def test_every_worker_is_in_one_scrape(cluster: ServedCluster) -> None:
     address = cluster.status()["metrics_address"]
     expected = {

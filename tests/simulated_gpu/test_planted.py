@@ -4,10 +4,9 @@ import ast
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import chain
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -245,14 +244,15 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "GPU_CONTROLS", (Path("/dev/null"),))
 
 
-def run(programs: Iterable[Callable[[Path], None]], folder: Path) -> None:
+def run(file: str, folder: Path) -> None:
     with triton_kernels():  # whose launches wait for nothing, as those of torch's attention do
-        for program in programs:
+        for program in PROGRAMS[file]:
             program(folder)
 
 
-def test_whole_programs_have_no_race(folder: Path) -> None:
-    run(dict.fromkeys(chain(*PROGRAMS.values())), folder)
+@pytest.mark.parametrize("file", {(*programs,): file for file, programs in PROGRAMS.items()}.values())
+def test_whole_programs_have_no_race(file: str, folder: Path) -> None:
+    run(file, folder)
     assert races() == []
 
 
@@ -260,7 +260,7 @@ def test_whole_programs_have_no_race(folder: Path) -> None:
 def test_a_statement_left_out_is_reported(file: str, line: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out(file, line, monkeypatch)
     with suppress(RuntimeError):  # of a device that has met a number that was not there yet
-        run(PROGRAMS[file], folder)
+        run(file, folder)
     commands().repair(0)
     assert races() != []
 
