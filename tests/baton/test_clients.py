@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import grpc
 import pytest
 from pydantic import BaseModel
 
@@ -244,6 +245,14 @@ def test_a_client_closes_its_connection() -> None:
             client.list_models()
         with pytest.raises(ValueError, match="closed"):
             client.list_models()
+
+
+async def test_an_async_client_closes_its_connection() -> None:
+    with served(ScriptedService()) as address:
+        async with AsyncClient(address) as client:
+            await client.list_models()
+        with pytest.raises(grpc.aio.UsageError, match="closed"):
+            await client.list_models()
 
 
 def test_aborts_by_request_id(connect: Connect) -> None:
