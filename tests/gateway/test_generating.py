@@ -412,11 +412,12 @@ async def test_a_request_that_fails_amid_its_stream_ends_without_done(gateway: L
     worker.may_go.set()
 
 
-async def test_a_request_that_another_client_aborts_has_an_answer(gateway: LocalGateway) -> None:
+@pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, "xyz"]], ids=["a prompt", "the first of two prompts"])
+async def test_a_request_that_another_client_aborts_has_an_answer(gateway: LocalGateway, prompts: list[str]) -> None:
     worker = gateway.cluster.workers["d0"]
     worker.may_go.clear()
-    asking = asyncio.create_task(gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 50}, x_request_id="mine"))
-    await until(lambda: worker.open_calls)
+    asking = asyncio.create_task(gateway.post(COMPLETIONS, {"prompt": prompts, "max_tokens": 50}, x_request_id="mine"))
+    await until(lambda: gateway.cluster.router.dispatcher.num_running == len(prompts) and worker.open_calls)
     await gateway.cluster.router.dispatcher.abort(RequestId("mine"))
     assert (await asking).error["code"] == "cancelled"
     worker.may_go.set()
