@@ -174,7 +174,7 @@ class _Spelling:
 class _Cuts:
     """Special tokens before which a text may be cut: an added token begins at each of their places.
 
-    The library takes added tokens out of a text first; normalizers and pre-tokenizers see what is left piece by piece.
+    The library takes added tokens out of a text first; normalizers and pre-tokenizers see the rest piece by piece.
     A special token begins its piece, so that the text behind it is never taken for the first of all.
     """
 

@@ -74,22 +74,26 @@ class ServedCluster:
         answer: dict[str, Any] = json.loads(self.do("generate", "--token-ids", ids, "--json", *arguments))
         return answer
 
-    def status(self, check: bool = False) -> dict[str, Any]:
-        """The object of `baton status --json`, asked for from this process: a command takes half a second to start."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XDG_STATE_HOME", self._env["XDG_STATE_HOME"])
-            state = find_cluster(self.name)
-        status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=check), STATUS_IN_COMMAND_S)
-        gateways = recorded_gateways(Path(state.run_dir))
-        answer: dict[str, Any] = json.loads(json.dumps(to_object(status, state.addresses, gateways)))
-        return answer
+    def status(self) -> dict[str, Any]:
+        """The object of `baton status --json`, as a script reads it."""
+        return self._ask(cluster_pb2.GetStatusRequest())
 
     def is_sound(self) -> bool:
         """Whether the router answers, and finds all invariants to hold."""
         try:
-            return not self.status(check=True)["problems"]
+            return not self._ask(cluster_pb2.GetStatusRequest(check=True))["problems"]
         except (Unavailable, DeadlineExceeded):
             return False
+
+    def _ask(self, request: cluster_pb2.GetStatusRequest) -> dict[str, Any]:
+        """Asks for a status from this process: a command takes half a second to start."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_STATE_HOME", self._env["XDG_STATE_HOME"])
+            state = find_cluster(self.name)
+        status = call_operator(state, "GetStatus", request, STATUS_IN_COMMAND_S)
+        gateways = recorded_gateways(Path(state.run_dir))
+        answer: dict[str, Any] = json.loads(json.dumps(to_object(status, state.addresses, gateways)))
+        return answer
 
     def workers(self, role: str) -> dict[str, dict[str, Any]]:
         """Workers by id."""

@@ -56,9 +56,9 @@ class Asked:
                 self.text += chunk.text
             return stream.completion
 
-    def over_http(self, address: str, num_tokens: int = NUM_TOKENS) -> bool:
+    def over_http(self, address: str, **settings: Any) -> bool:
         """Reads events to the end or until the connection breaks; returns whether all have come."""
-        body = {"prompt": self.prompt_ids, "stream": True, **self.settings, "max_tokens": num_tokens}
+        body = {"prompt": self.prompt_ids, "stream": True, **self.settings, **settings}
         self.text = ""
         connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -139,7 +139,7 @@ def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path) -> N
         assert any(completion.usage.accepted_tokens for completion in completions), "no guess has come true"
 
         wait_until(lambda: all(one["is_alive"] for one in cluster.status()["gateways"]), "the gateway is replaced")
-        assert all(one.over_http(status["http_address"], NUM_AFTER_RESTART) for one in over_http)
+        assert all(one.over_http(status["http_address"], max_tokens=NUM_AFTER_RESTART) for one in over_http)
         assert [len(one.text) for one in over_http] == [NUM_AFTER_RESTART] * len(over_http), "each token is a character"
         assert all(one.expected.text.startswith(one.text) for one in over_http)
         wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
