@@ -30,7 +30,7 @@ FOLDER_TO_CPU_S = {
     "local_cluster": 60,
     "others": 250,
 }
-"""CPU seconds of a whole run, those of Ray's processes included, on two cores with AVX-512, 26 November 2026."""
+"""CPU seconds of a whole run, Ray's processes included, on two cores with AVX-512, 26 November 2026."""
 NOT_RUN = {"clients", "image", "page"}
 ENVIRONMENT = ""
 

@@ -78,7 +78,7 @@ def test_a_program_is_a_source_of_the_test_that_starts_it_by_its_name(sources: c
     assert "examples/prefix_store.py" in sources.of("tests/examples/test_examples.py")
 
 
-def test_a_page_is_read_by_tests_of_the_tree_and_a_file_by_those_that_reach_what_names_it(
+def test_a_page_is_a_source_for_tests_of_the_tree_and_a_data_file_for_tests_that_reach_its_reader(
     sources: changed.Sources,
 ) -> None:
     def readers(name: str) -> set[str]:
