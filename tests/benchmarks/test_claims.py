@@ -136,7 +136,7 @@ def test_the_memory_of_a_draft_needs_no_measurement() -> None:
 
 
 def test_a_claim_that_has_left_its_family_is_kept_no_longer() -> None:
-    kept = Kept("", "", "", {"one_head": {"said": "a"}, "gone": {"said": "b"}}, None)
+    kept = Kept("", "", "", "", {"one_head": {"said": "a"}, "gone": {"said": "b"}}, None)
     assert list(kept.only(ARITHMETIC).rows) == ["one_head"]
 
 
@@ -191,15 +191,22 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
         for name in ("lines", "bars")
     }
     kept = {
-        name: Kept.of(family, Report("A setting.", {f"{name}_claim": finding}, chart), "a machine", "2026-01-01")
+        name: Kept.of(
+            family,
+            Report("A setting.", {f"{name}_claim": finding}, chart),
+            "a machine",
+            "2026-01-01",
+            "commit 1234abcd",
+        )
         for (name, family), chart in zip(families.items(), (lines, bars), strict=True)
     }
     page = tmp_path / "claims.md"
     write_page(page, families, kept)
     text = page.read_text()
     assert "| `lines_claim` | twice as fast | 2x | 1.9x (1.8 .. 2) | yes: at 32 |" in text
-    assert "A setting. Machine: a machine, 2026-01-01." in text
+    assert "A setting. Machine: a machine, 2026-01-01, commit 1234abcd." in text
     assert "![Speed](claims/lines.svg)" in text
+    assert "and to be made again: Lines, Bars." in text
     first = (tmp_path / "claims" / "bars.svg").read_bytes()
     write_page(page, families, kept)
     assert (tmp_path / "claims" / "bars.svg").read_bytes() == first
