@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claim_families.arithmetic import FAMILY as ARITHMETIC
-from benchmarks.claim_families.batching import BATCH, StaticBatcher, largest, static_steps
+from benchmarks.claim_families.batching import BATCH, StaticBatcher, largest, no_cache, static_steps
 from benchmarks.claim_families.block_tables import middle_half, verdict
 from benchmarks.claim_families.caching import WithoutBaton
 from benchmarks.claim_families.disaggregating import compare, judge
@@ -18,6 +18,9 @@ from benchmarks.disaggregation import Mode
 from cli.bench.latency import Record
 from cli.bench.schedule import TraceRow
 from engine.schedule.batcher import Candidate, Pages, Phase
+from tests.harness.engines import make_core, serve
+from tests.harness.known_model import MODEL
+from wire.sampling import SamplingParams
 
 NOTHING = Inputs(None, Path())
 
@@ -76,6 +79,19 @@ def test_a_static_batch_lasts_as_long_as_its_longest_answer() -> None:
     waiting, pages = [Candidate(1, Phase.WAITING, 4, 0, 0)], Pages(10, 0, 16)
     assert StaticBatcher(4).plan(waiting, [Candidate(0, Phase.DECODE, 5, 4, 1)], pages).admit == ()
     assert StaticBatcher(4).plan(waiting, [], pages).admit == (1,)
+
+
+def test_nothing_is_kept_and_nothing_found_without_the_cache() -> None:
+    prompt, sampling = tuple(range(50)), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    cores = [make_core(MODEL) for _ in range(2)]
+    runs = [serve(cores[0], prompt, sampling) for _ in range(2)]
+    with no_cache():
+        others = [serve(cores[1], prompt, sampling) for _ in range(2)]
+    assert [run.outputs for run in others] == [run.outputs for run in runs]
+    assert [run.fetched[0].num_found for run in (*runs, *others)] == [0, 48, 0, 0]
+    assert cores[0].pool.ledger.counts().cached > 0
+    assert cores[1].pool.ledger.counts().cached == 0
+    assert [core.check() for core in cores] == [[], []]
 
 
 def test_without_a_cache_every_token_is_computed_again(tmp_path: Path) -> None:
