@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from kernels.user_cache import locked, own_folder, require_own
+from kernels.user_cache import OTHER_CACHE, locked, own_folder, require_own
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
@@ -113,7 +113,8 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
                 _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise NoKernels(f"the compiler or the cache of compiled kernels cannot be used ({error})") from error
+        problem = f"the compiler or the cache of compiled kernels cannot be used ({error})"
+        raise NoKernels(f"{problem}: {OTHER_CACHE}") from error
 
 
 def _find_compiler() -> str:
