@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.state import state_dir
+from engine.checkpoint.hub import find_folder
 from kernels import user_cache as module
 from kernels.accelerator import Cuda
 from kernels.cpu.library import NoKernels
@@ -86,6 +87,19 @@ def require_refused(private: Path) -> None:
     assert caught.value.filename == str(private)
     with pytest.raises(ConfigError, match=f"^{private} cannot be read or written .it is not this .*XDG_STATE_HOME"):
         state_dir()
+
+
+def test_the_hubs_client_finds_a_home(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps models, and a token, in the home."""
+    homes: list[str] = []
+
+    def download(*_: object, **__: object) -> str:
+        homes.append(os.path.expanduser("~"))
+        return str(private)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    find_folder("owner/model")
+    assert homes == [str(private)]
 
 
 def test_what_triton_compiles_is_kept_in_a_cache_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
