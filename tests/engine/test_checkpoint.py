@@ -93,14 +93,6 @@ def test_sampling_out_of_its_range_is_refused_by_name(folder: Path, advised: dic
         Checkpoint(folder)
 
 
-def test_generation_config_overrules_the_end_of_text(folder: Path) -> None:
-    reconfigure(folder, eos_token_id=3)
-    replaced(folder / "generation_config.json").write_text("{}")
-    assert Checkpoint(folder).config.eos_token_ids == (3,)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert Checkpoint(folder).config.eos_token_ids == (5, 6)
-
-
 def test_a_stored_head_is_used_even_if_the_embedding_is_said_to_be_tied(folder: Path) -> None:
     reconfigure(folder, tie_word_embeddings=True)
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
