@@ -33,7 +33,7 @@ from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc import TOKEN_METADATA
+from wire.rpc import PROXIES, TOKEN_METADATA
 from wire.rpc_status import to_status
 
 BAD_REDIS_URLS = (
@@ -243,6 +243,15 @@ def test_a_chat_is_one_conversation(
     assert first == [("system", "be quick"), ("user", "hello")]
     assert second == [*first, ("assistant", "one two"), ("user", "and then?")]
     assert server.asked[0].sampling_params.max_tokens == 9
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["status"]])
+@pytest.mark.parametrize("name", PROXIES)
+def test_no_proxy_stands_before_this_machines_cluster(
+    command: list[str], name: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert main(command) == 0
 
 
 def test_a_chat_that_is_refused(
