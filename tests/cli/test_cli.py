@@ -210,8 +210,9 @@ def test_a_folder_that_is_no_model_is_exit_code_78(
 def test_what_is_not_given_is_not_set() -> None:
     request = _request("hello")
     assert request.text == "hello"
-    assert {name.name for name, _ in request.sampling_params.ListFields()} == {"temperature"}
-    assert request.sampling_params.temperature == 0
+    assert not request.sampling_params.ListFields(), "the model has its own defaults"
+    zero = _request("hello", "--temperature", "0").sampling_params
+    assert ({name.name for name, _ in zero.ListFields()}, zero.temperature) == ({"temperature"}, 0)
 
 
 def test_what_is_given_is_set() -> None:
@@ -242,7 +243,11 @@ def test_a_chat_is_one_conversation(
     first, second = ([(one.role, one.content) for one in asked.messages.messages] for asked in server.asked)
     assert first == [("system", "be quick"), ("user", "hello")]
     assert second == [*first, ("assistant", "one two"), ("user", "and then?")]
+    assert {name.name for name, _ in server.asked[0].sampling_params.ListFields()} == {"max_tokens"}
     assert server.asked[0].sampling_params.max_tokens == 9
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    assert main(["chat", "--temperature", "0.5"]) == 0
+    assert server.asked[2].sampling_params.temperature == 0.5
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["status"]])
