@@ -284,6 +284,20 @@ def test_the_port_of_http_is_a_flag(arguments: list[str], port: int | None, monk
     assert [config.http_port for config in configs] == [port]
 
 
+def test_host_names_are_a_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    configs: list[ClusterConfig] = []
+
+    def start(config: ClusterConfig, _: object) -> SimpleNamespace:
+        configs.append(config)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr("cli.up.Startup", start)
+    assert main(["up", "--host-names", "host.docker.internal", "llm.example.org"]) == 0
+    assert [config.http.host_names for config in configs] == [("host.docker.internal", "llm.example.org")]
+    assert main(["up", "--host-names", "llm.example.org:8000"]) == 78
+    assert capsys.readouterr().err.startswith("baton: --host-names must be names without ports")
+
+
 def test_generate_as_json_is_one_object(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--json"]) == 0
     shown = capsys.readouterr()
