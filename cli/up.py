@@ -51,6 +51,7 @@ _TLS = "certificate chain of the ports for clients, as PEM; read again when it c
 _CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
 _HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
+_HOST_NAMES = "names by which requests may ask for the HTTP port on 127.0.0.1, as host.docker.internal (default: none)"
 _GATEWAYS = "processes that serve the HTTP port together, each on about a core under load (default: 1)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _COMPAT = "vllm: export metrics under vLLM's names, too (default: off)"
@@ -81,6 +82,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
+        "--host-names": ("http.host_names", "NAME", str, _HOST_NAMES),
         "--gateways": ("http.gateways", "N", int, _GATEWAYS),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--metrics-compat": ("router.metrics_compat", None, str, _COMPAT),
@@ -134,7 +136,7 @@ def add_parser(commands: Subparsers) -> None:
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():
             choices = CHOICES.get(setting)
-            nargs = "+" if setting == "model.served_name" else None
+            nargs = "+" if setting in ("model.served_name", "http.host_names") else None
             group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, nargs=nargs, help=text)
         if title == "services":
             help_text = "start no HTTP gateway: gRPC only"

@@ -3,6 +3,7 @@
 The rest of a device's code uses torch.Stream, torch.Event and torch.accelerator. A new kind is a row of ACCELERATORS.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
+from kernels.user_cache import OTHER_CACHE, own_folder
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 
@@ -35,7 +37,10 @@ class Accelerator(Protocol):
     """A kind of device that computes beside the host."""
 
     def backend(self) -> Backend:
-        """Makes the backend of kernels for such devices. Raises ImportError without its packages."""
+        """Makes the backend of kernels for such devices.
+
+        Raises ImportError without its packages, NoKernels where what it compiles cannot be kept.
+        """
         ...
 
     def graph(self, device: torch.device) -> Graph: ...
@@ -57,6 +62,11 @@ class Cuda:
     """NVIDIA's devices, and AMD's under torch for ROCm, which has the same names."""
 
     def backend(self) -> Backend:
+        if not os.path.isabs(os.environ.get("TRITON_CACHE_DIR", "")):
+            try:
+                os.environ["TRITON_CACHE_DIR"] = str(own_folder("triton"))
+            except OSError as error:
+                raise NoKernels(f"the cache of compiled kernels cannot be used ({error}): {OTHER_CACHE}") from error
         # Imported here so that a machine without Triton serves on its CPU.
         from kernels.triton_backend import TritonBackend
 
