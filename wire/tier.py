@@ -204,6 +204,10 @@ class Miss:
     age_s: float = 0.0
 
 
+Disposition = Tier | Miss
+"""The disposition of a block: the tier that had its KV, or the miss for which it is computed."""
+
+
 @dataclass(frozen=True)
 class MissRun:
     """Consecutive blocks of a prompt with one cause; `miss` is the first one's. first_token: of the first block."""

@@ -26,10 +26,10 @@ from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Keep, Purge, Transfer, Transfers, WriteThrough
+from kv_store.transfers import Done, Keep, Purge, Transfer, Transfers, WriteThrough
 from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
-from wire.tier import Tier
+from wire.tier import Disposition, Tier
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class KVCache:
         if len(lookup.missing) == 1 and lookup.names[-1].is_tail:
             [place] = lookup.missing
             if self._copy_tail(sequence, place, to_fill[0], siblings):
-                lookup.found[place], lookup.missing, to_fill = to_fill[0], [], []
+                lookup.found[place], lookup.blocks[place] = to_fill[0], Tier.DEVICE
+                lookup.missing, to_fill = [], []
         may_jump = sequence.kv.is_plain and not sequence.wants_scores  # all rows of a scored prompt run
-        order = lookup.fetch_front if may_jump else lookup.fetch
-        fetch = order(to_fill, sequence.request.peers)
+        fetch = lookup.fetch(to_fill, sequence.request.peers, may_jump)
         self._waiting[fetch] = sequence, lookup
         self._begin(fetch)
 
@@ -226,15 +226,9 @@ class KVCache:
 
         None, and the sequence waits again, if it cannot begin with that.
         """
-        found, fetch = lookup.found, done.transfer
-        assert isinstance(fetch, Fetch)
-        tiers = [Tier.DEVICE] * len(found)
-        places = fetch.places(done.first, len(fetch.names))
-        for at, page, tier in zip(places, fetch.pages, done.tiers, strict=False):
-            found[lookup.missing[at]], tiers[lookup.missing[at]] = page, tier
-            if not fetch.names[at].is_tail:
-                self._ledger.index(page, fetch.names[at].key)
-        (end, behind), prefix = lookup.usable(), lookup.prefix
+        for name, page in lookup.take(done):
+            self._ledger.index(page, name.key)
+        (end, behind), prefix, blocks = lookup.usable(), lookup.prefix, lookup.blocks
         if not sequence.kv.accepts(prefix, end):
             self.free(sequence)
             sequence.phase = Phase.WAITING
@@ -244,19 +238,21 @@ class KVCache:
         self.allocator.free([page for page in sequence.kv.table.present if page not in kept])
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
-        tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
-        sequence.prefetch = None if done.back is None else Prefetch(lookup.names, done.back)
-        tokens = self._prompt_tokens(sequence, tiers[:end])
+        blocks[behind.start : behind.stop] = [next(iter(blocks[behind.stop : end]), Tier.DEVICE)] * len(behind)
+        later = done.reading.later
+        sequence.prefetch = None if later is None else Prefetch(lookup.names, later)
+        tokens = self._prompt_tokens(sequence, blocks[:end])
         if not prefix.num_dropped:
-            tokens = replace(tokens, misses=lookup.misses(end, sequence.request.num_prompt, done.misses))
+            tokens = replace(tokens, misses=lookup.misses(end, sequence.request.num_prompt))
         return Fetched(sequence.choice.attempt_id, sequence.choice.index, tokens)
 
-    def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> PromptTokens:
+    def _prompt_tokens(self, sequence: Sequence, blocks: Seq[Disposition]) -> PromptTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
 
         Dropped tokens count with the first kept block.
         """
         covered, num_dropped = min(sequence.num_computed, sequence.request.num_prompt), sequence.kv.table.num_dropped
+        tiers = [block for block in blocks if isinstance(block, Tier)]
         found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
         for index, tier in enumerate(tiers[: -(-num_stored // self._block_size)]):
             found[tier] += min(num_stored - index * self._block_size, self._block_size)

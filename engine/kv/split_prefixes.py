@@ -7,8 +7,8 @@ from engine.events import Jumped
 from engine.kv.allocator import PageAllocator
 from engine.kv.prefetch import Prefetch
 from engine.sequence import Sequence
-from kv_store.block_store import Back
-from kv_store.transfers import BackFetch, Done, Transfer
+from kv_store.prefix.plan import Read
+from kv_store.transfers import Done, ReadGroup, Transfer
 
 
 class SplitPrefixes:
@@ -56,15 +56,15 @@ class SplitPrefixes:
         if reading is None:
             return
         (sequence, prefetch), pages = reading, done.transfer.pages
-        prefetch.note_read(len(pages), done.tiers)
+        prefetch.note_read(len(pages), done.reading.tiers)
         if sequence.prefetch is prefetch:
-            for name, page, _ in reversed([*zip(done.transfer.names, pages, done.tiers, strict=False)]):
+            for name, page, _ in reversed([*zip(done.transfer.names, pages, done.reading.tiers, strict=False)]):
                 self._ledger.index(page, name.key)
 
-    def _read_group(self, sequence: Sequence, prefetch: Prefetch, group: Back) -> None:
+    def _read_group(self, sequence: Sequence, prefetch: Prefetch, group: Read) -> None:
         """Begins to fill pages that drain meanwhile: batchers count on them, and no sequence has to give them back."""
         pages = self._allocator.allocate(len(group.names))
-        order = BackFetch(group.names, pages, back=group)
+        order = ReadGroup(group.names, pages, step=group)
         self._reading[order] = sequence, prefetch
         self._begin(order)
         self._allocator.free(pages)

@@ -9,12 +9,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import compress
 
-from kv_store.costs import Costs
 from kv_store.node.directory_port import Block, DirectoryPort
+from kv_store.prefix.costs import Costs, LookupS, SourceCosts
+from kv_store.prefix.misses import unasked_cause
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.block_names import BlockName
 from wire.ids import BlockKey, SlotId
-from wire.tier import COLD_TIERS, READ_COUNTS, FarStatus, Tier
+from wire.tier import COLD_TIERS, READ_COUNTS, FarStatus, Miss, Tier
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ _MAX_PEERS = 64
 class FarTiers:
     """Sources of the blocks that an arena lacks. peer: makes the source of a node's blocks from its port's address.
 
-    `clock` is monotonic, in seconds; no source is asked after a deadline on it. costs: of these sources.
+    clock: monotonic, in seconds. costs: of these sources.
     """
 
     def __init__(
@@ -121,19 +122,11 @@ class FarTiers:
             self._peers.popitem(last=False)[1].close()
         return [*(self._peers[address] for address in addresses), *self.cold]
 
-    def locate(
-        self, names: Sequence[BlockName], sources: Sequence[BlockSource], deadline: float
-    ) -> Iterator[BlockSource | None]:
-        """Yields the nearest source that has each block, or None; asks for 128 blocks at a time, lazily."""
-        for start in range(0, len(names), _LOOKUPS_AT_ONCE):
-            found: dict[BlockKey, BlockSource] = {}
-            asked = names[start : start + _LOOKUPS_AT_ONCE]
-            for source in sources:
-                if self._clock() > deadline:
-                    break
-                keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
-                found |= dict.fromkeys(compress(keys, self.costs.exists(source, keys) if keys else []), source)
-            yield from (found.get(name.key) for name in asked)
+    def look_up(
+        self, names: Sequence[BlockName], addresses: Sequence[str], lookup_s: LookupS = SourceCosts.lookup_s
+    ) -> "FarLookup":
+        """Begins a lookup of blocks in the sources where that is expected to pay."""
+        return FarLookup(names, self.sources(addresses), lookup_s, self.costs, self._clock)
 
     def take_lost(self) -> dict[Tier, set[BlockKey]]:
         """Returns keys that cold tiers were found not to have since the last call."""
@@ -150,6 +143,51 @@ class FarTiers:
         state = "up" if any(status.state == "up" for status in each) else "broken"
         counts = {name: sum(getattr(status, name) for status in each) for name in READ_COUNTS}
         return [FarStatus(Tier.PEERS, state, **counts)]
+
+
+class FarLookup:
+    """A lookup of blocks, in the time that computing them takes. asked: the sources, and whether each is a probe."""
+
+    def __init__(
+        self,
+        names: Sequence[BlockName],
+        sources: Sequence[BlockSource],
+        lookup_s: LookupS,
+        costs: Costs,
+        clock: Callable[[], float],
+    ) -> None:
+        self.asked = costs.worth_asking(sources, len(names), lookup_s)
+        self._names = names
+        self._cold = [source for source in sources if source.tier is not Tier.PEERS]
+        self._costs = costs
+        self._clock = clock
+        self._deadline = clock() + costs.budget_s(len(names))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether computing the blocks would have been quicker by now."""
+        return self._clock() > self._deadline
+
+    @property
+    def probes(self) -> list[BlockSource]:
+        return [source for source, is_probe in self.asked.items() if is_probe]
+
+    def __iter__(self) -> Iterator[BlockSource | None]:
+        """Yields the nearest source that has each block, or None; asks for 128 blocks at a time, lazily."""
+        for start in range(0, len(self._names), _LOOKUPS_AT_ONCE):
+            found: dict[BlockKey, BlockSource] = {}
+            names = self._names[start : start + _LOOKUPS_AT_ONCE]
+            for source in self.asked:
+                if self.is_late:
+                    break
+                keys = [name.key for name in names if _may_have(source, name) and name.key not in found]
+                found |= dict.fromkeys(compress(keys, self._costs.exists(source, keys) if keys else []), source)
+            yield from (found.get(name.key) for name in names)
+
+    @property
+    def unasked(self) -> Miss | None:
+        """The reason why a cold tier was not asked for a block that was not found, or did not answer; else None."""
+        return unasked_cause(self._cold, self.asked, self.is_late)
 
 
 def _may_have(source: BlockSource, name: BlockName) -> bool:

@@ -21,7 +21,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
-from kv_store.transfers import BackFetch, Done, NoStore, Transfer
+from kv_store.transfers import Done, NoStore, ReadGroup, Transfer
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import ROOT, Run, gained, make_core, request, serve
 from tests.harness.fake_clock import FakeClock
@@ -175,8 +175,8 @@ class Worker:
         assert counts.owned == counts.published == counts.draining == 0
 
     @property
-    def groups(self) -> list[BackFetch]:
-        return [one for one in self.lane.orders if isinstance(one, BackFetch)]
+    def groups(self) -> list[ReadGroup]:
+        return [one for one in self.lane.orders if isinstance(one, ReadGroup)]
 
 
 def asked(prompt: Sequence[int] = PROMPT, **settings: Any) -> EngineRequest:
@@ -288,7 +288,7 @@ def test_preempted_sequences_go_on_right() -> None:
     worker = Worker(num_pages=10 * 3 + NUM_BLOCKS + 16).fill().teach()
     older = [asked(range(number, number + 36), max_tokens=60) for number in range(10)]
     youngest = asked()
-    groups: list[BackFetch] = []
+    groups: list[ReadGroup] = []
 
     def note(number: int) -> None:
         if worker.core.stats().num_preemptions and not groups:

@@ -13,14 +13,14 @@ from engine.events import Jumped
 from engine.kv import split_prefixes
 from engine.kv.prefetch import Find, Prefetch
 from kv_store import node_store
-from kv_store.block_store import BlockStore
+from kv_store.block_store import BlockStore, Reading
 from kv_store.eviction.order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import BlockEventLog
-from kv_store.transfers import BackFetch, Done
+from kv_store.transfers import Done, ReadGroup
 from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -122,9 +122,9 @@ def jump_counted_twice(
     return Jumped(attempt_id, choice, tokens, {tier: 2 * num_tokens for tier, num_tokens in found.items()}, block_size)
 
 
-def whole_group(order: BackFetch, store: BlockStore) -> Done:
-    num_read = len(store.fetch_back(order.back, order.pages))
-    return Done(order, [Tier.PEERS] * max(num_read, len(order.pages)))
+def whole_group(order: ReadGroup, store: BlockStore) -> Done:
+    store.read(order.step, order.pages)
+    return Done(order, Reading([Tier.PEERS] * len(order.pages)))
 
 
 def run_over_holes(prefetch: Prefetch, start: int, find: Find) -> list[PageId]:
@@ -151,7 +151,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
-    "a group that came back short counts as whole": (BackFetch, "run", whole_group, {"I4"}),
+    "a group that came back short counts as whole": (ReadGroup, "run", whole_group, {"I4"}),
     "a jump passes over a hole": (Prefetch, "run", run_over_holes, {"I4", "I6"}),
     "a jump counts its tokens twice": (split_prefixes, "Jumped", jump_counted_twice, {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
