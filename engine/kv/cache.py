@@ -7,14 +7,13 @@
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from engine.events import Fetched, PromptTokens
+from engine.events import Fetched
 from engine.kv.allocator import PageAllocator
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
@@ -29,7 +28,7 @@ from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Done, Keep, Purge, Transfer, Transfers, WriteThrough
 from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
-from wire.tier import Disposition, Tier
+from wire.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class KVCache:
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        taken = self._take(Lookup(prefix, names, found, sequence.kv.window))
+        taken = self._take(Lookup(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
         if taken is None:
             return False
         lookup, pages = taken
@@ -228,7 +227,7 @@ class KVCache:
         """
         for name, page in lookup.take(done):
             self._ledger.index(page, name.key)
-        (end, behind), prefix, blocks = lookup.usable(), lookup.prefix, lookup.blocks
+        (end, behind), prefix = lookup.usable(), lookup.prefix
         if not sequence.kv.accepts(prefix, end):
             self.free(sequence)
             sequence.phase = Phase.WAITING
@@ -238,25 +237,10 @@ class KVCache:
         self.allocator.free([page for page in sequence.kv.table.present if page not in kept])
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
-        blocks[behind.start : behind.stop] = [next(iter(blocks[behind.stop : end]), Tier.DEVICE)] * len(behind)
+        lookup.settle(end, behind)
         later = done.reading.later
-        sequence.prefetch = None if later is None else Prefetch(lookup.names, later)
-        tokens = self._prompt_tokens(sequence, blocks[:end])
-        if not prefix.num_dropped:
-            tokens = replace(tokens, misses=lookup.misses(end, sequence.request.num_prompt))
-        return Fetched(sequence.choice.attempt_id, sequence.choice.index, tokens)
-
-    def _prompt_tokens(self, sequence: Sequence, blocks: Seq[Disposition]) -> PromptTokens:
-        """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
-
-        Dropped tokens count with the first kept block.
-        """
-        covered, num_dropped = min(sequence.num_computed, sequence.request.num_prompt), sequence.kv.table.num_dropped
-        tiers = [block for block in blocks if isinstance(block, Tier)]
-        found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
-        for index, tier in enumerate(tiers[: -(-num_stored // self._block_size)]):
-            found[tier] += min(num_stored - index * self._block_size, self._block_size)
-        return PromptTokens(found, sequence.request.num_prompt - covered)
+        sequence.prefetch = None if later is None else Prefetch(lookup, later)
+        return Fetched(sequence.choice.attempt_id, sequence.choice.index, lookup.tokens)
 
     def _write_delayed(self, sequence: Sequence) -> None:
         """Writes the delayed blocks of a sequence's prompt through."""

@@ -9,8 +9,9 @@ A group has pages that no sequence owns: they drain while they are filled, and a
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
+from engine.events import PromptTokens
+from engine.kv.lookup import Lookup
 from kv_store.prefix.plan import Read
-from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
 from wire.tier import Tier
 
@@ -21,18 +22,19 @@ Find = Callable[[BlockKey], PageId | None]
 class Prefetch:
     """The books of one sequence's prefetch, with at most one group at the store.
 
-    names: of the prefix, in which the step's may have gaps for blocks on the device. until: the block before which the
-    next chunk ends, at which there may be more on the device by then.
+    names: of the prefix that `lookup` was for, in which the step's may have gaps for blocks on the device. until: the
+    block before which the next chunk ends, at which there may be more on the device by then.
     """
 
-    def __init__(self, names: Sequence[BlockName], step: Read) -> None:
-        place_of = {name.key: place for place, name in enumerate(names)}
+    def __init__(self, lookup: Lookup, step: Read) -> None:
+        place_of = {name.key: place for place, name in enumerate(lookup.names)}
         self._places = [place_of[name.key] for name in step.names]
         self._step = step
         self._num_left = len(step.names)
         self._tiers: dict[int, Tier] = {}
         self._chunk = step.num_in_chunk
-        self.names = names[: self._places[-1] + 1]
+        self._lookup = lookup
+        self.names = lookup.names[: self._places[-1] + 1]
         self.until = 0
         self.is_reading = False
         self._is_over = False
@@ -47,9 +49,10 @@ class Prefetch:
             pages.append(page)
         return pages
 
-    def tier_of(self, place: int) -> Tier:
-        """Returns the tier that a block on the device was read from."""
-        return self._tiers.get(place, Tier.DEVICE)
+    def acquired(self, start: int, stop: int) -> PromptTokens:
+        """Notes that these blocks were acquired, by the tiers that they were read from; returns the prompt's tokens."""
+        self._lookup.blocks[start:stop] = [self._tiers.get(place, Tier.DEVICE) for place in range(start, stop)]
+        return self._lookup.tokens
 
     def end_chunk_after(self, start: int, find: Find) -> None:
         """Sets the end of a chunk from block `start` on: at a block on the device, or at the group under way."""

@@ -188,7 +188,7 @@ def oracle(prompt: Sequence[int] = PROMPT, num_tokens: int = 20, layout: KVLayou
 
 
 def num_jumped(outcome: Outcome) -> int:
-    return sum(sum(jump.found.values()) for jump in outcome.jumps)
+    return sum(jump.num_found for jump in outcome.jumps)
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_tokens_equal_an_engine_without_a_store(layout: KVLayout) -> None:
     assert 10 * 16 < num_jumped(outcome) < 30 * 16
     assert stats.cached_prompt_tokens == num_jumped(outcome)
     assert stats.cached_prompt_tokens + stats.computed_prompt_tokens == len(PROMPT)
-    assert {tier for jump in outcome.jumps for tier in jump.found} == {"redis"}
+    assert {tier for jump in outcome.jumps for tier in jump.tokens.found} == {"redis"}
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
@@ -257,7 +257,7 @@ def test_blocks_behind_a_hole_are_found_once_it_is_computed(worker: Worker) -> N
     outcome = worker.serve(asked(), amid=strike)
     assert outcome.runs[0].outputs[0] == oracle()
     assert len(outcome.jumps) > 1
-    assert outcome.jumps[-1].tokens.stop == NUM_BLOCKS * 16
+    assert outcome.jumps[-1].span.stop == NUM_BLOCKS * 16
 
 
 def test_a_tier_that_becomes_slow_holds_nothing_up(worker: Worker) -> None:
