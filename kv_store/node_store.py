@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice, takewhile
 
 from kv_store.block_store import NOTHING, Reading, StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.frame import checksum_of
-from kv_store.mapped_arena import MappedArena
+from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, Hold, KeepHint
 from kv_store.prefix.costs import Costs, SourceCosts
@@ -25,7 +24,7 @@ from kv_store.prefix.misses import LEASE_LOST, UNREACHED, causes, failures
 from kv_store.prefix.plan import FRONT, Needs, Read, plan_split, plan_whole
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.contents import HostTier, ListableTier
-from kv_store.tiers.far_tiers import FarTiers, Promotion
+from kv_store.tiers.far_tiers import FarLookup, FarTiers, Promotion
 from wire.block_names import BlockName
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId, SlotId
@@ -142,7 +141,7 @@ class NodeStore:
         with self._leased(names) as lease:
             holes = [place for place, entry in enumerate(lease.entries) if entry is None]
             lookup_s = SourceCosts.split_lookup_s if needs.splits else SourceCosts.lookup_s
-            lookup = self._far.look_up([names[hole] for hole in holes], peers, lookup_s)
+            lookup = FarLookup(self._far, [names[hole] for hole in holes], peers, lookup_s)
             far = dict(zip(holes, takewhile(lambda source: source is not None, lookup), strict=False))
             end = next((hole for hole in holes if hole not in far), len(names))
             unasked = lookup.unasked if end < len(names) else None
@@ -150,7 +149,7 @@ class NodeStore:
             front, rest, *later = (plan_split if needs.splits else plan_whole)(found, lookup.probes)
             tiers = self._copy(front, pages, lease.entries, lambda: lookup.is_late)
             failed = failures(front.sources[len(tiers) :], lookup.is_late)
-        read = tiers if lease.held else [LEASE_LOST] * len(tiers)
+        read = tiers if lease.has_held else [LEASE_LOST] * len(tiers)
         unknown = self._causes(names[end:], unasked)
         return Reading([*read, *failed, *rest.misses, *unknown], later[0] if later else None)
 
@@ -160,7 +159,7 @@ class NodeStore:
         """Reads the blocks that the last usable one needs, which a lookup from the end finds."""
         is_here = self._host.directory.records.exists([name.key for name in names])
         missing = [place for place, here in reversed([*enumerate(is_here)]) if not here]
-        lookup = self._far.look_up([names[place] for place in missing], peers)
+        lookup = FarLookup(self._far, [names[place] for place in missing], peers)
         end = needs.usable_end((place, source is not None) for place, source in zip(missing, lookup, strict=True))
         places = needs.places(end)
         reading = self._fetch([names[place] for place in places], pages, peers, FRONT)
@@ -177,7 +176,7 @@ class NodeStore:
             there = step.part(0, where.index(None) if None in where else len(where))
             deadline = self._clock() + 2 * step.group_s
             tiers = self._copy(there, pages, lease.entries, lambda: self._clock() > deadline)
-        return Reading(tiers if lease.held else [])
+        return Reading(tiers if lease.has_held else [])
 
     def _causes(self, names: Sequence[BlockName], unasked: Miss | None) -> list[Miss]:
         return causes(names, unasked, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
@@ -192,17 +191,12 @@ class NodeStore:
             return reservation.num_resident + (self._host.directory.commit(self._me, blocks, hold) if blocks else 0)
 
     @contextmanager
-    def _leased(self, names: Sequence[BlockName]) -> Iterator["_Leased"]:
+    def _leased(self, names: Sequence[BlockName]) -> Iterator[Leased]:
         """Leases blocks for long enough to copy them."""
         self._host.attach()
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
-        lease = self._host.directory.lease(self._me, [name.key for name in names], ttl_s)
-        leased = _Leased(lease.entries)
-        try:
-            with self._writing():
-                yield leased
-        finally:
-            leased.held = self._host.directory.release(lease.lease_id)
+        with leased(self._host.directory, self._me, [name.key for name in names], ttl_s) as blocks, self._writing():
+            yield blocks
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -220,13 +214,8 @@ class NodeStore:
     ) -> list[Tier]:
         """Copies blocks up to the first that is not right; blocks from far tiers go into the arena on the way."""
         entries = entries[: len(found.names)]
-        far = [
-            (name, source)
-            for name, source, entry in zip(found.names, found.sources, entries, strict=True)
-            if entry is None and source is not None
-        ]
-        missing, located = [name for name, _ in far], [source for _, source in far]
-        promotion = Promotion(self._host.directory, self._me, missing, located, self._host.payload, self.costs)
+        far = found.at([place for place, entry in enumerate(entries) if entry is None])
+        promotion = Promotion(self._host, self._me, far)
         near = self._read_arena(found.names, entries)
         tiers: list[Tier] = []
         with closing(promotion.read(is_late)) as promoted:
@@ -265,14 +254,6 @@ class NodeStore:
             sums = self._checksums(self._host.payload(slot) for _, _, slot in group)
             blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
         return blocks
-
-
-@dataclass
-class _Leased:
-    """The entries of leased blocks. held: whether the lease has held to its end."""
-
-    entries: Sequence[Entry | None]
-    held: bool = False
 
 
 @cache

@@ -71,8 +71,13 @@ class Read:
     sources: Sequence[BlockSource | None]
     costs: Costs
 
+    def at(self, places: Iterable[int]) -> "Read":
+        """Returns the step of the blocks at these places alone."""
+        found = [(self.names[place], self.sources[place]) for place in places]
+        return replace(self, names=[name for name, _ in found], sources=[source for _, source in found])
+
     def part(self, start: int, stop: int) -> "Read":
-        return replace(self, names=self.names[start:stop], sources=self.sources[start:stop])
+        return self.at(range(start, stop))
 
     @property
     def num_here(self) -> int:
