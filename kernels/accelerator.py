@@ -109,6 +109,11 @@ class GraphMemory:
         memory = cls._of_devices.get(device) or cls(device)
         return cls._of_devices.setdefault(device, memory)
 
+    @classmethod
+    def leave(cls, device: torch.device) -> None:
+        """Gives a device's next graphs another pool."""
+        cls._of_devices.pop(device, None)
+
 
 class CudaGraph:
     """A CUDA graph, in the memory pool that all graphs of a device share: one runs at a time."""
@@ -137,8 +142,10 @@ class CudaGraph:
     def _end_capture(self, memory: GraphMemory) -> None:
         """Ends what torch leaves open when a capture fails: allocations to the pool, then the generator's own capture.
 
-        No function resets the generator, without which earlier graphs cannot be replayed; a capture that succeeds does.
+        Pinned memory would still be allocated to the pool, so that no other graph can be captured into it. No function
+        resets the generator, which refuses all draws; a capture that succeeds does.
         """
+        GraphMemory.leave(self._device)
         with suppress(RuntimeError):  # where the capture had not begun, or had ended
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory.handle)
             torch._C._cuda_releasePool(torch.cuda.current_device(), memory.handle)

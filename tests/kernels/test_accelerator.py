@@ -17,6 +17,9 @@ def test_living_graphs_of_a_device_share_memory_and_later_ones_have_their_own(mo
     first, second = GraphMemory.shared(one), GraphMemory.shared(one)
     assert first is second
     assert GraphMemory.shared(other).handle != first.handle
-    left = first.handle
-    del first, second
+    GraphMemory.leave(one)
+    third = GraphMemory.shared(one)
+    assert third is not first
+    left = third.handle
+    del third
     assert GraphMemory.shared(one).handle != left
