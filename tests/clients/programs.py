@@ -64,7 +64,7 @@ class Ended:
     left: list[str]
 
 
-def claude_code(**more: str) -> Program:
+def claude_code(question: str = QUESTION, **more: str) -> Program:
     environment = {
         "ANTHROPIC_BASE_URL": "<url>",
         "ANTHROPIC_API_KEY": "none",
@@ -73,7 +73,7 @@ def claude_code(**more: str) -> Program:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         **more,
     }
-    return Program(("claude", "-p", QUESTION), environment)
+    return Program(("claude", "-p", question), environment)
 
 
 def codex() -> Program:

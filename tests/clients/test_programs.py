@@ -64,12 +64,12 @@ def test_a_program_calls_a_tool_and_reads_its_result(name: str, speaking: Served
 def test_a_new_session_of_claude_code_finds_the_prompt_of_the_one_before(
     speaking: ServedCluster, tmp_path: Path
 ) -> None:
-    """The line of its system prompt that changes with each session is left out."""
+    """The line in front of its system prompt, which is another for another question, is left out."""
     turn(claude_code(), speaking, tmp_path)
-    passed = turn(claude_code(), speaking, tmp_path)
+    passed = turn(claude_code("which colour has the kettle?"), speaking, tmp_path)
     usage = passed.exchanges[-1].events["message_delta"]["usage"]
     found, computed = usage["cache_read_input_tokens"], usage["input_tokens"]
-    assert found > 50 * computed
+    assert found > 10 * computed
 
 
 def test_claude_code_lowers_max_tokens_by_the_words_of_the_error(speaking: ServedCluster, tmp_path: Path) -> None:
