@@ -10,6 +10,7 @@ import pytest
 
 import demo_model
 from engine.checkpoint.hub import find_folder
+from tests.clients import programs
 from tests.clients.speaking_model import make_speaking_model
 from tests.cluster.served_cluster import ServedCluster
 
@@ -44,12 +45,15 @@ def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedClu
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
-    """A model whose context holds what agents send, and whose answers are one sentence."""
+    """A model whose context holds what agents send, and whose answers are one sentence.
+
+    64 MiB of KV are half a million of its tokens: more would make the books long, which are verified at the end.
+    """
     folder = tmp_path_factory.mktemp("speaking")
     model = make_speaking_model(find_folder(MODEL), folder / "model")
-    with serving(
-        ServedCluster(f"s{os.getpid()}", folder), "--model", str(model), "--served-model-name", "speaking"
-    ) as served:
+    named = ("--model", str(model), "--served-model-name", programs.MODEL)
+    sizes = ("--pool-bytes", "64MiB", "--arena-bytes", "64MiB")
+    with serving(ServedCluster(f"s{os.getpid()}", folder), *named, *sizes) as served:
         yield served
 
 
