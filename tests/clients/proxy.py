@@ -79,12 +79,16 @@ class Forced:
 
 
 class Proxy(ThreadingHTTPServer):
-    """Keeps exchanges in the order in which they began; `forced` changes the first request that declares its tool."""
+    """Keeps exchanges in the order in which they began.
+
+    forced: changes the first request that declares its tool. comment: goes in front of a stream and behind its events.
+    """
 
     daemon_threads = True
 
-    def __init__(self, gateway: str, forced: Forced | None) -> None:
+    def __init__(self, gateway: str, forced: Forced | None, comment: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.comment = comment
         self.exchanges: list[Exchange] = []
         self._gateway = gateway
         self._forced = forced
@@ -139,9 +143,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         exchange.status, exchange.headers = answered.status, dict(answered.getheaders())
+        comment = self.server.comment if answered.getheader("content-type") == "text/event-stream" else b""
+        self.wfile.write(comment)
         while piece := answered.read1(65536):
             exchange.answer += piece
-            self.wfile.write(piece)
+            self.wfile.write(piece.replace(b"\n\n", b"\n\n" + comment))
 
     do_GET = do_POST = do_HEAD = do_OPTIONS = pass_on  # noqa: N815
 
@@ -150,9 +156,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxy_before(gateway: str, forced: Forced | None = None) -> Iterator[Proxy]:
+def proxy_before(gateway: str, forced: Forced | None = None, comment: bytes = b"") -> Iterator[Proxy]:
     """A proxy that listens until the end of the block."""
-    with Proxy(gateway, forced) as proxy:
+    with Proxy(gateway, forced, comment) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()
         try:

@@ -29,6 +29,8 @@ from tests.clients.speaking_model import ANSWER, CONTEXT_LEN
 from tests.cluster.served_cluster import ServedCluster
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+COMMENT = b": ping\n\n"
+"""What a stream says while no token comes."""
 MAX_CHARACTERS_OF_A_TOKEN = 8
 """On the average of a text in English: half as many is usual."""
 PROGRAMS = {
@@ -54,9 +56,10 @@ def test_a_program_ends_its_turn(name: str, speaking: ServedCluster, tmp_path: P
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_calls_a_tool_and_reads_its_result(name: str, speaking: ServedCluster, tmp_path: Path) -> None:
+    """Its streams have comments among their events, as a prompt that takes long gives them."""
     program, tool, arguments = PROGRAMS[name]
     here = json.loads(json.dumps(arguments).replace("<here>", str(tmp_path / "project")))
-    passed = turn(program, speaking, tmp_path, Forced(tool, here))
+    passed = turn(program, speaking, tmp_path, Forced(tool, here), COMMENT)
     assert passed.was_forced
     assert [one for one in passed.exchanges if NOTE.encode() in one.request], "no request has the tool's result"
 
@@ -103,9 +106,11 @@ def input_tokens(cluster: ServedCluster, body: dict[str, Any]) -> int:
     return int(answered["usage"]["input_tokens"])
 
 
-def turn(program: Program, cluster: ServedCluster, folder: Path, forced: Forced | None = None) -> Proxy:
+def turn(
+    program: Program, cluster: ServedCluster, folder: Path, forced: Forced | None = None, comment: bytes = b""
+) -> Proxy:
     """Runs a program to the end of its turn, all of whose requests are served; returns what passed."""
-    passed, ended = run_before(program, cluster, folder, forced)
+    passed, ended = run_before(program, cluster, folder, forced, comment)
     told = "\n".join([ended.output, ended.errors, *map(str, passed.exchanges)])
     assert [str(one) for one in passed.exchanges if not is_served(one)] == [], told
     assert ended.status == 0, told
@@ -115,10 +120,10 @@ def turn(program: Program, cluster: ServedCluster, folder: Path, forced: Forced 
 
 
 def run_before(
-    program: Program, cluster: ServedCluster, folder: Path, forced: Forced | None = None
+    program: Program, cluster: ServedCluster, folder: Path, forced: Forced | None = None, comment: bytes = b""
 ) -> tuple[Proxy, Ended]:
     """Runs a program against a proxy before the cluster."""
-    with proxy_before(cluster.status()["http_address"], forced) as proxy:
+    with proxy_before(cluster.status()["http_address"], forced, comment) as proxy:
         ended = run(program, proxy.url, folder)
     return proxy, ended
 
