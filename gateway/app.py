@@ -15,12 +15,13 @@ from urllib.parse import unquote
 from baton import AsyncClient
 from baton.request import OF_CHATS, Options
 from baton.results import Model
-from gateway import fields, formats, messages, openapi
+from gateway import fields, formats, messages
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.messages import MessagesDialect
+from gateway.observe import openapi
 from gateway.observe.metrics import Metrics
 from gateway.observe.watch import PAGE, REQUESTS, ClusterWatch
 from gateway.responses import ResponsesDialect
@@ -176,7 +177,7 @@ class Gateway:
         if returns_ids:
             taken["echo"] = True
         options = cast(Options, taken)
-        generation = Generation(request.id, model, prompts, options, bool(usage), timeline, returns_ids, hides_prompt)
+        generation = Generation(request.id, model, prompts, options, usage or {}, timeline, returns_ids, hides_prompt)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)
@@ -203,8 +204,7 @@ class Gateway:
         return json.dumps({"input_tokens": len(tokens.ids)}).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
-        client = self._client(request)
-        taken = request.take(fields.DETOKENIZE, "tokens", sent={"token_ids": "tokens"})
+        client, taken = self._client(request), request.take(fields.DETOKENIZE, "tokens", sent={"token_ids": "tokens"})
         await self._find(client, taken.get("model"))
         return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
 

@@ -64,18 +64,21 @@ class Dialect(Protocol):
 class Generation:
     """A request, read and checked as far as that is the gateway's.
 
-    usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
-    ends with, too. returns_ids: of tokens; prompts are echoed for them, and hides_prompt leaves the echoed text out.
+    usage: `include_usage` and `continuous_usage_stats`, whether a stream ends with usage, and has it in each event.
+    timeline: whether usage has the timeline of each prompt, which a stream then ends with, too. returns_ids: of tokens;
+    prompts are echoed for them, and hides_prompt leaves the echoed text out.
+    num_prompt_tokens: of all prompts, where that is known: in a stream.
     """
 
     request_id: str
     model: str
     prompts: Sequence[Prompt]
     options: Options
-    usage: bool
+    usage: Mapping[str, bool]
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
+    num_prompt_tokens: int = 0
 
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
@@ -168,11 +171,12 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
 
 async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
     """Yields events as tokens come. Raises BatonError: before the first event, or after that of the failure."""
-    dialect.begin(generation)
     is_begun = False
     try:
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+            prompt_lens = [await stream.admitted() for stream in streams]
+            dialect.begin(replace(generation, num_prompt_tokens=sum(prompt_lens)))
             slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
             async for numbers, chunk in slices:
                 for event in dialect.events(chunk, numbers):

@@ -18,11 +18,10 @@ MAX_UNKNOWN = 16
 """Bound on the names of a request that no table has: each is compared with known ones."""
 MAX_TOLD, MAX_TOLD_BYTES = 16, 256
 MAX_NAME_LEN = 32
-OTHER = "other"
 
 
 class LeftOut:
-    """The fields of one request that are left out: `names` of TOLD, and OTHER for all that no table has."""
+    """The fields of one request that are left out: `names` of TOLD, and "other" for all that no table has."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -34,7 +33,7 @@ class LeftOut:
             self._unknown.add(name)
             if len(self._unknown) > MAX_UNKNOWN:
                 raise Misfit(f"is one of more than {MAX_UNKNOWN} fields that are not known")
-        self.names[name if name in TOLD else OTHER] = None
+        self.names[name if name in TOLD else "other"] = None
 
     def headers(self, sent: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
         """Lists the header that names the fields, at most MAX_TOLD of them. sent: the client's names."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton.results import Model
 from gateway import app, fields, unread
 from gateway.chat import ChatDialect
 from tests.gateway.local_gateway import Answer, LocalGateway
@@ -103,10 +104,14 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 
 
-async def without_a_channel(gateway: LocalGateway) -> None:
+async def without_a_channel(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves a model whose template knows no channel of reasoning."""
     [model] = await gateway.client.list_models()
-    gateway.app._model = replace(model, reasoning_format="")
+
+    async def list_models() -> list[Model]:
+        return [replace(model, reasoning_format="")]
+
+    monkeypatch.setattr(gateway.client, "list_models", list_models)
 
 
 def ignored(answer: Answer) -> set[str]:
@@ -117,16 +122,18 @@ def ignored(answer: Answer) -> set[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 async def test_bodies_of_programs_are_answered_and_told_of_what_was_left_out(
-    gateway: LocalGateway, program: str
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     path, changed, names = PROGRAMS[program]
-    await without_a_channel(gateway)
+    await without_a_channel(gateway, monkeypatch)
     answer = await gateway.post(path, {**SAID[path], **changed})
     assert (answer.status, ignored(answer)) == (200, names)
 
 
-async def test_fields_that_are_left_out_are_counted_by_a_bounded_set_of_names(gateway: LocalGateway) -> None:
-    await without_a_channel(gateway)
+async def test_fields_that_are_left_out_are_counted_by_a_bounded_set_of_names(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await without_a_channel(gateway, monkeypatch)
     for number in range(3):
         given = {**SAID[CHAT], f"of_its_own_{number}": 1, "chat_id": "c", "reasoning_effort": "low"}
         assert (await gateway.post(CHAT, given)).status == 200
