@@ -374,7 +374,7 @@ async def test_parts_of_a_prompt_are_streamed_as_they_come(
     asked = Generation("a", "fake", [PROMPT], options, usage={})
     async with (
         asyncio.timeout(WAIT_S),
-        aclosing(generation.events(asked, CompletionsDialect(), gateway.client)) as told,
+        aclosing(generation.events(asked, CompletionsDialect(), gateway.client).events) as told,
     ):
         first = json.loads((await anext(told))[6:])
         assert first["choices"][0]["text"] == PROMPT

@@ -1,11 +1,14 @@
 """Fields that no path reads: left out and told, or refused with a reason; and errors in the words of their client."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from baton import Chunk
+from baton.client import AsyncStream
 from baton.results import Model
 from gateway import app, fields, unread
 from gateway.chat import ChatDialect
@@ -281,6 +284,24 @@ async def test_refusals_of_the_router_name_the_field_that_was_sent(gateway: Loca
 async def test_other_fields_in_a_refusal_have_their_clients_names_too(gateway: LocalGateway) -> None:
     answer = await gateway.post(RESPONSES, {**SAID[RESPONSES], "min_tokens": 9})
     assert answer.error["message"] == "min_tokens: must not be more than max_output_tokens"
+
+
+async def test_a_refusal_amid_a_stream_names_the_field_that_was_sent(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = AsyncStream.pieces
+
+    async def fails(stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
+        async for piece in pieces(stream):
+            yield piece
+            raise InvalidRequest("max_tokens", "is too much")
+
+    monkeypatch.setattr(AsyncStream, "pieces", fails)
+    answer = await gateway.post(RESPONSES, {**SAID[RESPONSES], "stream": True})
+    assert (answer.status, answer.is_whole) == (200, False)
+    last = answer.named_events[-1]
+    assert (last["type"], last["param"]) == ("error", "max_output_tokens")
+    assert last["message"] == "max_output_tokens: is too much"
 
 
 def test_an_error_keeps_its_kind_and_the_indices_of_its_field() -> None:
