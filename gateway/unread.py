@@ -37,9 +37,8 @@ class LeftOut:
 
     def headers(self, sent: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
         """Lists the header that names the fields, at most MAX_TOLD of them. sent: the client's names."""
-        names = [sent.get(name, name) for name in self.names][:MAX_TOLD]
-        told = shorten(", ".join(names), MAX_TOLD_BYTES, placeholder="").rstrip(",")
-        return [(b"x-baton-ignored", told.encode())] if told else []
+        names = ", ".join([sent.get(name, name) for name in self.names][:MAX_TOLD])
+        return [(b"x-baton-ignored", shorten(names, MAX_TOLD_BYTES, placeholder="").rstrip(",").encode())] * bool(names)
 
 
 UNDER_WAY: ContextVar[LeftOut | None] = ContextVar("fields left out", default=None)
