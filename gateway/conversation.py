@@ -13,11 +13,12 @@ from baton import Chunk, Completion
 from baton.results import Choice
 from gateway import fields
 from gateway.choices import usage_of
+from gateway.formats import noted
 from gateway.generation import ChoiceDraft, Dialect, Generation
+from gateway.unread import leave_out
 from text.answer.answer import AnswerParser, Part, Reasoning
 from text.answer.calls import Arguments, CallBegun
 from text.answer.formats import NO_FORMATS, AnswerFormats
-from wire.errors import InvalidRequest
 from wire.sampling import FinishReason
 from wire.typed_reader import Read
 
@@ -58,16 +59,19 @@ class Conversation:
         if choice == "none" or (choice == "auto" and not tools):
             return
         taken["tools"] = [json.dumps(one) for one in tools]
+        noted(json.dumps([one for one in tools if choice != "auto" or one["function"].get("strict")]))
         self._tool_names = frozenset(one["function"]["name"] for one in tools)
         named = choice if isinstance(choice, dict) else {"required": choice == "required"}
         taken["tool_choice"] = {**named, "parallel": parallel}
 
     def _take_reasoning(self, taken: dict[str, Any]) -> None:
-        """Gives what steers the template the router's form."""
+        """Gives what steers the template the router's form. Effort and budget want a model with a channel."""
+        for name in () if self._formats.reasoning else ("reasoning_effort", "thinking_token_budget"):
+            if taken.get(name, "none") != "none":
+                leave_out(name)
+                del taken[name]
         effort, variables = taken.pop("reasoning_effort", None), taken.pop("chat_template_kwargs", {})
         if effort is not None:
-            if not self._formats.reasoning and effort != "none":
-                raise InvalidRequest("reasoning_effort", "the model's chat template knows no channel of reasoning")
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
         if variables:
             taken["chat_template_kwargs"] = json.dumps(variables)
@@ -148,6 +152,7 @@ class BlocksDialect(Dialect):
     """An endpoint whose answer is one choice, in blocks."""
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
+        self.sent: dict[str, str] = {}
         self._conversation = Conversation(answer_formats)
         self._blocks: list[AnswerBlock] = []
 
@@ -181,22 +186,26 @@ class BlocksDialect(Dialect):
 
     def begin(self, generation: Generation) -> None:
         self._generation, self._answer = generation, self._conversation.new_answer()
-        self._pending = self.first_events()
+        self._has_begun = False
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> None:
         return None
 
+    def opening(self) -> bytes:
+        described, self._has_begun = [] if self._has_begun else self.first_events(), True
+        return b"".join(map(self.write, described))
+
     def events(self, chunk: Chunk, numbers: Sequence[int]) -> list[bytes]:
-        described, self._pending = [*self._pending, *self._add(self._answer.feed(chunk.text))], []
-        return [b"".join(map(self.write, described))] if described else []
+        written = self.opening() + b"".join(map(self.write, self._add(self._answer.feed(chunk.text))))
+        return [written] if written else []
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         [completion] = completions
-        described = [*self._pending, *self._add(self._answer.flush())]
+        described = [*self._add(self._answer.flush())]
         self._cut(completion.choices[0])
         described += self._close()
         described += self.last_events(completion.choices[0], usage_of(completions))
-        return b"".join(map(self.write, described))
+        return self.opening() + b"".join(map(self.write, described))
 
     def whole(self, drafts: Sequence[ChoiceDraft], completions: Sequence[Completion]) -> list[bytes]:
         [draft], [completion] = drafts, completions

@@ -34,6 +34,7 @@ from tests.harness.fake_cluster import CONFIG, FakeCluster, running
 from wire.errors import BatonError, Cancelled
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
+from wire.rpc import PROMPT_TOKENS_METADATA
 from wire.trace_context import TRACEPARENT
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
@@ -104,12 +105,23 @@ class LocalCall:
         self._metadata = metadata
         self._opened: OpenRequest | None = None
 
+    async def initial_metadata(self) -> Metadata:
+        try:
+            num_prompt_tokens = await self._open().outbox.begun
+        except BatonError:  # which reading raises, as gRPC has it
+            return ()
+        return ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)),) if num_prompt_tokens else ()
+
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        caller = self._router.keys.admit(credentials_of(self._metadata), Scope.GENERATE)
-        trace = dict(self._metadata).get(TRACEPARENT, "")
-        self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S, caller, trace)
-        async for response in self._opened.outbox:
+        async for response in self._open().outbox:
             yield response
+
+    def _open(self) -> OpenRequest:
+        if self._opened is None:
+            caller = self._router.keys.admit(credentials_of(self._metadata), Scope.GENERATE)
+            trace = dict(self._metadata).get(TRACEPARENT, "")
+            self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S, caller, trace)
+        return self._opened
 
     def cancel(self) -> None:
         if self._opened is not None:
@@ -118,12 +130,13 @@ class LocalCall:
 
 @dataclass
 class Answer:
-    """All that the application has sent."""
+    """All that the application has sent. pieces: with the event loop's time of each, of the head "" first."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     is_whole: bool = False
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
     @property
     def json(self) -> Any:
@@ -191,16 +204,17 @@ class LocalDoor:
             "raw_path": path.encode(),
             "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
         }
-        pieces = [body[start : start + 4096] for start in range(0, len(body), 4096)] or [b""]
+        parts = [body[start : start + 4096] for start in range(0, len(body), 4096)] or [b""]
         answer = Answer()
 
         async def receive() -> MutableMapping[str, Any]:
-            if pieces:
-                return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+            if parts:
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
             await self.gone.wait()
             return {"type": "http.disconnect"}
 
         async def take(message: MutableMapping[str, Any]) -> None:
+            answer.pieces.append((asyncio.get_running_loop().time(), message.get("body", b"")))
             if message["type"] == "http.response.start":
                 answer.status = message["status"]
                 answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}

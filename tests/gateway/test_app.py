@@ -256,7 +256,7 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
         ("stop", ["a", "\ud800"]),
         ("temperature", 2.1),
         ("temperature", 1e39),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_k", -2),
         ("presence_penalty", 3),
         ("repetition_penalty", 0),
@@ -268,9 +268,8 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
         ("logit_bias", {"300": 1}),
         ("logit_bias", {"1": 101}),
         ("stop", ""),
-        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 9),
         ("stop_token_ids", [300]),
-        ("seed", -1),
         ("session", ""),
         ("session", "s" * 129),
         ("keep_s", -1),
@@ -297,7 +296,7 @@ async def test_tokens_of_texts_and_chats(gateway: LocalGateway) -> None:
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [300]}, "prompt"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
     ):
         assert (await gateway.post(path, body)).error["param"] == param
@@ -372,6 +371,23 @@ async def test_a_router_that_is_full(gateway: LocalGateway, monkeypatch: pytest.
     monkeypatch.setattr(gateway.cluster.router.dispatcher, "open", full)
     answer = await gateway.post(COMPLETIONS, BODY)
     assert (answer.status, answer.headers["retry-after"], answer.error["code"]) == (429, "2", "overloaded")
+
+
+async def test_headers_that_a_handler_adds_are_on_the_answer_and_on_the_error(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(_: Gateway, request: exchange.Request) -> bytes:
+        request.told.append((b"x-told", b"a"))
+        if not request.body["prompt"]:
+            raise Unavailable("none")
+        return b"{}"
+
+    monkeypatch.setattr(Gateway, "_tokenize", answers)
+    app = Gateway([gateway.client], KeyRing(), Metrics())
+    monkeypatch.setattr(gateway, "app", app)
+    for prompt, status in (("a", 200), ("", 503)):
+        answer = await gateway.post("/tokenize", {"prompt": prompt})
+        assert (answer.status, answer.headers["x-told"]) == (status, "a")
 
 
 async def test_a_bug_tells_nothing_of_itself(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
