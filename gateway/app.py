@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 from baton import AsyncClient
+from baton.release import release
 from baton.request import OF_CHATS, Options
 from baton.results import Model
 from gateway import fields, formats, messages
@@ -241,7 +241,7 @@ class Gateway:
         return b"{}"
 
     async def _version(self, _: Request) -> bytes:
-        return json.dumps({"version": version("baton-serve")}).encode()
+        return json.dumps({"version": release()}).encode()
 
     async def _openapi(self, _: Request) -> bytes:
         readable = (path for path, (method, _) in self._routes.items() if method == "GET")
