@@ -58,7 +58,10 @@ class ClientGone(Cancelled):
 
 
 class Request:
-    """A request: its head, and its body once it is asked for. held: shares of limits, until the answer is sent."""
+    """A request: its head, and its body once it is asked for.
+
+    held: shares of limits, until the answer is sent. told: headers of the answer that a handler adds.
+    """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -73,6 +76,7 @@ class Request:
         self.body: dict[str, Any] = {}
         self._body = b""
         self.held = ExitStack()
+        self.told: list[tuple[bytes, bytes]] = []
 
     def header(self, name: str) -> str | None:
         """Returns the first header of that name."""
@@ -146,10 +150,14 @@ class Request:
 
 
 class Reply:
-    """The answer to one request. `status` is 499 if its client has gone. write_error: in the words of its dialect."""
+    """The answer to one request. `status` is 499 if its client has gone. write_error: in the words of its dialect.
+
+    told: further headers of any answer, an error too; the list is the request's.
+    """
 
     def __init__(self, request: Request, send: Send, write_error: Callable[[BatonError], bytes] = envelope) -> None:
         self.status = 0
+        self.told = request.told
         self._write_error = write_error
         self._request = request
         self._send = send
@@ -195,7 +203,7 @@ class Reply:
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
         headers += [(name, self._request.id.encode()) for name in (b"x-request-id", b"request-id")]
-        headers.append((b"x-content-type-options", b"nosniff"))
+        headers += [(b"x-content-type-options", b"nosniff"), *self.told]
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 

@@ -374,6 +374,23 @@ async def test_a_router_that_is_full(gateway: LocalGateway, monkeypatch: pytest.
     assert (answer.status, answer.headers["retry-after"], answer.error["code"]) == (429, "2", "overloaded")
 
 
+async def test_headers_that_a_handler_adds_are_on_the_answer_and_on_the_error(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(_: Gateway, request: exchange.Request) -> bytes:
+        request.told.append((b"x-told", b"a"))
+        if not request.body["prompt"]:
+            raise Unavailable("none")
+        return b"{}"
+
+    monkeypatch.setattr(Gateway, "_tokenize", answers)
+    app = Gateway([gateway.client], KeyRing(), Metrics())
+    monkeypatch.setattr(gateway, "app", app)
+    for prompt, status in (("a", 200), ("", 503)):
+        answer = await gateway.post("/tokenize", {"prompt": prompt})
+        assert (answer.status, answer.headers["x-told"]) == (status, "a")
+
+
 async def test_a_bug_tells_nothing_of_itself(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise KeyError("/secret/path")
