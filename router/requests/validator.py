@@ -9,7 +9,8 @@ from typing import Any
 
 from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes
 from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
-from text.chat import ROLES, Chat, ChatTurn, Rendered
+from text.chat import Chat, Rendered
+from text.template.turns import ROLES, ChatTurn
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import NameChain, PublicPart
 from wire.convert import sampling_from_pb
