@@ -217,10 +217,12 @@ class Gateway:
 
     async def _find(self, client: AsyncClient, name: str | None) -> Model:
         """Returns the model of a name; without a name, the served model. Raises ModelNotFound."""
-        for model in await client.list_models():
+        models = await client.list_models()
+        for model in models:
             if name in (None, model.name):
                 return model
-        raise ModelNotFound("model: no model of that name is served", param="model")
+        served = ", ".join(model.name for model in models)
+        raise ModelNotFound(f"model: no model of that name is served, but {served}", param="model")
 
     async def _served_model(self, client: AsyncClient) -> Model:
         """Returns what a request without a name means; asks the router once, as a cluster never changes its model."""

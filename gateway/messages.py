@@ -8,7 +8,7 @@ from baton.results import Choice
 from gateway import conversation, fields, formats
 from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
 from httpd.errors import describe
-from wire.errors import BatonError
+from wire.errors import BatonError, ContextLengthExceeded
 from wire.typed_reader import Misfit, Read, list_of, reader_of
 
 
@@ -35,9 +35,21 @@ def thinking(value: Any) -> dict[str, Any]:
 
 def envelope(error: BatonError) -> bytes:
     """Writes an error as the object that Anthropic's clients read."""
-    told = describe(error)
-    kind = _ERRORS.get(error.status.http, told["type"])
-    return json.dumps({"type": "error", "error": {"type": kind, "message": told["message"]}}).encode()
+    kind = _ERRORS.get(error.status.http, describe(error)["type"])
+    return json.dumps({"type": "error", "error": {"type": kind, "message": _words(error)}}).encode()
+
+
+def _words(error: BatonError) -> str:
+    """Writes the message. That of a context puts Anthropic's words in front of ours: clients read their numbers."""
+    lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
+    if lengths is None:
+        return error.message
+    if not lengths.output:
+        return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum: {error.message}"
+    known = (
+        f"{lengths.prompt} + {lengths.output} > {lengths.limit}, decrease input length or `max_tokens` and try again"
+    )
+    return f"input length and `max_tokens` exceed context limit: {known}: {error.message}"
 
 
 def _message(value: Any) -> list[dict[str, Any]]:
