@@ -9,6 +9,7 @@ from baton.results import Choice, TokenLogprobs
 from gateway import conversation, fields, formats
 from gateway.choices import ChoicesDialect
 from gateway.conversation import AnswerParts, Conversation, new_call_id
+from gateway.generation import Generation
 from text.answer.answer import Part, Reasoning
 from text.answer.calls import CallBegun
 from text.answer.formats import NO_FORMATS, AnswerFormats
@@ -43,7 +44,10 @@ class ChatDialect(ChoicesDialect):
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
         self._begun: set[int] = set()
         self._conversation = Conversation(answer_formats)
-        self._answers: dict[int, _Message] = {}
+
+    def begin(self, generation: Generation) -> None:
+        super().begin(generation)
+        self._answers = [_Message(self._conversation.new_answer()) for _ in range(generation.num_choices)]
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         if "max_completion_tokens" in taken:
@@ -63,27 +67,22 @@ class ChatDialect(ChoicesDialect):
         return {"content": _logprobs(chunk.logprobs)} if chunk.logprobs else None
 
     def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
-        answer = self._answer_of(number)
+        answer = self._answers[number]
         message = {"role": "assistant", "refusal": None, **answer.whole(text)}
         return {"index": number, "message": message, "finish_reason": answer.parts.reason_of(choice)}
 
     def event(self, text: str, number: int, logprobs: str) -> str:
         role = "" if number in self._begun else '"role":"assistant",'
         self._begun.add(number)
-        delta = f"{{{role}{json.dumps(self._answer_of(number).feed(text))[1:]}"
+        delta = f"{{{role}{json.dumps(self._answers[number].feed(text))[1:]}"
         return f'{{"index":{number},"delta":{delta},"logprobs":{logprobs},"finish_reason":null}}'
 
     def last_event(self, choice: Choice, number: int) -> str:
-        answer = self._answer_of(number)
+        answer = self._answers[number]
         delta = answer.flush()
         return json.dumps(
             {"index": number, "delta": delta, "logprobs": None, "finish_reason": answer.parts.reason_of(choice)}
         )
-
-    def _answer_of(self, number: int) -> "_Message":
-        if number not in self._answers:
-            self._answers[number] = _Message(self._conversation.new_answer())
-        return self._answers[number]
 
 
 class _Message:

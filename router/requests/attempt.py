@@ -150,6 +150,7 @@ class Attempt:
         if route.prefill_node is None or not (is_fresh and self.history.reads_cache):
             await self._decode(route)
             return
+        request.reply.begin(num_prompt)
         timeline.set_current_span("wait_room")
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node):
             self._record_span("wait_room")
@@ -175,6 +176,7 @@ class Attempt:
         answer, services = self.request.answer, self.request.services
         self.request.timeline.set_current_span("wait_decode")
         member = await services.placement.choose_decode(route)
+        self.request.reply.begin(route.num_prompt_tokens)
         self._record_span("wait_decode")
         self.request.summary.decode_worker = member.id
 

@@ -15,6 +15,7 @@ class Outbox:
     """A bounded queue for one reader, ended by one last message or one error.
 
     A reader that falls behind gets fewer and larger messages: a chunk joins the one of its choice that still waits.
+    `begun` has the tokens of the prompt once a worker is there for it, 0 if the end came first.
     `max_tokens` bounds the tokens that wait here; a message without any counts as one. Messages that gRPC took and the
     client did not read are seen by `writing_since`: the loop's time when the reader last took a message, which it may
     still be writing; None while it waits for one.
@@ -29,6 +30,13 @@ class Outbox:
         self._error: Exception | None = None
         self._closed = False
         self._reader: asyncio.Future[None] | None = None
+        self.begun: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def begin(self, num_prompt_tokens: int) -> None:
+        """Ends the wait for `begun`: a worker is there for the prompt. The reader may write of it now."""
+        if not self.begun.done():
+            self.begun.set_result(num_prompt_tokens)
+            self.writing_since = asyncio.get_running_loop().time()
 
     def put(self, event: pb.GenerateResponse) -> None:
         """Adds an event. Raises Overloaded while the tokens that wait reach the limit: the reader is too slow."""
@@ -67,6 +75,7 @@ class Outbox:
 
     def _close(self) -> None:
         self._closed = True
+        self.begin(0)
         self._wake()
 
     def _wake(self) -> None:
@@ -110,6 +119,10 @@ class ReplyWriter:
         self._on_first_token = on_first_token
         self._stop = stop
         self._loop = asyncio.get_running_loop()
+
+    def begin(self, num_prompt_tokens: int) -> None:
+        """Tells the client that a worker is there for its prompt."""
+        self._outbox.begin(num_prompt_tokens)
 
     def send(self, chunk: pb.Chunk) -> None:
         if self.timing.first_token_s is None:

@@ -16,16 +16,18 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.config import AdmissionBounds, Listeners, RouterConfig
+from baton import AsyncClient
+from baton.request import Options
+from router.config import AdmissionBounds, Listeners, RouterConfig, StreamBounds
 from router.ports.interceptors import MAX_ARRIVING, reserved_names
 from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.harness.cluster import WAIT_S, until
-from tests.harness.fake_cluster import CONFIG, FakeCluster, expected, request
+from tests.harness.fake_cluster import CONFIG, PROMPT, FakeCluster, expected, request
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import Chat, NoRenderer
 from wire.convert import status_of, tiers_from_pb
-from wire.errors import ConfigError, Unsupported
+from wire.errors import ConfigError, InvalidRequest, Unavailable, Unsupported
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -131,6 +133,29 @@ async def test_a_stream_is_chunks_and_one_complete(service: Service) -> None:
     assert [token for response in responses for token in response.chunk.token_ids] == expected(12)
     assert responses[-1].complete.seed == 1
     assert responses[-1].complete.usage.completion_tokens == 12
+
+
+async def test_tokens_of_a_prompt_are_told_before_its_first_token(service: Service) -> None:
+    service.cluster.workers["p0"].may_go.clear()
+    async with (
+        asyncio.timeout(WAIT_S),
+        AsyncClient(service.addresses.public) as client,
+        client.stream(PROMPT, max_tokens=2) as stream,
+    ):
+        assert await stream.admitted() == len(PROMPT)
+        service.cluster.workers["p0"].may_go.set()
+        assert sum([len(chunk.token_ids) async for chunk in stream]) == 2
+        assert await stream.admitted() == len(PROMPT)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 3}, {"echo": True}], ids=["a wrong one", "a good one"])
+async def test_tokens_of_a_prompt_that_no_worker_takes_are_not_told(options: Options) -> None:
+    async with serving(replace(CONFIG, streams=StreamBounds(max_worker_wait_s=0.05))) as service:
+        await service.cluster.resize(0, 0)
+        async with AsyncClient(service.addresses.public) as client, client.stream(PROMPT, **options) as stream:
+            assert await stream.admitted() == 0
+            with pytest.raises(InvalidRequest if "temperature" in options else Unavailable):
+                assert [chunk async for chunk in stream] == []
 
 
 async def test_models_are_listed(service: Service) -> None:

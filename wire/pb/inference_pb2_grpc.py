@@ -66,6 +66,7 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Streams one or more chunks and then exactly one `complete`. Errors are gRPC statuses with google.rpc.ErrorInfo.
+        Initial metadata come once the request is admitted, tokenized and has a worker: `baton-prompt-tokens` counts its prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
