@@ -176,7 +176,8 @@ class Gateway:
         if returns_ids:
             taken["echo"] = True
         options = cast(Options, taken)
-        generation = Generation(request.id, model, prompts, options, bool(usage), timeline, returns_ids, hides_prompt)
+        settings = (options, bool(usage), timeline, returns_ids, hides_prompt)
+        generation = Generation(request.id, model, prompts, *settings, request.told)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)

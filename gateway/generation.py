@@ -63,6 +63,7 @@ class Generation:
 
     usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
     ends with, too. returns_ids: of tokens; prompts are echoed for them, and hides_prompt leaves the echoed text out.
+    told: headers of the answer, to which `x-baton-adapted` is added.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Generation:
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
+    told: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
@@ -195,6 +197,8 @@ async def _slices(
     The streams forget what came; other streams go on after each MAX_SLICE_ENTRIES. Raises BatonError.
     """
     num_choices, num_made = generation.num_choices, 0
+    if adapted := await streams[0].adapted():  # of a chat, which is one prompt
+        generation.told.append((b"x-baton-adapted", adapted.encode()))
     async with aclosing(_gained(streams)) as gained:
         async for place, chunk in gained:
             streams[place].forget()
