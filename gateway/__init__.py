@@ -8,7 +8,7 @@ client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ dialects 
 
 - `actor`: start and stop of the process; `config`: its settings.
 - `app`: routes; a client that goes cancels its request. `exchange`: a request's body in, its answer out.
-- `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
+- `fields`: strict JSON, and each field by name. `unread`: the rule for all others, left out or refused.
 - `generation`: the prompts of a request under way, whole or as events; a dialect is one file.
 - `choices`: answers of `completions` and `chat`. `conversation`: chats of all dialects, and answers in blocks.
 - `openapi`: the page that names all paths and fields.

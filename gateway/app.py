@@ -117,7 +117,7 @@ class Gateway:
                     error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
                 )
         path = request.path if request.path in self._routes | self._watched else "other"
-        self._metrics.count(path, reply.status)
+        self._metrics.count(path, reply.status, request.left_out.names)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
 
     def _admit(self, request: Request) -> None:
@@ -164,9 +164,9 @@ class Gateway:
 
     async def _generate(self, dialect: Dialect, request: Request) -> "bytes | Pieces | Events":
         client = self._client(request)
-        taken = fields.take(request.body, dialect.fields, dialect.wanted)
+        taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         prompts = dialect.take_prompts(taken)
-        formats.take_format(taken)
+        formats.take_format(taken, dialect.sent)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
@@ -184,7 +184,7 @@ class Gateway:
         return await answer(generation, dialect, client, request.held.enter_context(Share(self.answering)))
 
     async def _tokenize(self, request: Request) -> bytes:
-        client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
+        client, taken = self._client(request), request.take(fields.TOKENIZE, sent={"text": "prompt"})
         if ("prompt" in taken) == ("messages" in taken):
             raise InvalidRequest("prompt", "give either a prompt or messages")
         model = await self._find(client, taken.get("model"))
@@ -196,7 +196,7 @@ class Gateway:
 
     async def _count_tokens(self, request: Request) -> bytes:
         dialect = await self._dialect(MessagesDialect, request)
-        taken = fields.take(request.body, messages.COUNTED, dialect.wanted)
+        taken = request.take(messages.COUNTED, dialect.wanted, sent=dialect.sent)
         [prompt] = dialect.take_prompts(taken)
         client = self._client(request)
         await self._find(client, taken.get("model"))
@@ -204,7 +204,8 @@ class Gateway:
         return json.dumps({"input_tokens": len(tokens.ids)}).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
-        client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE, "tokens")
+        client = self._client(request)
+        taken = request.take(fields.DETOKENIZE, "tokens", sent={"token_ids": "tokens"})
         await self._find(client, taken.get("model"))
         return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
 

@@ -12,9 +12,10 @@ from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from baton.results import PromptPart, TokenLogprobs
+from gateway import fields
 from wire.errors import BatonError, InvalidRequest
 from wire.limit import Share
-from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
+from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN, FinishReason
 from wire.typed_reader import Read
 
 MAX_ENTRIES = 1 << 22
@@ -34,6 +35,8 @@ class Dialect(Protocol):
     fields: Mapping[str, Read]
     wanted: str
     """The field that has the prompts."""
+    sent: dict[str, str]
+    """The client's names of fields that the router names differently, by the router's."""
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         """Takes the prompts out of the fields, and gives the rest the router's names. Raises InvalidRequest."""
@@ -63,7 +66,7 @@ class Generation:
 
     usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
     ends with, too. returns_ids: of tokens; prompts are echoed for them, and hides_prompt leaves the echoed text out.
-    told: headers of the answer, to which `x-baton-adapted` is added.
+    headers: of the answer, to which `x-baton-adapted` is added.
     """
 
     request_id: str
@@ -74,7 +77,7 @@ class Generation:
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
-    told: list[tuple[bytes, bytes]] = field(default_factory=list)
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
@@ -102,6 +105,19 @@ class Generation:
             raise InvalidRequest(param, f"the answer may have {self.num_entries} entries; at most {MAX_ENTRIES}")
 
     @property
+    def hides_answer(self) -> bool:
+        """Whether only the prompt was asked for. The router makes a token at least."""
+        return bool(self.options.get("echo")) and not self.hides_prompt and self.options.get("max_tokens") == 0
+
+    def told(self, completion: Completion) -> Completion:
+        """Returns a completion without the token that its client has not asked for."""
+        choices = tuple(
+            replace(one, finish_reason=FinishReason.LENGTH, matched_stop=None) for one in completion.choices
+        )
+        none = replace(completion, choices=choices, usage=replace(completion.usage, completion_tokens=0))
+        return none if self.hides_answer else completion
+
+    @property
     def num_choices(self) -> int:
         """Choices of each prompt."""
         return self.options.get("n", 1)
@@ -109,7 +125,8 @@ class Generation:
     def _options(self, index: int) -> Options:
         """Adds a request id: the client's for the first prompt, for others one that begins so and no client meets."""
         name = f"{self.request_id[:MAX_ID_START]}-{index}-{secrets.token_hex(8)}" if index else self.request_id
-        return {**self.options, "request_id": name}
+        least: Options = {"max_tokens": 1} if self.hides_answer else {}
+        return {**self.options, **least, "request_id": name}
 
 
 @dataclass
@@ -148,7 +165,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
             ids = ids_of(chunk) if generation.returns_ids else {}
             gained = (dialect.logprobs(chunk, numbers) or {}, ids)
             room.take(_add(chunk.text, gained, [drafts[number] for number in numbers]))
-    return dialect.whole(drafts, [stream.completion for stream in streams])
+    return dialect.whole(drafts, [generation.told(stream.completion) for stream in streams])
 
 
 async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
@@ -163,10 +180,10 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
                 for event in dialect.events(chunk, numbers):
                     yield event
                     is_begun = True
-        yield dialect.end([stream.completion for stream in streams])
+        yield dialect.end([generation.told(stream.completion) for stream in streams])
     except BatonError as error:
         if is_begun:
-            yield dialect.failed(error)
+            yield dialect.failed(fields.in_words(error, dialect.sent))
         raise
 
 
@@ -198,13 +215,15 @@ async def _slices(
     """
     num_choices, num_made = generation.num_choices, 0
     if adapted := await streams[0].adapted():  # of a chat, which is one prompt
-        generation.told.append((b"x-baton-adapted", adapted.encode()))
+        generation.headers.append((b"x-baton-adapted", adapted.encode()))
     async with aclosing(_gained(streams)) as gained:
         async for place, chunk in gained:
             streams[place].forget()
             first = place * num_choices
             is_prompt = isinstance(chunk, PromptPart)
             numbers = range(first, first + num_choices) if is_prompt else (first + chunk.index,)
+            if generation.hides_answer and not is_prompt:
+                continue
             if is_prompt and generation.hides_prompt:
                 chunk = replace(chunk, text="", logprobs=())
             for part in _cut(chunk):

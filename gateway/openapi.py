@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from gateway import fields, formats, messages, responses
+from gateway import fields, formats, messages, responses, unread
 from wire.typed_reader import Read
 
 
@@ -27,15 +27,15 @@ def _get(path: str) -> dict[str, Any]:
 
 
 def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
-    """Describes a body of these fields only; a field that is not offered takes the values that ask for nothing."""
-    idle = {name: {"enum": [*values, None]} for name, values in fields.ONLY.items()}
-    ignored: dict[str, Any] = {name: {"description": "without effect"} for name in fields.IGNORED}
+    """Describes a body: fields that are read, left out, or refused but for the values that ask for nothing."""
+    idle = {name: {"enum": [*unread.ONLY.get(name, ()), [], {}, None]} for name in unread.REFUSED}
+    ignored: dict[str, Any] = {name: {"description": "without effect"} for name in unread.IGNORED}
     properties = (
-        ignored | idle | {name: SCHEMAS.get(read, {"type": ["integer", "null"]}) for name, read in known.items()}
+        idle | ignored | {name: SCHEMAS.get(read, {"type": ["integer", "null"]}) for name, read in known.items()}
     )
     for name in REQUIRED.get(path, {}).get("required", ()):
         properties[name] = {"not": {"type": "null"}, **properties[name]}
-    schema = {"type": "object", "properties": properties, "additionalProperties": False, **REQUIRED.get(path, {})}
+    schema = {"type": "object", "properties": properties, "additionalProperties": True, **REQUIRED.get(path, {})}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": _responses("400", "404", "415", form=ERRORS.get(path, "Error")),
@@ -97,6 +97,7 @@ _OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
 _CHOICE = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.number: {"type": ["number", "null"]},
+    fields.seed: {"type": ["integer", "null"]},
     fields.flag: {"type": ["boolean", "null"]},
     fields.text: _TEXT,
     fields.texts: {"anyOf": [_TEXT, _TEXTS]},

@@ -252,7 +252,35 @@ async def test_a_chat_with_its_token_ids(gateway: LocalGateway) -> None:
 async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
     body = {"prompt": PROMPT, "echo": True}
     assert (await gateway.post(COMPLETIONS, {**body, "logprobs": 6})).error["param"] == "logprobs"
-    assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).error["param"] == "max_tokens"
+    assert (await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 0})).error["param"] == "max_tokens"
+    assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": -1})).error["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 1}, {"logprobs": 0, "n": 2}, {}])
+async def test_an_echo_without_an_answer_is_the_prompt_alone(gateway: LocalGateway, more: dict[str, int]) -> None:
+    body = {"prompt": [PROMPT, "a"], "echo": True, "seed": 1, **more}
+    none = (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).json
+    one = (await gateway.post(COMPLETIONS, {**body, "max_tokens": 1})).json
+    for choice, longer in zip(none["choices"], one["choices"], strict=True):
+        prompt = (PROMPT, "a")[choice["index"] // more.get("n", 1)]
+        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+        assert longer["text"].startswith(prompt)
+        if more:
+            cut = {name: items[: len(prompt)] for name, items in longer["logprobs"].items()}
+            assert (choice["logprobs"], choice["logprobs"]["token_logprobs"][0]) == (cut, None)
+    num_tokens = len(PROMPT) + 1
+    assert [none["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")] == [
+        num_tokens,
+        0,
+        num_tokens,
+    ]
+    *events, last, done = (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0, "stream": True})).events
+    texts = dict.fromkeys(range(len(none["choices"])), "")
+    for event in (*events, last):
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert [*texts.values()] == [choice["text"] for choice in none["choices"]]
+    assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
 
 
 ECHO = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
