@@ -51,7 +51,7 @@ PATH_TO_FIELDS = {
     "/v1/chat/completions": ChatDialect.fields,
     "/v1/responses": ResponsesDialect.fields,
     "/v1/messages": MessagesDialect.fields,
-    "/v1/messages/count_tokens": messages.COUNTED,
+    "/v1/messages/count_tokens": MessagesDialect.fields,
     "/tokenize": fields.TOKENIZE,
     "/detokenize": fields.DETOKENIZE,
 }
@@ -196,7 +196,7 @@ class Gateway:
 
     async def _count_tokens(self, request: Request) -> bytes:
         dialect = await self._dialect(MessagesDialect, request)
-        taken = request.take(messages.COUNTED, dialect.wanted, sent=dialect.sent)
+        taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         [prompt] = dialect.take_prompts(taken)
         client = self._client(request)
         await self._find(client, taken.get("model"))

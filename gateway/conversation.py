@@ -66,10 +66,10 @@ class Conversation:
 
     def _take_reasoning(self, taken: dict[str, Any]) -> None:
         """Gives what steers the template the router's form. Effort and budget want a model with a channel."""
-        idle = () if self._formats.reasoning else ("reasoning_effort", "thinking_token_budget")
-        for name in [name for name in idle if taken.get(name, "none") != "none"]:
-            leave_out(name)
-            del taken[name]
+        for name in () if self._formats.reasoning else ("reasoning_effort", "thinking_token_budget"):
+            if taken.get(name, "none") != "none":
+                leave_out(name)
+                del taken[name]
         effort, variables = taken.pop("reasoning_effort", None), taken.pop("chat_template_kwargs", {})
         if effort is not None:
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}

@@ -80,8 +80,7 @@ def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
     known = max((one for one in sent if re.match(rf"{re.escape(one)}(?![^.\[])", shape)), key=len, default="")
     name = re.sub(r"\[\]", lambda _: next(places), sent[known] + shape[len(known) :]) if known else param
     message, told = error.message.removeprefix(f"{param}: "), copy(error)
-    told.message = "" if message == error.message else f"{name}: "
-    told.message += _WORD.sub(lambda word: sent.get(word[0], word[0]), message)
+    told.message = f"{name}: " * (message != error.message) + _WORD.sub(lambda one: sent.get(one[0], one[0]), message)
     told.ids = {**error.ids, "param": name} if param else error.ids
     return told
 

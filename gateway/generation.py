@@ -114,8 +114,8 @@ class Generation:
         choices = tuple(
             replace(one, finish_reason=FinishReason.LENGTH, matched_stop=None) for one in completion.choices
         )
-        none = replace(completion, choices=choices, usage=replace(completion.usage, completion_tokens=0))
-        return none if self.hides_answer else completion
+        usage = replace(completion.usage, completion_tokens=0)
+        return replace(completion, choices=choices, usage=usage) if self.hides_answer else completion
 
     @property
     def num_choices(self) -> int:

@@ -139,8 +139,10 @@ _THINKING = fields.by_type(
         "enabled": fields.object_of({**_OF_THINKING, "budget_tokens": fields.int32}, "budget_tokens"),
     }
 )
-COUNTED: dict[str, Read] = {
-    "model": fields.text,
+FIELDS: dict[str, Read] = {
+    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", *conversation.FIELDS)},
+    "max_tokens": fields.int64,
+    "stop_sequences": list_of(fields.text),
     "messages": turns,
     "system": _texts,
     "tools": list_of(_tool),
@@ -150,13 +152,6 @@ COUNTED: dict[str, Read] = {
         {"effort": reader_of(Literal["low", "medium", "high", "xhigh", "max"]), "format": formats.text_format}
     ),
     "chat_template_kwargs": fields.free_object,
-}
-"""The fields that a prompt is made of."""
-FIELDS: dict[str, Read] = {
-    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", *conversation.FIELDS)},
-    **COUNTED,
-    "max_tokens": fields.int64,
-    "stop_sequences": list_of(fields.text),
 }
 
 

@@ -198,6 +198,12 @@ def test_reasoning_of_a_turn_has_two_names(name: str) -> None:
     assert turn == {"role": "assistant", "content": "a", "reasoning_content": "b"}
 
 
+async def test_a_body_of_messages_is_counted_as_it_is(gateway: LocalGateway) -> None:
+    for changed, names in (({"stream": True, "max_tokens": 32000}, set()), ({"betas": ["a"]}, {"betas"})):
+        answer = await gateway.post(f"{MESSAGES}/count_tokens", {**SAID[MESSAGES], **changed})
+        assert (answer.status, ignored(answer)) == (200, names)
+
+
 async def test_state_on_the_server_is_refused_with_the_switch_that_leaves_it_out(gateway: LocalGateway) -> None:
     answer = await gateway.post(MESSAGES, {**SAID[MESSAGES], "thread": {"type": "create"}})
     assert (answer.status, "thread=False" in answer.error["message"]) == (400, True)
