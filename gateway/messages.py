@@ -1,6 +1,7 @@
 """/v1/messages: Anthropic's fields, objects and errors."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from typing import Any, Literal
 from baton.results import Choice
 from gateway import conversation, fields, formats
 from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
+from gateway.unread import BILLING, SERVICES, leave_out
 from httpd.errors import describe
 from wire.errors import BatonError, ContextLengthExceeded
 from wire.typed_reader import Misfit, Read, list_of, reader_of
@@ -78,10 +80,20 @@ def _turn(role: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _tool(value: Any) -> dict[str, Any]:
+def _tool(value: Any) -> list[dict[str, Any]]:
     taken = _TOOL(value)
     function = {name: taken[name] for name in ("name", "description", "strict") if name in taken}
-    return {"type": "function", "function": {**function, "parameters": taken["input_schema"]}}
+    return [{"type": "function", "function": {**function, "parameters": taken["input_schema"]}}]
+
+
+def _system(value: Any) -> str:
+    """Reads the system prompt, without the line of billing before it: it would change all that follows."""
+    whole: str = _texts(value)
+    line = _BILLING_LINE.match(value if isinstance(value, str) else value[0]["text"])
+    if line is None:
+        return whole
+    leave_out(BILLING)
+    return whole[line.end() :]
 
 
 _DELTAS = {
@@ -91,6 +103,7 @@ _DELTAS = {
 }
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _texts = fields.content_of("text")
+_BILLING_LINE = re.compile(rf"{BILLING}:( ?[\w.-]+=[^;\s]*;)+ *(\n+|$)")
 _ERRORS = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 _BLOCKS = {
     "text": fields.object_of({"type": fields.text, "text": fields.text}, "text"),
@@ -144,8 +157,8 @@ FIELDS: dict[str, Read] = {
     "max_tokens": fields.int64,
     "stop_sequences": list_of(fields.text),
     "messages": turns,
-    "system": _texts,
-    "tools": list_of(_tool),
+    "system": _system,
+    "tools": conversation.tools_of(_tool, SERVICES),
     "tool_choice": tool_choice,
     "thinking": thinking,
     "output_config": fields.object_of(
@@ -178,6 +191,7 @@ class MessagesDialect(BlocksDialect):
         variables = {**taken.get("thinking", {}).get("variables", {}), **taken.pop("chat_template_kwargs", {})}
         self.sent |= _SENT | fields.rename(taken, _ROUTERS)
         taken |= {"chat_template_kwargs": variables, **taken.pop("tool_choice", {})}
+        self._list_tools(taken)
         self._conversation.take(taken)
         system, said = taken.pop("system", None), taken.pop("messages")
         if said and said[-1]["role"] == "assistant":
