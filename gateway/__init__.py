@@ -11,8 +11,8 @@ client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ dialects 
 - `fields`: strict JSON, and each field by name. `unread`: the rule for all others, left out or refused.
 - `generation`: the prompts of a request under way, whole or as events; a dialect is one file.
 - `choices`: answers of `completions` and `chat`. `conversation`: chats of all dialects, and answers in blocks.
-- `openapi`: the page that names all paths and fields.
-- `metrics`: the page that Prometheus reads, of all gateways of a cluster.
+- `observe/openapi`: the page that names all paths and fields. `observe/metrics`: the page that Prometheus reads, of all
+  gateways of a cluster.
 
 It keeps nothing: when it dies, clients of gRPC notice nothing, the router cancels its requests, and another follows.
 """

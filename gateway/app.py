@@ -15,12 +15,13 @@ from urllib.parse import unquote
 from baton import AsyncClient
 from baton.request import OF_CHATS, Options
 from baton.results import Model
-from gateway import fields, formats, messages, openapi
+from gateway import fields, formats, messages
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
+from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send, Streamed
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.messages import MessagesDialect
+from gateway.observe import openapi
 from gateway.observe.metrics import Metrics
 from gateway.observe.watch import PAGE, REQUESTS, ClusterWatch
 from gateway.responses import ResponsesDialect
@@ -57,7 +58,7 @@ PATH_TO_FIELDS = {
 }
 
 T = TypeVar("T")
-Handler = Callable[["Request"], Awaitable["bytes | Pieces | Events"]]
+Handler = Callable[["Request"], Awaitable["bytes | Pieces | Events | Streamed"]]
 
 log = logging.getLogger(__name__)
 
@@ -155,14 +156,14 @@ class Gateway:
 
     async def _chat(
         self, make_dialect: Callable[[AnswerFormats], Dialect], request: Request
-    ) -> "bytes | Pieces | Events":
+    ) -> "bytes | Pieces | Events | Streamed":
         return await self._generate(await self._dialect(make_dialect, request), request)
 
     async def _dialect(self, make: Callable[[AnswerFormats], T], request: Request) -> T:
         model = await self._served_model(self._client(request))
         return make(AnswerFormats(model.tool_format, model.reasoning_format))
 
-    async def _generate(self, dialect: Dialect, request: Request) -> "bytes | Pieces | Events":
+    async def _generate(self, dialect: Dialect, request: Request) -> "bytes | Pieces | Events | Streamed":
         client = self._client(request)
         taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         prompts = dialect.take_prompts(taken)
@@ -176,7 +177,7 @@ class Gateway:
         if returns_ids:
             taken["echo"] = True
         options = cast(Options, taken)
-        settings = (options, bool(usage), timeline, returns_ids, hides_prompt)
+        settings = (options, usage or {}, timeline, returns_ids, hides_prompt)
         generation = Generation(request.id, model, prompts, *settings, request.told)
         generation.require_bounded()
         if is_streamed:
@@ -204,8 +205,7 @@ class Gateway:
         return json.dumps({"input_tokens": len(tokens.ids)}).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
-        client = self._client(request)
-        taken = request.take(fields.DETOKENIZE, "tokens", sent={"token_ids": "tokens"})
+        client, taken = self._client(request), request.take(fields.DETOKENIZE, "tokens", sent={"token_ids": "tokens"})
         await self._find(client, taken.get("model"))
         return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
 
@@ -260,9 +260,9 @@ async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
         if isinstance(answered, bytes | list):
             await reply.whole([answered] if isinstance(answered, bytes) else answered)
             return
-        async with aclosing(answered):
-            first = await anext(answered)  # what fails before it is answered with a status
-            await reply.stream(first, answered)
+        streamed = answered if isinstance(answered, Streamed) else Streamed(answered)
+        async with aclosing(streamed.events):
+            await reply.stream(streamed)
 
 
 async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, None]) -> None:

@@ -211,22 +211,26 @@ class BlocksDialect(Dialect):
 
     def begin(self, generation: Generation) -> None:
         self._generation, self._answer = generation, self._conversation.new_answer()
-        self._pending = self.first_events()
+        self._has_begun = False
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> None:
         return None
 
+    def opening(self) -> bytes:
+        described, self._has_begun = [] if self._has_begun else self.first_events(), True
+        return b"".join(map(self.write, described))
+
     def events(self, chunk: Chunk, numbers: Sequence[int]) -> list[bytes]:
-        described, self._pending = [*self._pending, *self._add(self._answer.feed(chunk.text))], []
-        return [b"".join(map(self.write, described))] if described else []
+        written = self.opening() + b"".join(map(self.write, self._add(self._answer.feed(chunk.text))))
+        return [written] if written else []
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         [completion] = completions
-        described = [*self._pending, *self._add(self._answer.flush())]
+        described = [*self._add(self._answer.flush())]
         self._cut(completion.choices[0])
         described += self._close()
         described += self.last_events(completion.choices[0], usage_of(completions))
-        return b"".join(map(self.write, described))
+        return self.opening() + b"".join(map(self.write, described))
 
     def whole(self, drafts: Sequence[ChoiceDraft], completions: Sequence[Completion]) -> list[bytes]:
         [draft], [completion] = drafts, completions

@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -25,6 +26,12 @@ SENT_BYTES = 64 << 10
 MIN_SENT_BYTES_PER_S = 1 << 20
 """Slowest pace at which a client may read a whole answer, after GRACE_S."""
 GRACE_S = 30.0
+BEGIN_AFTER_S = 5.0
+"""Time without an event after which a stream begins, if it may."""
+COMMENT_EVERY_S = 10.0
+"""Longest silence of a stream that has begun: proxies and clients give up on a connection that says nothing."""
+COMMENT = b": ping\n\n"
+"""A comment, which parsers of event streams pass over."""
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
 KINDS = {
@@ -52,6 +59,19 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Events = AsyncGenerator[bytes, None]
 Pieces = list[bytes]
 """A whole answer in pieces; a JSON value may span several."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An answer as events.
+
+    opening: waits until the stream may begin without an event, and takes what it begins with, "" for nothing.
+    failed: writes the event of a failure amid the others.
+    """
+
+    events: Events
+    opening: Callable[[], Awaitable[bytes]] = lambda: asyncio.get_running_loop().create_future()
+    failed: Callable[[BatonError], bytes] = lambda _: b""
 
 
 class ClientGone(Cancelled):
@@ -172,6 +192,10 @@ class Reply:
         self._write_error = write_error
         self._request = request
         self._send = send
+        self._failed: Callable[[BatonError], bytes] = lambda _: b""
+        self._writing = asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
+        self._said_s = 0.0
 
     async def whole(self, pieces: Pieces) -> None:
         """Sends a whole answer. Raises ClientGone for a client that takes it more slowly than it may."""
@@ -183,30 +207,51 @@ class Reply:
         except TimeoutError as error:
             raise ClientGone(f"the client has not taken its answer within {max_s:.0f} s") from error
 
-    async def stream(self, first: bytes, pieces: Events) -> None:
-        """Sends events. After a failure among them the connection is closed without an end."""
-        await self._begin(HTTPStatus.OK, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
-        await self._send({"type": "http.response.body", "body": first, "more_body": True})
-        async for piece in pieces:
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+    async def stream(self, answer: Streamed) -> None:
+        """Sends events, and comments while none come. The first of either begins the answer."""
+        self._failed = answer.failed
+        filling = asyncio.create_task(self._fill(answer.opening))
+        try:
+            async for piece in answer.events:
+                await self._say(piece)
+        finally:
+            filling.cancel()
+            await asyncio.wait([filling])
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: BatonError) -> None:
-        """Sends an error, unless the answer has begun or the client has gone."""
-        if self.status:
-            return
+        """Sends an error, amid a stream as its last event, unless the client has gone; then the connection closes."""
+        error = fields.in_words(error, self._request.sent)
         if isinstance(error, ClientGone):
-            self.status = error.status.http
+            self.status = self.status or error.status.http
+        elif self.status:
+            await self._say(self._failed(error))
         else:
             more = headers(error)
             if not self._request.is_read:
                 more.append((b"connection", b"close"))
-            await self._put(
-                error.status.http,
-                b"application/json",
-                [self._write_error(fields.in_words(error, self._request.sent))],
-                more,
-            )
+            await self._put(error.status.http, b"application/json", [self._write_error(error)], more)
+
+    async def _fill(self, opening: Callable[[], Awaitable[bytes]]) -> None:
+        """Begins a stream in which no event has come, once it may, and sends a comment in each long silence."""
+        await asyncio.sleep(BEGIN_AFTER_S)
+        begun = await opening()  # nothing is awaited between this and the bytes: an event can only come behind
+        if not self.status:
+            await self._say(begun or COMMENT)
+        while True:
+            await asyncio.sleep(self._said_s + COMMENT_EVERY_S - self._clock())
+            if self._said_s + COMMENT_EVERY_S <= self._clock():
+                await self._say(COMMENT)
+
+    async def _say(self, piece: bytes) -> None:
+        """Sends a piece of a stream, whole, before another."""
+        async with self._writing:
+            if not self.status:
+                await self._begin(
+                    HTTPStatus.OK, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+                )
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._said_s = self._clock()
 
     async def _put(self, status: int, kind: bytes, pieces: Pieces, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
         num_bytes = sum(map(len, pieces))

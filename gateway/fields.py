@@ -162,11 +162,6 @@ def tool_choice(value: Any) -> str | dict[str, Any]:
     return {"name": _NAMED(value)["function"]["name"]}
 
 
-def stream_options(value: Any) -> bool:
-    """Returns whether the last event of the stream has usage."""
-    return bool(_STREAM_OPTIONS(value).get("include_usage"))
-
-
 def _message(value: Any) -> dict[str, Any]:
     """Reads a turn of a chat. Content is a text, or a list of parts that are all text."""
     taken = _TURN(value)
@@ -283,7 +278,7 @@ _TOOL = object_of({"type": function_type, "function": object_of(FUNCTION, "name"
 messages = turns_of(_message, "messages")
 tools = list_of(_tool)
 _NAMED = object_of({"type": function_type, "function": object_of({"name": function_name}, "name")}, "function")
-_STREAM_OPTIONS = object_of({"include_usage": flag})
+stream_options = object_of({"include_usage": flag, "continuous_usage_stats": flag})
 SAMPLING: dict[str, Read] = {
     "temperature": number,
     "top_p": number,

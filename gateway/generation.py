@@ -12,7 +12,7 @@ from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from baton.results import PromptPart, TokenLogprobs
-from gateway import fields
+from gateway.exchange import Events, Streamed
 from wire.errors import BatonError, InvalidRequest
 from wire.limit import Share
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN, FinishReason
@@ -37,12 +37,18 @@ class Dialect(Protocol):
     """The field that has the prompts."""
     sent: dict[str, str]
     """The client's names of fields that the router names differently, by the router's."""
+    num_prompt_tokens: int = 0
+    """Of all prompts; set in a stream, before its first event."""
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         """Takes the prompts out of the fields, and gives the rest the router's names. Raises InvalidRequest."""
 
     def begin(self, generation: "Generation") -> None:
         """Begins the answer, before its first token."""
+
+    def opening(self) -> bytes:
+        """Takes the events before the first token, where there are any that `events` has not written."""
+        return b""
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
         """Describes the log-probabilities of a chunk, the next one of each choice of these numbers, in lists."""
@@ -64,16 +70,17 @@ class Dialect(Protocol):
 class Generation:
     """A request, read and checked as far as that is the gateway's.
 
-    usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
-    ends with, too. returns_ids: of tokens; prompts are echoed for them, and hides_prompt leaves the echoed text out.
-    headers: of the answer, to which `x-baton-adapted` is added.
+    usage: `include_usage` and `continuous_usage_stats`, whether a stream ends with usage, and has it in each event.
+    timeline: whether usage has the timeline of each prompt, which a stream then ends with, too. returns_ids: of tokens;
+    prompts are echoed for them, and hides_prompt leaves the echoed text out. headers: of the answer, to which
+    `x-baton-adapted` is added.
     """
 
     request_id: str
     model: str
     prompts: Sequence[Prompt]
     options: Options
-    usage: bool
+    usage: Mapping[str, bool]
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
@@ -160,6 +167,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
     drafts = [ChoiceDraft() for _ in range(len(generation.prompts) * generation.num_choices)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+        await _admitted(generation, streams)
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
         async for numbers, chunk in slices:
             ids = ids_of(chunk) if generation.returns_ids else {}
@@ -168,23 +176,38 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
     return dialect.whole(drafts, [generation.told(stream.completion) for stream in streams])
 
 
-async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
-    """Yields events as tokens come. Raises BatonError: before the first event, or after that of the failure."""
+def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> Streamed:
+    """Returns the answer as events, which may begin before a token once a worker is there for each prompt."""
     dialect.begin(generation)
-    is_begun = False
-    try:
-        async with AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-            slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
-            async for numbers, chunk in slices:
-                for event in dialect.events(chunk, numbers):
-                    yield event
-                    is_begun = True
-        yield dialect.end([generation.told(stream.completion) for stream in streams])
-    except BatonError as error:
-        if is_begun:
-            yield dialect.failed(fields.in_words(error, dialect.sent))
-        raise
+    admitted = asyncio.Event()
+
+    async def opening() -> bytes:
+        await admitted.wait()
+        return dialect.opening()
+
+    return Streamed(_events(generation, dialect, client, admitted), opening, dialect.failed)
+
+
+async def _events(generation: Generation, dialect: Dialect, client: AsyncClient, admitted: asyncio.Event) -> Events:
+    """Yields events as tokens come. Raises BatonError. Sets `admitted` unless a prompt is refused."""
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+        prompt_lens = await _admitted(generation, streams)
+        dialect.num_prompt_tokens = sum(prompt_lens)
+        if all(prompt_lens):
+            admitted.set()
+        slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
+        async for numbers, chunk in slices:
+            for event in dialect.events(chunk, numbers):
+                yield event
+    yield dialect.end([generation.told(stream.completion) for stream in streams])
+
+
+async def _admitted(generation: Generation, streams: Sequence[AsyncStream]) -> list[int]:
+    """Waits until a worker is there for each prompt; returns their tokens, and adds what a chat was changed in."""
+    if adapted := await streams[0].adapted():
+        generation.headers.append((b"x-baton-adapted", adapted.encode()))
+    return [await stream.admitted() for stream in streams]
 
 
 def ids_of(chunk: Chunk) -> dict[str, list[int]]:
@@ -214,8 +237,6 @@ async def _slices(
     The streams forget what came; other streams go on after each MAX_SLICE_ENTRIES. Raises BatonError.
     """
     num_choices, num_made = generation.num_choices, 0
-    if adapted := await streams[0].adapted():  # of a chat, which is one prompt
-        generation.headers.append((b"x-baton-adapted", adapted.encode()))
     async with aclosing(_gained(streams)) as gained:
         async for place, chunk in gained:
             streams[place].forget()

@@ -199,7 +199,8 @@ class MessagesDialect(BlocksDialect):
         return [said if system is None else [{"role": "system", "content": system}, *said]]
 
     def first_events(self) -> list[Event]:
-        return [{"type": "message_start", "message": self._message([], None, None, _usage({}))}, {"type": "ping"}]
+        usage = _usage({"prompt_tokens": self.num_prompt_tokens})
+        return [{"type": "message_start", "message": self._message([], None, None, usage)}, {"type": "ping"}]
 
     def opened(self, block: AnswerBlock) -> list[Event]:
         return [{"type": "content_block_start", "index": block.index, "content_block": _content_block(block)}]

@@ -18,11 +18,10 @@ MAX_UNKNOWN = 16
 """Bound on the names of a request that no table has: each is compared with known ones."""
 MAX_TOLD, MAX_TOLD_BYTES = 16, 256
 MAX_NAME_LEN = 32
-OTHER = "other"
 
 
 class LeftOut:
-    """The fields of one request that are left out: `names` of TOLD, and OTHER for all that no table has."""
+    """The fields of one request that are left out: `names` of TOLD, and "other" for all that no table has."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -34,13 +33,12 @@ class LeftOut:
             self._unknown.add(name)
             if len(self._unknown) > MAX_UNKNOWN:
                 raise Misfit(f"is one of more than {MAX_UNKNOWN} fields that are not known")
-        self.names[name if name in TOLD else OTHER] = None
+        self.names[name if name in TOLD else "other"] = None
 
     def headers(self, sent: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
         """Lists the header that names the fields, at most MAX_TOLD of them. sent: the client's names."""
-        names = [sent.get(name, name) for name in self.names][:MAX_TOLD]
-        told = shorten(", ".join(names), MAX_TOLD_BYTES, placeholder="").rstrip(",")
-        return [(b"x-baton-ignored", told.encode())] if told else []
+        names = ", ".join([sent.get(name, name) for name in self.names][:MAX_TOLD])
+        return [(b"x-baton-ignored", shorten(names, MAX_TOLD_BYTES, placeholder="").rstrip(",").encode())] * bool(names)
 
 
 UNDER_WAY: ContextVar[LeftOut | None] = ContextVar("fields left out", default=None)

@@ -133,12 +133,13 @@ class LocalCall:
 
 @dataclass
 class Answer:
-    """All that the application has sent."""
+    """All that the application has sent. pieces: with the event loop's time of each, of the head "" first."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     is_whole: bool = False
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
     @property
     def json(self) -> Any:
@@ -206,16 +207,17 @@ class LocalDoor:
             "raw_path": path.encode(),
             "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
         }
-        pieces = [body[start : start + 4096] for start in range(0, len(body), 4096)] or [b""]
+        parts = [body[start : start + 4096] for start in range(0, len(body), 4096)] or [b""]
         answer = Answer()
 
         async def receive() -> MutableMapping[str, Any]:
-            if pieces:
-                return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+            if parts:
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
             await self.gone.wait()
             return {"type": "http.disconnect"}
 
         async def take(message: MutableMapping[str, Any]) -> None:
+            answer.pieces.append((asyncio.get_running_loop().time(), message.get("body", b"")))
             if message["type"] == "http.response.start":
                 answer.status = message["status"]
                 answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}

@@ -177,7 +177,9 @@ def test_messages_that_are_refused(what: str) -> None:
 def test_stream_options_have_fields_of_their_own() -> None:
     assert refusal({"stream_options": {"include_usage": 1}}) == "stream_options.include_usage"
     assert refusal({"stream_options": {"include_usag": True}}) == "stream_options.include_usag"
-    assert fields.take({"stream_options": {"include_usage": True}}, fields.COMMON) == {"stream_options": True}
+    assert fields.take({"stream_options": {"include_usage": True}}, fields.COMMON) == {
+        "stream_options": {"include_usage": True}
+    }
 
 
 NAMED = {"type": "function", "function": {"name": "f"}}

@@ -1,6 +1,7 @@
 """The gateway as an actor, over real gRPC and real sockets."""
 
 import asyncio
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from gateway import exchange
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
 from router.config import Listeners
 from router.ports.server import RouterServer
+from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, FakeCluster
 from wire.errors import ConfigError
 from wire.typed_reader import to_json
@@ -56,6 +59,29 @@ async def test_from_start_to_stop() -> None:
     await actor.stop()
     with pytest.raises(urllib.error.URLError):
         await ask(address, "/health", None)
+
+
+async def test_a_stream_begins_before_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BEGIN_AFTER_S", 0.01)
+    monkeypatch.setattr(exchange, "COMMENT_EVERY_S", 0.01)
+    cluster = FakeCluster(CONFIG)
+    router = RouterServer(cluster.router)
+    addresses = await router.start()
+    await cluster.resize(1, 1)
+    cluster.workers["p0"].may_go.clear()
+    actor = GatewayActor(to_json(GatewayConfig(addresses.public)))
+    connection = http.client.HTTPConnection(json.loads(await actor.start())["http"], timeout=WAIT_S)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True}
+    connection.request("POST", "/v1/messages", json.dumps(body), {"content-type": "application/json"})
+    answer = await asyncio.to_thread(connection.getresponse)
+    begun = [await asyncio.to_thread(answer.readline) for _ in range(10)]
+    assert (answer.status, begun[0], begun[6::2]) == (200, b"event: message_start\n", [b": ping\n"] * 2)
+    assert json.loads(begun[1][6:])["message"]["usage"]["input_tokens"] == len("user: a\nassistant:")
+    cluster.workers["p0"].may_go.set()
+    assert (await asyncio.to_thread(answer.read)).endswith(b'data: {"type": "message_stop"}\n\n')
+    connection.close()
+    await actor.stop()
+    await router.stop()
 
 
 async def ask(address: str, path: str, body: object, host: str = "localhost") -> tuple[int, Any]:

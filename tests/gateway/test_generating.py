@@ -91,6 +91,27 @@ async def test_a_completion_streamed(gateway: LocalGateway) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_each_event_has_the_usage_so_far_where_a_body_asks_for_it(gateway: LocalGateway, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": [PROMPT, "xyz"]} if path == COMPLETIONS else SAID
+    body = {**prompt, "max_tokens": 5, "n": 2, "stream": True, "return_token_ids": True}
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    *events, end, done = (await gateway.post(path, {**body, "stream_options": asked})).events
+    num_new = 0
+    for event in events:
+        num_new += len(event["choices"][0].get("token_ids", ()))
+        num_prompt = end["usage"]["prompt_tokens"]
+        assert event["usage"] == {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
+    assert (num_new, done, end["choices"]) == (end["usage"]["completion_tokens"], "[DONE]", [])
+    for options in ({"include_usage": True, "continuous_usage_stats": False}, {"continuous_usage_stats": True}):
+        events = (await gateway.post(path, {**body, "stream_options": options})).events[:-1]
+        assert [one for one in events if one["choices"] and one.get("usage")] == []
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_usage_has_the_timeline_that_a_body_asks_for(gateway: LocalGateway, path: str, is_streamed: bool) -> None:
     prompt: dict[str, Any] = {"prompt": PROMPT} if path == COMPLETIONS else SAID
@@ -350,10 +371,10 @@ async def test_parts_of_a_prompt_are_streamed_as_they_come(
 
     monkeypatch.setattr(gateway.client, "stream", noted)
     options: Options = {"max_tokens": 2, "echo": True, "logprobs": 0, "prompt_logprobs": 0}
-    asked = Generation("a", "fake", [PROMPT], options, usage=False)
+    asked = Generation("a", "fake", [PROMPT], options, usage={})
     async with (
         asyncio.timeout(WAIT_S),
-        aclosing(generation.events(asked, CompletionsDialect(), gateway.client)) as told,
+        aclosing(generation.events(asked, CompletionsDialect(), gateway.client).events) as told,
     ):
         first = json.loads((await anext(told))[6:])
         assert first["choices"][0]["text"] == PROMPT

@@ -3,7 +3,8 @@
 import jsonschema
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from gateway import app, fields, openapi, unread
+from gateway import app, fields, unread
+from gateway.observe import openapi
 from tests.gateway.local_gateway import LocalGateway
 
 OBJECTS = (

@@ -2,11 +2,15 @@
 
 import asyncio
 import re
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from baton import Chunk
+from baton.client import AsyncStream
+from baton.results import Model
 from gateway import app, fields, unread
 from gateway.chat import ChatDialect
 from tests.gateway.local_gateway import Answer, LocalGateway
@@ -104,10 +108,14 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 
 
-async def without_a_channel(gateway: LocalGateway) -> None:
+async def without_a_channel(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves a model whose template knows no channel of reasoning."""
     [model] = await gateway.client.list_models()
-    gateway.app._model = replace(model, reasoning_format="")
+
+    async def list_models() -> list[Model]:
+        return [replace(model, reasoning_format="")]
+
+    monkeypatch.setattr(gateway.client, "list_models", list_models)
 
 
 def ignored(answer: Answer) -> set[str]:
@@ -118,16 +126,18 @@ def ignored(answer: Answer) -> set[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 async def test_bodies_of_programs_are_answered_and_told_of_what_was_left_out(
-    gateway: LocalGateway, program: str
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     path, changed, names = PROGRAMS[program]
-    await without_a_channel(gateway)
+    await without_a_channel(gateway, monkeypatch)
     answer = await gateway.post(path, {**SAID[path], **changed})
     assert (answer.status, ignored(answer)) == (200, names)
 
 
-async def test_fields_that_are_left_out_are_counted_by_a_bounded_set_of_names(gateway: LocalGateway) -> None:
-    await without_a_channel(gateway)
+async def test_fields_that_are_left_out_are_counted_by_a_bounded_set_of_names(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await without_a_channel(gateway, monkeypatch)
     for number in range(3):
         given = {**SAID[CHAT], f"of_its_own_{number}": 1, "chat_id": "c", "reasoning_effort": "low"}
         assert (await gateway.post(CHAT, given)).status == 200
@@ -276,6 +286,24 @@ async def test_refusals_of_the_router_name_the_field_that_was_sent(gateway: Loca
 async def test_other_fields_in_a_refusal_have_their_clients_names_too(gateway: LocalGateway) -> None:
     answer = await gateway.post(RESPONSES, {**SAID[RESPONSES], "min_tokens": 9})
     assert answer.error["message"] == "min_tokens: must not be more than max_output_tokens"
+
+
+async def test_a_refusal_amid_a_stream_names_the_field_that_was_sent(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = AsyncStream.pieces
+
+    async def fails(stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
+        async for piece in pieces(stream):
+            yield piece
+            raise InvalidRequest("max_tokens", "is too much")
+
+    monkeypatch.setattr(AsyncStream, "pieces", fails)
+    answer = await gateway.post(RESPONSES, {**SAID[RESPONSES], "stream": True})
+    assert (answer.status, answer.is_whole) == (200, False)
+    last = answer.named_events[-1]
+    assert (last["type"], last["param"]) == ("error", "max_output_tokens")
+    assert last["message"] == "max_output_tokens: is too much"
 
 
 def test_an_error_keeps_its_kind_and_the_indices_of_its_field() -> None:

@@ -122,6 +122,9 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     messages.FIELDS["system"]: {"anyOf": [_TEXT, {**_OBJECTS, "minItems": 1}]},
     messages.FIELDS["stop_sequences"]: {**_TEXTS, "type": ["array", "null"]},
     **{responses.FIELDS[name]: _OBJECT for name in ("text", "reasoning", "stream_options")},
-    fields.stream_options: {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
+    fields.stream_options: {
+        "type": ["object", "null"],
+        "properties": {key: {"type": ["boolean", "null"]} for key in ("include_usage", "continuous_usage_stats")},
+    },
 }
 """The form of a field by its reader; a reader that is not named here is one of whole numbers."""
