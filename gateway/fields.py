@@ -205,11 +205,10 @@ def arguments(value: Any) -> dict[str, Any]:
 
 def past_arguments(value: Any) -> dict[str, Any]:
     """Reads the arguments of a call that was made. What is no object, as of a cut answer, is a text in one."""
-    given = text(value)
     try:
-        return arguments(given)
+        return arguments(value)
     except Misfit:  # many templates take nothing but an object
-        return {"arguments": given}
+        return {"arguments": text(value)}
 
 
 def _tool(value: Any) -> dict[str, Any]:

@@ -90,10 +90,9 @@ def _system(value: Any) -> str:
     """Reads the system prompt, without the line of billing before it: it would change all that follows."""
     whole: str = _texts(value)
     line = _BILLING_LINE.match(value if isinstance(value, str) else value[0]["text"])
-    if line is None:
-        return whole
-    leave_out(BILLING)
-    return whole[line.end() :]
+    if line:
+        leave_out(BILLING)
+    return whole[line.end() :] if line else whole
 
 
 _DELTAS = {

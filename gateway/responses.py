@@ -46,9 +46,7 @@ def _namespace(value: Any) -> list[dict[str, Any]]:
 
 def _flat_name(named: Mapping[str, str]) -> str:
     """Returns the name by which a model calls a function: of a namespace both names, in at most 64 letters."""
-    if "namespace" not in named:
-        return named["name"]
-    whole = f"{named['namespace']}__{named['name']}"
+    whole = "__".join(named[part] for part in ("namespace", "name") if part in named)
     return whole if len(whole) <= 64 else f"{whole[:55]}_{sha256(whole.encode()).hexdigest()[:8]}"
 
 

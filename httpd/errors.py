@@ -53,9 +53,12 @@ def _message(error: BatonError) -> str:
     lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
     if lengths is None:
         return error.message
-    parts = f"({lengths.prompt} in the messages, {lengths.output} in the completion)"
-    asked = f"you requested {lengths.prompt + lengths.output} tokens {parts}"
-    resulted = asked if lengths.output else f"your messages resulted in {lengths.prompt} tokens"
+    resulted = (
+        f"you requested {lengths.prompt + lengths.output} tokens"
+        f" ({lengths.prompt} in the messages, {lengths.output} in the completion)"
+        if lengths.output
+        else f"your messages resulted in {lengths.prompt} tokens"
+    )
     return f"This model's maximum context length is {lengths.limit} tokens. However, {resulted}. {error.message}"
 
 

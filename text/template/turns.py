@@ -6,7 +6,6 @@ before it, never by later ones: a conversation that grows keeps the prefix that 
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from wire.errors import InvalidRequest
@@ -59,18 +58,14 @@ TRIALS: Mapping[str, tuple[ChatTurn, ...]] = {
 """Conversations that a template is tried with: of each role, of instructions first and late, of turns in a row."""
 
 
-class Outcome(Enum):
-    """The outcome of a trial that a template does not take: a turn's text is not in the prompt, or there is none."""
-
-    LEFT_OUT = "left out"
-    REFUSED = "refused"
-
-
 @dataclass(frozen=True)
 class TurnRules:
-    """The rules of one chat template. untaken: the trials that it does not take."""
+    """The rules of one chat template.
 
-    untaken: Mapping[str, Outcome] = field(default_factory=dict)
+    untaken: the trials that it does not take; of each, whether it left a turn's text out, which it else refused.
+    """
+
+    untaken: Mapping[str, bool] = field(default_factory=dict)
 
     def fit(self, turns: Sequence[ChatTurn]) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:
         """Returns the turns as the template takes them, and words for the changes.
@@ -82,7 +77,7 @@ class TurnRules:
         for turn in turns:
             is_first = is_first and turn.role in _INSTRUCTING
             fitted = replace(turn, role=self._role(turn.role, is_first))
-            if self.untaken.get(fitted.role) is Outcome.LEFT_OUT:
+            if self.untaken.get(fitted.role):
                 problem = f"the model's chat template leaves out the text of messages of the role {turn.role}"
                 raise InvalidRequest("messages", problem)
             changes += [f"{turn.role}-as-{fitted.role}"] if fitted.role != turn.role else []
@@ -100,8 +95,8 @@ class TurnRules:
 
     def _is_joined(self, last: ChatTurn, turn: ChatTurn, is_first: bool) -> bool:
         trial = "first" if is_first else f"{turn.role}s"
-        is_plain = not (last.tool_calls or turn.tool_calls) and last.more == turn.more
-        return trial in self.untaken and is_plain and (is_first or last.role == turn.role)
+        is_alike = last.more == turn.more and (is_first or last.role == turn.role)
+        return trial in self.untaken and is_alike and not (last.tool_calls or turn.tool_calls)
 
 
 TAKES_ALL = TurnRules()
@@ -112,14 +107,14 @@ async def tried(render: Callable[[Sequence[ChatTurn]], Awaitable[str]]) -> TurnR
 
     A template that refuses a user's turn alone has no rules: it says what it wants at each chat.
     """
-    untaken: dict[str, Outcome] = {}
+    untaken: dict[str, bool] = {}
     for trial, turns in TRIALS.items():
         try:
             prompt = await render(TurnRules(untaken).fit(turns)[0])
             if prompt.count(_MARKER) < sum(turn.content == _MARKER for turn in turns):
-                untaken[trial] = Outcome.LEFT_OUT
+                untaken[trial] = True
         except InvalidRequest:
             if trial == "user":
                 break
-            untaken[trial] = Outcome.REFUSED
+            untaken[trial] = False
     return TurnRules(untaken)
