@@ -177,7 +177,8 @@ class Gateway:
         if returns_ids:
             taken["echo"] = True
         options = cast(Options, taken)
-        generation = Generation(request.id, model, prompts, options, usage or {}, timeline, returns_ids, hides_prompt)
+        settings = (options, usage or {}, timeline, returns_ids, hides_prompt)
+        generation = Generation(request.id, model, prompts, *settings, request.told)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)
@@ -218,10 +219,12 @@ class Gateway:
 
     async def _find(self, client: AsyncClient, name: str | None) -> Model:
         """Returns the model of a name; without a name, the served model. Raises ModelNotFound."""
-        for model in await client.list_models():
+        models = await client.list_models()
+        for model in models:
             if name in (None, model.name):
                 return model
-        raise ModelNotFound("model: no model of that name is served", param="model")
+        served = ", ".join(model.name for model in models)
+        raise ModelNotFound(f"model: no model of that name is served, but {served}", param="model")
 
     async def _served_model(self, client: AsyncClient) -> Model:
         """Returns what a request without a name means; asks the router once, as a cluster never changes its model."""

@@ -5,12 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-<<<<<<< HEAD:gateway/observe/openapi.py
-from gateway import fields, formats, messages, responses, unread
-=======
 from baton.release import release
-from gateway import fields, formats, messages, responses
->>>>>>> w-h:gateway/openapi.py
+from gateway import fields, formats, messages, responses, unread
 from wire.typed_reader import Read
 
 

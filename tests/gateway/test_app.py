@@ -65,6 +65,7 @@ async def test_unknown_models(gateway: LocalGateway, name: str) -> None:
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
     asked = await gateway.post(COMPLETIONS, {**BODY, "model": name})
     assert (asked.status, asked.error["code"]) == (404, "model_not_found")
+    assert answer.error["message"] == asked.error["message"] == "model: no model of that name is served, but fake"
     assert len(asked.body) < 300
 
 
