@@ -21,6 +21,13 @@ try:
     litellm.completion(messages=said, **{**settings, "temperature": 3})
 except litellm.BadRequestError as error:
     refused = error.status_code
+too_long = []
+for settings_of_path in (settings, messages):
+    for given in ({"max_tokens": 100_000}, {"messages": [{"role": "user", "content": "gamma delta " * 10_000}]}):
+        try:
+            litellm.completion(**{"messages": said, **settings_of_path, **given})
+        except litellm.BadRequestError as error:
+            too_long.append(type(error).__name__)
 print(
     json.dumps(
         {
@@ -28,6 +35,7 @@ print(
             "chat_streamed": "".join(one.choices[0].delta.content or "" for one in chunks if one.choices),
             "cached_tokens": whole.usage.prompt_tokens_details.cached_tokens,
             "refused": refused,
+            "too_long": too_long,
             "typed": json.loads(typed),
             "call": json.loads(called.choices[0].message.tool_calls[0].function.arguments),
             "messages": litellm.completion(messages=said, **messages).usage.completion_tokens,

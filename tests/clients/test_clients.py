@@ -121,6 +121,7 @@ async def test_litellm(served: Served) -> None:
     answered = await served.run("litellm_program.py")
     assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
     assert answered["refused"] == 400
+    assert answered["too_long"] == ["ContextWindowExceededError"] * 4
     assert answered["cached_tokens"] >= 0
     assert is_answer(answered["typed"])
     assert is_look(answered["call"])
