@@ -81,6 +81,18 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
+        "--host-name": (
+            "http.host_names",
+            "NAME",
+            str,
+            "names that clients of HTTP may ask for, beside localhost and 127.0.0.1 (default: none)",
+        ),
+        "--cors-origin": (
+            "http.cors_origins",
+            "ORIGIN",
+            str,
+            "origins whose pages may use the model, like https://a.example; * where calls need a key (default: none)",
+        ),
         "--gateways": ("http.gateways", "N", int, _GATEWAYS),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--metrics-compat": ("router.metrics_compat", None, str, _COMPAT),
@@ -97,6 +109,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
 OTHERS = {
+    "--allowed-origins": "--cors-origin",
     "--api-key": "`baton key create`",
     "--gpu-memory-utilization": "--pool-bytes",
     "--kv-cache-dtype": "--kv-dtype",
@@ -134,7 +147,7 @@ def add_parser(commands: Subparsers) -> None:
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():
             choices = CHOICES.get(setting)
-            nargs = "+" if setting == "model.served_name" else None
+            nargs = "+" if setting in ("model.served_name", "http.host_names", "http.cors_origins") else None
             group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, nargs=nargs, help=text)
         if title == "services":
             help_text = "start no HTTP gateway: gRPC only"
