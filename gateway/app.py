@@ -27,7 +27,7 @@ from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trace_context import TRACEPARENT, TraceContext
@@ -43,6 +43,7 @@ MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 MAX_ANSWER_BYTES = 512 << 20
 """Bound on all answers that are not streamed, until each is sent. One may have as many bytes as are free beside it."""
 READY_TIMEOUT_S = 2.0
+NO_ROUTER = "this gateway answers, but its router does not, or the connection to it broke: `baton status` tells of it"
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 MODEL_PATH = "/v1/models/"
@@ -118,6 +119,8 @@ class Gateway:
                 if request.method == "POST":
                     await self._read(request)
                 await _answer_until_gone(request, _answer(handler, request, reply))
+            except Unreachable:
+                await reply.fail(Unavailable(NO_ROUTER))
             except Exception as error:
                 # No name here outlives it: with its traceback, and this frame in that, it would keep the body.
                 await reply.fail(

@@ -44,6 +44,7 @@ async def test_from_start_to_stop() -> None:
     await router.stop()
     status, answer = await ask(address, "/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert "this gateway answers, but its router does not" in answer["error"]["message"]
     await actor.stop()
     with pytest.raises(urllib.error.URLError):
         await ask(address, "/health", None)
