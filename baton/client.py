@@ -42,7 +42,7 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc import CHANNEL_OPTIONS, PROMPT_TOKENS_METADATA
+from wire.rpc import CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
 from wire.trace_context import TRACEPARENT, TraceContext
 
 
@@ -64,10 +64,12 @@ class _Connection:
         tls: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._metadata = credentials(api_key)
+        self._proxy = proxy_to(address)
+        options = CHANNEL_OPTIONS if self._proxy else (*CHANNEL_OPTIONS, *NO_PROXY)
         if tls is None:
-            self._channel = self._grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channel = self._grpc.insecure_channel(address, options=options)
         else:
-            self._channel = self._grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+            self._channel = self._grpc.secure_channel(address, tls, options=options)
         self._stub = InferenceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -76,18 +78,20 @@ class _Connection:
         request = cluster_pb2.WatchBlocksRequest(after=cursors)
         return ClusterStub(self._channel).WatchBlocks(request, timeout=self._timeout_s, metadata=self._metadata)
 
-    def _open(self, prompt: Prompt, options: Options) -> tuple[Any, float]:
-        """Begins to send a prompt; returns the call, and its timeout."""
+    def _open(self, prompt: Prompt, options: Options) -> tuple[Any, float, str]:
+        """Begins to send a prompt; returns the call, its timeout and its proxy."""
         timeout_s = options.get("timeout_s", self._timeout_s)
-        return self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata), timeout_s
+        call = self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
+        return call, timeout_s, self._proxy
 
 
 class _Answer:
     """An answer under way, over a call of either kind."""
 
-    def __init__(self, call: Any, timeout_s: float) -> None:
+    def __init__(self, call: Any, timeout_s: float, proxy: str = "") -> None:
         self._call = call
         self._timeout_s = timeout_s
+        self._proxy = proxy
         self._draft = Draft()
 
     @property
@@ -109,7 +113,7 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
     """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""
 
     def __iter__(self) -> Iterator[Chunk]:
-        with typed_errors(self._timeout_s):
+        with typed_errors(self._timeout_s, self._proxy):
             for response in self._call:
                 piece = self._draft.accept(response)
                 if piece is not None and not isinstance(piece, PromptPart):
@@ -166,7 +170,7 @@ class Client(_Connection, AbstractContextManager["Client"]):
         """
         call = self._watch(after)
         try:
-            with typed_errors(self._timeout_s):
+            with typed_errors(self._timeout_s, self._proxy):
                 yield from map(read_page, call)
         finally:
             call.cancel()
@@ -179,7 +183,7 @@ class Client(_Connection, AbstractContextManager["Client"]):
         self.close()
 
     def _call(self, method: str, request: message.Message) -> Any:
-        with typed_errors(self._timeout_s):
+        with typed_errors(self._timeout_s, self._proxy):
             return getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)
 
 
@@ -195,7 +199,7 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
 
     async def pieces(self) -> AsyncGenerator[Chunk, None]:
         """Yields the parts of the prompt, then the chunks, as they come. Raises BatonError."""
-        with typed_errors(self._timeout_s):
+        with typed_errors(self._timeout_s, self._proxy):
             async for response in self._call:
                 piece = self._draft.accept(response)
                 if piece is not None:
@@ -250,7 +254,7 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         """Yields the events of all nodes' blocks as they come, as `Client.watch_blocks` does."""
         call = self._watch(after)
         try:
-            with typed_errors(self._timeout_s):
+            with typed_errors(self._timeout_s, self._proxy):
                 async for page in call:
                     yield read_page(page)
         finally:
@@ -268,7 +272,7 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
     async def require_ready(self) -> None:
         """Raises BatonError unless the router serves. Wants no key."""
         request = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["Inference"].full_name)
-        with typed_errors(self._timeout_s):
+        with typed_errors(self._timeout_s, self._proxy):
             answer = await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=self._timeout_s)
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             raise Unavailable("the router is stopping")
@@ -281,5 +285,5 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         await self.close()
 
     async def _call(self, method: str, request: message.Message) -> Any:
-        with typed_errors(self._timeout_s):
+        with typed_errors(self._timeout_s, self._proxy):
             return await getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)

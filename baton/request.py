@@ -9,7 +9,7 @@ from typing import Any, NotRequired, Protocol, Self, TypedDict, cast
 
 import grpc.aio
 
-from wire.errors import DeadlineExceeded, InvalidRequest
+from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.rpc_status import details_of, from_rpc_error
@@ -187,8 +187,11 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 @contextmanager
-def typed_errors(timeout_s: float) -> Iterator[None]:
-    """Raises the BatonError that a failed call stands for; its `__cause__` is gRPC's own error."""
+def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
+    """Raises the BatonError that a failed call stands for; its `__cause__` is gRPC's own error.
+
+    proxy: the variable of the environment whose proxy gRPC asks, named where no server has answered.
+    """
     try:
         yield
     except grpc.RpcError as failure:  # of either channel: both tell code, details and trailing metadata
@@ -196,4 +199,7 @@ def typed_errors(timeout_s: float) -> Iterator[None]:
         if status.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not details_of(status):  # not a word of the server's
             late = f"no whole answer within the timeout of {timeout_s:g} s"
             raise DeadlineExceeded(f"{late}: give a longer one, or see `baton status`") from failure
-        raise from_rpc_error(status) from failure
+        error = from_rpc_error(status)
+        if proxy and isinstance(error, Unavailable) and not details_of(status):
+            error = Unavailable(f"{error.message}: gRPC asks the proxy of {proxy}, unless no_proxy names the host")
+        raise error from failure

@@ -37,7 +37,7 @@ from benchmarks.claim_families import (
 )
 from benchmarks.claim_families.finding import Family, Inputs
 from benchmarks.claim_families.page import Kept, write_page
-from benchmarks.machine import MachineState, processor
+from benchmarks.machine import MachineState, commit, processor
 from benchmarks.peers import default_cache
 from benchmarks.real_model import plain_checkpoint
 
@@ -86,7 +86,7 @@ def measure(names: Sequence[str], trace: Path | None, real: Path | None = None) 
             print(f"{name} ...", file=sys.stderr, flush=True)
             machine = "" if name in UNMEASURED else describe_machine()
             report = FAMILIES[name].measure(Inputs(trace, Path(scratch), real))
-            kept[name] = Kept.of(FAMILIES[name], report, machine, f"{datetime.now(UTC):%Y-%m-%d}")
+            kept[name] = Kept.of(FAMILIES[name], report, machine, f"{datetime.now(UTC):%Y-%m-%d}", f"commit {commit()}")
     return kept
 
 

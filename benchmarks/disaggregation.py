@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.flood import make_model
 from benchmarks.machine import MachineState
 from benchmarks.quiet_limits import QuietLimits
 from benchmarks.result_file import write_result
@@ -29,10 +28,24 @@ from cli.bench.latency import Limits, ModeSummary, Record, percentiles_ms, summa
 from cli.bench.open_loop import LoadClient
 from cli.bench.schedule import Arrival, ScaledTrace, poisson, read_trace, replay, scale
 from router.config import Disaggregation
+from tests.harness.checkpoints import make_checkpoint
 
 NUM_CORES = 2
 MAX_CONTEXT_LEN = 2048
+_HEAD_DIM = 32
 _WARM_UP_SEED = -1
+
+
+def make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
+    """Makes a checkpoint with random weights and a vocabulary of bytes. hidden_size: a multiple of 64."""
+    shape = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // _HEAD_DIM,
+        "num_key_value_heads": hidden_size // _HEAD_DIM // 2,
+    }
+    return make_checkpoint("llama-gqa", folder, max_position_embeddings=2048, **shape)
 
 
 @dataclass

@@ -55,7 +55,7 @@ def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
             raise RuntimeError("not all blocks are in the arena")
 
     def fetch() -> None:
-        if len(store.fetch(names, targets)) < NUM_BLOCKS:
+        if len(store.fetch(names, targets).tiers) < NUM_BLOCKS:
             raise RuntimeError("not all blocks were found")
 
     def checksums() -> None:

@@ -1,6 +1,7 @@
-"""The state of the machine while a figure was measured; on a shared machine no figure means anything without it."""
+"""The machine and the commit that a figure is of; on a shared machine no figure means anything without its state."""
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ class MachineState:
             f"load average {self.load_average:.2f}, {self.num_cpus} cores, OMP_NUM_THREADS={self.omp_num_threads}, "
             f"read {self.read_gb_s:.1f} GB/s, copy {self.copy_gb_s:.1f} GB/s"
         )
+
+
+def commit() -> str:
+    """Names the commit of this checkout, with "and changes" where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty= and changes"]
+    return subprocess.check_output(command, cwd=Path(__file__).parent, text=True).strip()
 
 
 def processor() -> str:

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import MachineState, processor
-from benchmarks.quality_real import RealRow, format_section, read_real
+from benchmarks.machine import MachineState, commit, processor
+from benchmarks.quality_real import RealRow, figures_of, format_section, read_real
 from benchmarks.result_file import FOLDER
-from benchmarks.techniques import FULL, LOAD, TECHNIQUES, Decoding, Technique
+from benchmarks.techniques import FULL, FULL_BFLOAT16, LOAD, TECHNIQUES, Decoding, Technique
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "quality.md"
 RESULTS = FOLDER / "quality.json"
@@ -71,7 +71,7 @@ _BY_LENGTH = ("recall", "recall_by_depth")
 def write_page(rows: Mapping[str, Row]) -> None:
     """Writes the figures of all techniques, the page, and prints it."""
     machine = MachineState.measure()
-    _write(f"{processor()}, {machine.describe()}, {datetime.now(UTC):%Y-%m-%d}", rows)
+    _write(f"{processor()}, {machine.describe()}, {datetime.now(UTC):%Y-%m-%d}, commit {commit()}", rows)
 
 
 def add_rows(rows: Mapping[str, Row]) -> None:
@@ -113,7 +113,8 @@ def format_page(machine: str, rows: Mapping[str, Row], real_machine: str, real_r
     head += ["perplexity: English", "facts", "agreement", "after a failover"]
     lines = [_line(head), "|---|" + "---:|" * (len(head) - 2) + "---|"]
     lines += [_line(_cells(one, rows[one.name])) for one in TECHNIQUES]
-    cases = [f"- **{one.name}**: {one.when}." for one in TECHNIQUES if one.when]
+    figures = {name: figures_of(row, real_rows[FULL_BFLOAT16]) for name, row in real_rows.items()}
+    cases = [f"- **{one.name}**: {one.when.format(**figures.get(one.name, {}))}." for one in TECHNIQUES if one.when]
     real = format_section(real_machine, real_rows)
     return "\n\n".join([introduction, "\n".join(lines), real, "## When to use which", "\n".join(cases)]) + "\n"
 

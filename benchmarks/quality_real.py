@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.choosers import Drawn, Latest
-from benchmarks.machine import MachineState, processor
+from benchmarks.machine import MachineState, commit, processor
 from benchmarks.paper_rules import PAPER_RULES, PaperBackend
 from benchmarks.peers import default_cache
 from benchmarks.quality_backends import Backend, CutText
@@ -174,7 +174,7 @@ def keep(name: str, row: RealRow) -> None:
     rows = {**kept["rows"], name: asdict(row)}
     content = {
         "command": COMMAND,
-        "machine": f"{processor()}, {datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{processor()}, {datetime.now(UTC):%Y-%m-%d}, commit {commit()}",
         "text": NAME,
         "rows": {one: rows[one] for one in ROWS if one in rows},
     }
@@ -220,8 +220,15 @@ def _cells(row: RealRow, base: RealRow) -> list[str]:
     over = row.perplexity / base.perplexity - 1
     shown = f"{row.perplexity:.3f}" if row is base else f"{row.perplexity:.3f} ({over:+.1%})"
     found = [f"{row.found[length]:.0%}" for length in PLAN]
+    return [f"{row.bytes_per_token:,.0f}", shown, *found, figures_of(row, base)["changed"]]
+
+
+def figures_of(row: RealRow, base: RealRow) -> dict[str, str]:
+    """Returns what advice about a technique names: changed answers, and facts found at the shortest length."""
+    length = min(PLAN)
     changed = sum(one != other for one, other in zip(row.answers, base.answers, strict=True))
-    return [f"{row.bytes_per_token:,.0f}", shown, *found, f"{changed} of {len(base.answers)}"]
+    found = [f"{one.found[length]:.0%}" for one in (base, row)]
+    return {"changed": f"{changed} of {len(base.answers)}", "found": f"{found[1]} of facts in place of {found[0]}"}
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A benchmark's figures in a file, beside the command and the machine that they came from."""
+"""A benchmark's figures in a file, beside the command, the commit and the machine that they came from."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import MachineState
+from benchmarks.machine import MachineState, commit, processor
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -23,16 +23,19 @@ def write_result(
     """
     machine = MachineState.measure()
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    date, made_by = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", commit()
     above = [*_rows(table[:1]), "|---" * len(table[0]) + "|", *_rows(table[1:]), ""] if table else []
     rows = ["| figure | value |", "|---|---|", *_rows(list(figures.items()))]
-    text = "\n".join([f"`{command}`", "", f"{date}; {machine.describe()}", "", *above, *rows])
+    text = "\n".join(
+        [f"`{command}`", "", f"{date}, commit {made_by}; {processor()}, {machine.describe()}", "", *above, *rows]
+    )
     print(text)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{name}.md").write_text(text + "\n")
     content = {
         "command": command,
         "date": date,
+        "commit": made_by,
         "machine": asdict(machine),
         "figures": dict(figures),
         "details": dict(details),

@@ -136,7 +136,7 @@ class ArenaTurns:
             raise RuntimeError("not all blocks are in the arena")
 
     def fetch(self) -> None:
-        if len(self._store.fetch(self._names, self._targets)) < len(self._names):
+        if len(self._store.fetch(self._names, self._targets).tiers) < len(self._names):
             raise RuntimeError("not all blocks came from the arena")
 
 

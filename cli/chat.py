@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import cast
 
 from baton import Client
 from baton.request import Message, Options
@@ -25,16 +26,15 @@ For a model that knows the world: `baton down`, then `baton up --model smollm2`.
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "chat", "talk to the model", DESCRIPTION, run)
     parser.add_argument("--system", type=str, metavar="TEXT", help="instructions that go before the conversation")
-    parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 to 2; 0 is greedy (default: 0)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 to 2; 0 is greedy (default: the model's own)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: 256, or what fits)")
     parser.add_argument("--timeout", type=read_timeout, metavar="SECONDS", default=TIMEOUT_S, help="of each answer")
 
 
 def run(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
-    options: Options = {"temperature": args.temperature, "timeout_s": args.timeout}
-    if args.max_tokens is not None:
-        options["max_tokens"] = args.max_tokens
+    given = {name: getattr(args, name) for name in ("temperature", "max_tokens") if getattr(args, name) is not None}
+    options = cast(Options, {**given, "timeout_s": args.timeout})
     messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
     if state.model == DEMO_MODEL and sys.stdin.isatty():
         print(_OF_DEMO, file=sys.stderr)

@@ -26,7 +26,7 @@ from wire.tier import Tier
 
 DESCRIPTION = """\
 Sends one prompt and streams the answer to stdout; then, to stderr, where its time went: which worker did what, and
-from which tier blocks of KV came. Greedy (temperature 0) unless told otherwise."""
+from which tier blocks of KV came. What no flag says is as the model's authors advise."""
 NO_TIMEOUT_S = 86400.0
 """More than any cluster lets a request take."""
 MIN_WAIT_MS = 1.0
@@ -35,7 +35,7 @@ _read_seed = partial(read_whole, num_bits=64)
 SCALARS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default: 256, or what fits)"),
     "min_tokens": (int, "N", "tokens to generate at least"),
-    "temperature": (float, "T", "0 to 2; 0 is greedy (default: 0)"),
+    "temperature": (float, "T", "0 to 2; 0 is greedy (default: the model's own)"),
     "top_p": (float, "P", "sample from the likeliest tokens that make up this share, 0 to 1"),
     "top_k": (int, "K", "sample from the K likeliest tokens"),
     "min_p": (float, "P", "leave out tokens less likely than this share of the likeliest"),
@@ -114,13 +114,13 @@ def read_timeout(text: str) -> float:
 
 
 def read_options(args: argparse.Namespace) -> Options:
-    """Takes the given flags, and greedy sampling unless the flags say otherwise. The server checks their ranges."""
+    """Takes the given flags, whose ranges the server checks; the model has its own defaults for others."""
     if len(args.stop) > MAX_STOPS:
         raise InvalidRequest("stop", f"at most {MAX_STOPS} strings")
     given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
     timeout_s = NO_TIMEOUT_S if args.timeout is None else args.timeout
     eos = {"ignore_eos": True} if args.ignore_eos else {}
-    return cast(Options, {"temperature": 0.0, **given, **eos, "stop": args.stop, "timeout_s": timeout_s})
+    return cast(Options, {**given, **eos, "stop": args.stop, "timeout_s": timeout_s})
 
 
 def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:

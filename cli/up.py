@@ -51,6 +51,7 @@ _TLS = "certificate chain of the ports for clients, as PEM; read again when it c
 _CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
 _HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
+_HOST_NAMES = "names by which requests may ask for the HTTP port on 127.0.0.1, as host.docker.internal (default: none)"
 _GATEWAYS = "processes that serve the HTTP port together, each on about a core under load (default: 1)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _COMPAT = "vllm: export metrics under vLLM's names, too (default: off)"
@@ -81,13 +82,8 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
-        "--host-name": (
-            "http.host_names",
-            "NAME",
-            str,
-            "names that clients of HTTP may ask for, beside localhost and 127.0.0.1 (default: none)",
-        ),
-        "--cors-origin": (
+        "--host-names": ("http.host_names", "NAME", str, _HOST_NAMES),
+        "--cors-origins": (
             "http.cors_origins",
             "ORIGIN",
             str,
@@ -109,7 +105,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
 OTHERS = {
-    "--allowed-origins": "--cors-origin",
+    "--allowed-origins": "--cors-origins",
     "--api-key": "`baton key create`",
     "--gpu-memory-utilization": "--pool-bytes",
     "--kv-cache-dtype": "--kv-dtype",

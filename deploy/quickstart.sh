@@ -38,10 +38,10 @@ baton up --name "$name" --prefill 1 --decode 1 --grpc-port 0 "$@"
 if [ "$chat" = yes ]; then
     question="The capital of France is"
 fi
-say "\$ baton generate \"$question\""
-baton generate --name "$name" --max-tokens 40 "$question"
+say "\$ baton generate --temperature 0 \"$question\""
+baton generate --name "$name" --temperature 0 --max-tokens 40 "$question"
 # The demo model knows the answer, and only from the prompt: asked again, the prompt is a hit and the answer the same.
-if [ $# -eq 0 ] && [ "$(baton generate --name "$name" "$question" 2>/dev/null)" != "$answer" ]; then
+if [ $# -eq 0 ] && [ "$(baton generate --name "$name" --temperature 0 "$question" 2>/dev/null)" != "$answer" ]; then
     echo "quickstart: the answer should have been$answer" >&2
     exit 1
 fi
@@ -57,13 +57,13 @@ if [ -n "$http" ] && [ $# -eq 0 ]; then
 fi
 
 if [ "$chat" = yes ] && [ -t 0 ]; then
-    say "\$ baton chat"
+    say "\$ baton chat --temperature 0"
     echo "An empty line ends the conversation."
-    baton chat --name "$name"
+    baton chat --name "$name" --temperature 0
 elif [ "$chat" = yes ]; then
     questions="What is the capital of France?\nWhy is the sky blue? Answer in one sentence.\nWho wrote Romeo and Juliet?\n"
-    say "\$ printf \"$questions\" | baton chat"
-    printf '%b' "$questions" | baton chat --name "$name"
+    say "\$ printf \"$questions\" | baton chat --temperature 0"
+    printf '%b' "$questions" | baton chat --name "$name" --temperature 0
 fi
 
 say "\$ baton status --check"

@@ -34,7 +34,7 @@ start() {
 start head deploy/head.sh --port "$port" --resources '{"prefill": 1}'
 start decode deploy/join.sh "127.0.0.1:$port" --role decode
 baton up --name "$name" --config deploy/two-pools.example.toml --ray-address "127.0.0.1:$port" --grpc-port 0 "$@"
-baton generate --name "$name" "Rooms: Ben 19, Anna 48, Clara 77, David 12, Emma 55. Question: which room has Clara?"
+baton generate --name "$name" --temperature 0 "Rooms: Ben 19, Anna 48, Clara 77, David 12, Emma 55. Question: which room has Clara?"
 baton status --name "$name" --check
 trap - EXIT
 stop

@@ -282,7 +282,7 @@ class EngineCore:
             num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
             jump = self._cache.split_prefixes.follow(sequence, pages.num_allocatable - num_lacking)
             if jump is not None:
-                self._num["cached"] += sum(jump.found.values())
+                self._num["cached"] += jump.num_found
                 self._events.append(jump)
 
     def _tell_held_up(self, handles: Iterable[int], gate: Gate) -> None:

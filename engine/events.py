@@ -4,7 +4,6 @@ A request that is not aborted ends with one Failed, or with a Finished for each 
 ended. A hand-off of which a choice goes on ends with HandedOff in place of that choice's Finished.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ from engine.schedule.batcher import Gate
 from wire.errors import BatonError
 from wire.ids import AttemptId
 from wire.sampling import FinishReason, Logprobs
-from wire.tier import LedgerCounts, MissRun, without_blocks
+from wire.tier import LedgerCounts, MissRun
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,6 @@ class PromptTokens:
     @property
     def num_found(self) -> int:
         return sum(self.found.values())
-
-    def after(self, jump: "Jumped") -> "PromptTokens":
-        """Counts the blocks of a jump as found."""
-        found = Counter(self.found)
-        found.update(jump.found)
-        misses = without_blocks(self.misses, jump.tokens, jump.block_size)
-        return PromptTokens(found, self.computed - sum(jump.found.values()), misses)
 
 
 @dataclass(frozen=True)
@@ -79,12 +71,16 @@ class Fetched(ChoiceEvent):
 class Jumped(ChoiceEvent):
     """A choice has found blocks on the device that were read while it computed the blocks before them.
 
-    tokens: all tokens of the blocks. found: prompt tokens, by the tier that had them.
+    span: all tokens of the blocks. tokens: the prompt's, with the blocks of this jump and of earlier ones.
     """
 
-    tokens: range
-    found: Mapping[str, int]
-    block_size: int
+    span: range
+    tokens: PromptTokens
+
+    @property
+    def num_found(self) -> int:
+        """Prompt tokens of the blocks."""
+        return max(0, min(self.span.stop, self.tokens.num_found + self.tokens.computed) - self.span.start)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The run of a step's plan: the model on its batch, then the sampler. A fault of one sequence fails that one only."""
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,11 @@ from engine.model.sampler import (
     choose,
     likeliest,
     logprobs_of,
-    score,
     select,
 )
 from engine.sequence import Sequence
-from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
+from engine.step_shape import StepShape
+from engine.work import NO_ROWS, Drafts, Gains, Work
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NonFiniteLogits
@@ -43,13 +43,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launched:
-    """A step under way: its tokens, on the device, and what comes to the host of them.
+    """A step under way: its tokens, on the device, and their copy to the host, in which scores of prompts come last."""
 
-    scored: the sequences whose prompts are scored, in the order of their parts of the reading, which come last.
-    """
-
+    shape: StepShape
     chosen: Chosen
-    scored: Seq[Sequence]
     reading: Reading
 
 
@@ -103,7 +100,7 @@ class Runner:
         Returns what `read` takes, a failure too. Call both in torch's inference mode.
         """
         try:
-            return self._launch(work)
+            return self._launch(self._shape(work))
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
             return failure
 
@@ -116,7 +113,7 @@ class Runner:
         try:
             if isinstance(launched, Exception):
                 raise launched
-            return self._gains(work, launched)
+            return self._gains(launched)
         except Exception as failure:  # as above
             self._wait()
             self._ahead = None  # its tokens are the failed step's
@@ -139,65 +136,45 @@ class Runner:
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
             log.warning("a step was not launched ahead: %r", failure)
 
-    def _launch(self, work: Work) -> Launched:
+    def _shape(self, work: Work) -> StepShape:
+        return StepShape.of(work, self._rows.sequences[work.rows])
+
+    def _launch(self, shape: StepShape) -> Launched:
         """Computes masks by grammars while the model runs; no other thread may use their matchers meanwhile."""
-        draws = self._careful_draws(work)
+        draws = shape.careful_draws(self._rows.is_plain[shape.work.rows])
         masks = self._masker.begin(draws) if any(draw.matcher for draw in draws.values()) else None
         try:
-            logits = self._forward(work)
+            logits = self._forward(shape)
         finally:
             found = masks() if masks else NO_MASKS
-        scores: dict[Sequence, torch.Tensor] = {}
-        if any(chunk.scored for chunk in work.chunks):
-            logits, scores = self._score(work, logits)
-        if any(chunk.siblings for chunk in work.chunks):
-            logits = select(logits, self._shared(work))
+        scores = [one.score(logits) for one in shape.scored]
+        if (rows := shape.rows_of_samples) is not None:
+            logits = select(logits, rows)
         chosen = _choose(logits, draws, found)
-        parts = [chosen.token_ids, *[one.numbers for one in chosen.scores], *scores.values()]
-        return Launched(chosen, [*scores], Reading(parts))
+        return Launched(shape, chosen, Reading([chosen.token_ids, *[one.numbers for one in chosen.scores], *scores]))
 
-    def _forward(self, work: Work) -> torch.Tensor:
+    def _forward(self, shape: StepShape) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None
-        sequences = self._rows.sequences[work.rows]
-        if ahead is not None and not (work.chunks or work.drafts) and ahead.has(sequences):
-            return ahead.of(sequences)
-        return self._model.forward(self._batch(work), self._kv)
+        if ahead is not None and not (shape.chunks or shape.work.drafts) and ahead.has(shape.sequences):
+            return ahead.of(shape.sequences)
+        return self._model.forward(self._batch(shape), self._kv)
 
-    def _gains(self, work: Work, launched: Launched) -> Gains:
-        chosen, (token_ids, *parts) = launched.chosen, launched.reading.wait()
+    def _gains(self, launched: Launched) -> Gains:
+        shape, chosen, (token_ids, *parts) = launched.shape, launched.chosen, launched.reading.wait()
         gained = token_ids.long().numpy()
         if chosen.faults:
             gained[[*chosen.faults]] = -1
         found = [zip(one.rows, logprobs_of(part), strict=True) for one, part in zip(chosen.scores, parts, strict=False)]
-        gains = Gains(self._sampled(work), gained, dict(chain.from_iterable(found)))
+        gains = Gains(shape.sequences, gained, dict(chain.from_iterable(found)))
         faults = {gains.sequences[row]: fault for row, fault in chosen.faults.items()}
-        if work.drafts:
-            gains = self._accept(work.drafts, gains)
+        if shape.work.drafts:
+            gains = self._accept(shape.work.drafts, gains)
         faulty = [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
-        if launched.scored:
-            scores = dict(zip(launched.scored, parts[len(found) :], strict=True))
+        if scored := [one.chunk.sequence for one in shape.scored]:
+            scores = dict(zip(scored, parts[len(found) :], strict=True))
             faulty += [one for one, part in scores.items() if not torch.isfinite(part[:, 0]).all()]
             gains = replace(gains, scores={one: tuple(logprobs_of(part)) for one, part in scores.items()})
         return replace(gains, failed={one: faults.get(one, _non_finite()) for one in faulty}) if faulty else gains
-
-    def _score(self, work: Work, logits: torch.Tensor) -> tuple[torch.Tensor, dict[Sequence, torch.Tensor]]:
-        """Scores the prompts of chunks; returns the logits to sample from, and the scores, as `RowScores.numbers`.
-
-        ```
-        rows of logits   ... decoding ... | chunk: scored, then sampled | chunk | ...
-        ```
-        """
-        place = work.num_rows + len(work.drafts)
-        kept, scores = [*range(place)], {}
-        for chunk in work.chunks:
-            scored, request = chunk.scored, chunk.sequence.request
-            if scored:
-                token_ids = request.prompt_ids[scored.start : scored.stop]
-                rows = logits[place : place + len(scored)]
-                scores[chunk.sequence] = score(rows, token_ids, request.sampling.prompt_logprobs or 0)
-            place += len(scored) + chunk.is_sampled
-            kept += [place - 1] * chunk.is_sampled
-        return select(logits, kept), scores
 
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
         """Leaves out tokens that were drawn after a wrong guess."""
@@ -209,48 +186,20 @@ class Runner:
 
     def _run_alone(self, work: Work) -> Gains:
         """Runs the work of one sequence."""
+        shape = self._shape(work)
         try:
-            return self._gains(work, self._launch(work))
+            return self._gains(self._launch(shape))
         except Exception as failure:  # as above
             self._wait()
-            sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
+            sequence = work.chunks[0].sequence if work.chunks else shape.sequences[0]
             error = errors.report(failure, attempt_id=sequence.request.attempt_id)
-            sampled = self._sampled(work)
-            return Gains(sampled, np.full(len(sampled), -1), failed={sequence: error})
+            return Gains(shape.sequences, np.full(len(shape.sequences), -1), failed={sequence: error})
 
     def _wait(self) -> None:
         """Waits for the rest of a failed pass: its copies may still read the rows, which change next."""
         if self._model.device.type != "cpu":
             with suppress(RuntimeError):  # the failure itself
                 torch.accelerator.synchronize(self._model.device)
-
-    def _shared(self, work: Work) -> list[int]:
-        """Lists the row of logits of each sample: siblings share that of their chunk."""
-        num_before = work.num_rows + len(work.drafts)
-        numbers = [len(chunk.sampled) for chunk in work.chunks if chunk.is_sampled]
-        return [*range(num_before), *(num_before + row for row, number in enumerate(numbers) for _ in range(number))]
-
-    def _sampled(self, work: Work) -> list[Sequence]:
-        rows = self._rows.sequences[work.rows]
-        of_rows = [rows[row] for row in work.drafts.rows] if work.drafts else rows
-        return [*of_rows, *(sequence for chunk in work.chunks for sequence in chunk.sampled)]
-
-    def _careful_draws(self, work: Work) -> dict[int, Draw]:
-        """Maps sample index to Draw for samples that are not plain greedy."""
-        careful = (~self._rows.is_plain[work.rows]).nonzero()[0].tolist()
-        if work.drafts:
-            draws = dict(self._draft_draws(work.drafts, {*careful})) if careful else {}
-        else:
-            draws = {row: self._rows.sequences[work.rows.start + row].draw() for row in careful}
-        of_chunks = [sequence.draw() for chunk in work.chunks for sequence in chunk.sampled]
-        num_before = work.num_rows + len(work.drafts)
-        return draws | {num_before + index: draw for index, draw in enumerate(of_chunks) if not draw.is_plain}
-
-    def _draft_draws(self, drafts: Drafts, careful: Container[int]) -> Iterator[tuple[int, Draw]]:
-        """Yields index and Draw after each guess of careful rows, as if all guesses up to it were right."""
-        for place, (row, offset) in enumerate(zip(drafts.rows, drafts.offsets, strict=True)):
-            if row in careful:
-                yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - offset : place + 1].tolist())
 
     @torch.inference_mode()
     def drop(self, sequence: Sequence) -> None:
@@ -279,37 +228,33 @@ class Runner:
         table, lens, starts = (torch.tensor(one, dtype=torch.int32) for one in ([[page]], [1], [0, 1]))
         return Batch(zero, zero, slot, table, lens, starts, 1, zero)
 
-    def _batch(self, work: Work) -> Batch:
+    def _batch(self, shape: StepShape) -> Batch:
         """Makes the batch, and keeps it while the same rows run alone: its views change in place with them."""
+        work = shape.work
         if work.chunks or work.drafts or self._rows.is_watched[work.rows].any():
-            return self._make_batch(work)
+            return self._make_batch(shape)
         width, num_reserved = self._num_blocks(work.rows), len(self._rows.token_ids)
         key = (work.rows.start, work.rows.stop, width, num_reserved)
         if key != self._views_key:
-            self._views_key, self._views = key, self._make_batch(work)
+            self._views_key, self._views = key, self._make_batch(shape)
         assert self._views is not None
         return self._views
 
-    def _make_batch(self, work: Work) -> Batch:
+    def _make_batch(self, shape: StepShape) -> Batch:
         """Puts the decoding rows first, each with its guesses, and the chunks behind them."""
-        rows, chunks, drafts, block_size = self._rows, work.chunks, work.drafts, self._model.layout.block_size
+        work, rows, block_size = shape.work, self._rows, self._model.layout.block_size
+        chunks, drafts = work.chunks, work.drafts
 
         def column(values: Ints) -> Ints:
             return values[drafts.rows] + drafts.offsets if drafts else values[work.rows]
 
-        num_tokens = work.num_rows + len(drafts)
         spans = [(chunk.sequence, chunk.sequence.num_computed, chunk.context_len) for chunk in chunks]
         known = [one.tokens(start, end - start) for one, start, end in spans]
         slots = [one.kv.table.slots(start, end, block_size) for one, start, end in spans]
-        ends = [*accumulate((chunk.num_tokens for chunk in chunks), initial=num_tokens)][1:]
-        samples = [
-            [*(end - chunk.context_len + position - 1 for position in chunk.scored), *[end - 1] * chunk.is_sampled]
-            for end, chunk in zip(ends, chunks, strict=True)
-        ]
         context_lens = rows.context_lens[work.rows]
         if drafts:
             context_lens = context_lens + (drafts.lengths - 1).astype(np.int32)
-        starts = np.append(0, drafts.lengths.cumsum()) if drafts else np.arange(num_tokens + 1)
+        starts = shape.starts
         num_single = sum(chunk.num_tokens == 1 for chunk in chunks)
         return Batch(
             token_ids=self._join(drafts.token_ids if drafts else rows.token_ids[work.rows], known),
@@ -317,11 +262,11 @@ class Runner:
             slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),
             context_lens=self._join(context_lens, [[end - one.kv.table.num_dropped] for one, _, end in spans]),
-            cu_query_lens=self._join(starts.astype(np.int32), [[end] for end in ends]),
-            num_decodes=int((drafts.lengths > 1).argmax()) if drafts else num_tokens + num_single,
-            sample_rows=self._join(np.arange(num_tokens), samples),
+            cu_query_lens=torch.from_numpy(starts.astype(np.int32)),
+            num_decodes=int((drafts.lengths > 1).argmax()) if drafts else shape.num_decoding + num_single,
+            sample_rows=self._join(np.arange(shape.num_decoding), [one.tokens_of_logits for one in shape.chunks]),
             num_scored=sum(len(chunk.scored) for chunk in chunks),
-            watched=[*self._watched_rows(work, starts), *self._watched_chunks(chunks, [num_tokens, *ends])],
+            watched=[*self._watched_rows(work, starts), *self._watched_chunks(shape)],
         )
 
     def _watched_rows(self, work: Work, starts: Ints) -> Iterator[Watched]:
@@ -331,10 +276,10 @@ class Runner:
             assert watch is not None
             yield from watch.rows(self._model, int(position), int(starts[row]), int(starts[row + 1]))
 
-    def _watched_chunks(self, chunks: Seq[PromptChunk], starts: Seq[int]) -> Iterator[Watched]:
-        for chunk, start, end in zip(chunks, starts, starts[1:], strict=False):
-            if (watch := chunk.sequence.kv.watch) is not None:
-                yield from watch.rows(self._model, chunk.sequence.num_computed, start, end)
+    def _watched_chunks(self, shape: StepShape) -> Iterator[Watched]:
+        for one in shape.chunks:
+            if (watch := one.chunk.sequence.kv.watch) is not None:
+                yield from watch.rows(self._model, one.chunk.sequence.num_computed, one.start, one.end)
 
     def _tables(self, work: Work) -> torch.Tensor:
         of_chunks = [chunk.sequence.kv.table.row for chunk in work.chunks]

@@ -8,11 +8,11 @@ client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ dialects 
 
 - `actor`: start and stop of the process; `config`: its settings.
 - `app`: routes; a client that goes cancels its request. `exchange`: a request's body in, its answer out.
-- `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
+- `fields`: strict JSON, and each field by name. `unread`: the rule for all others, left out or refused.
 - `generation`: the prompts of a request under way, whole or as events; a dialect is one file.
 - `choices`: answers of `completions` and `chat`. `conversation`: chats of all dialects, and answers in blocks.
-- `openapi`: the page that names all paths and fields.
-- `metrics`: the page that Prometheus reads, of all gateways of a cluster.
+- `observe/openapi`: the page that names all paths and fields. `observe/metrics`: the page that Prometheus reads, of all
+  gateways of a cluster.
 
 It keeps nothing: when it dies, clients of gRPC notice nothing, the router cancels its requests, and another follows.
 """

@@ -15,12 +15,13 @@ from urllib.parse import unquote
 from baton import AsyncClient
 from baton.request import OF_CHATS, Options
 from baton.results import Model
-from gateway import exchange, fields, formats, messages, openapi
+from gateway import exchange, fields, formats, messages
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send, Streamed
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.messages import MessagesDialect
+from gateway.observe import openapi
 from gateway.observe.metrics import Metrics
 from gateway.observe.watch import PAGE, REQUESTS, ClusterWatch
 from gateway.responses import ResponsesDialect
@@ -52,7 +53,7 @@ PATH_TO_FIELDS = {
     "/v1/chat/completions": ChatDialect.fields,
     "/v1/responses": ResponsesDialect.fields,
     "/v1/messages": MessagesDialect.fields,
-    "/v1/messages/count_tokens": messages.COUNTED,
+    "/v1/messages/count_tokens": MessagesDialect.fields,
     "/tokenize": fields.TOKENIZE,
     "/detokenize": fields.DETOKENIZE,
 }
@@ -127,7 +128,7 @@ class Gateway:
                     error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
                 )
         path = request.path if request.path in self._routes | self._watched else "other"
-        self._metrics.count(path, reply.status)
+        self._metrics.count(path, reply.status, request.left_out.names)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
 
     def _admit(self, request: Request) -> None:
@@ -182,9 +183,9 @@ class Gateway:
 
     async def _generate(self, dialect: Dialect, request: Request) -> "bytes | Pieces | Events | Streamed":
         client = self._client(request)
-        taken = fields.take(request.body, dialect.fields, dialect.wanted)
+        taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         prompts = dialect.take_prompts(taken)
-        formats.take_format(taken)
+        formats.take_format(taken, dialect.sent)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
@@ -194,14 +195,14 @@ class Gateway:
         if returns_ids:
             taken["echo"] = True
         options = cast(Options, taken)
-        generation = Generation(request.id, model, prompts, options, bool(usage), timeline, returns_ids, hides_prompt)
+        generation = Generation(request.id, model, prompts, options, usage or {}, timeline, returns_ids, hides_prompt)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)
         return await answer(generation, dialect, client, request.held.enter_context(Share(self.answering)))
 
     async def _tokenize(self, request: Request) -> bytes:
-        client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
+        client, taken = self._client(request), request.take(fields.TOKENIZE, sent={"text": "prompt"})
         if ("prompt" in taken) == ("messages" in taken):
             raise InvalidRequest("prompt", "give either a prompt or messages")
         model = await self._find(client, taken.get("model"))
@@ -213,7 +214,7 @@ class Gateway:
 
     async def _count_tokens(self, request: Request) -> bytes:
         dialect = await self._dialect(MessagesDialect, request)
-        taken = fields.take(request.body, messages.COUNTED, dialect.wanted)
+        taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         [prompt] = dialect.take_prompts(taken)
         client = self._client(request)
         await self._find(client, taken.get("model"))
@@ -221,7 +222,7 @@ class Gateway:
         return json.dumps({"input_tokens": len(tokens.ids)}).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
-        client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE, "tokens")
+        client, taken = self._client(request), request.take(fields.DETOKENIZE, "tokens", sent={"token_ids": "tokens"})
         await self._find(client, taken.get("model"))
         return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
 

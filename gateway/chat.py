@@ -42,6 +42,7 @@ class ChatDialect(ChoicesDialect):
     has_one_prompt = True
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
+        self.sent = {"prompt": "messages"}
         self._begun: set[int] = set()
         self._conversation = Conversation(answer_formats)
 
@@ -50,13 +51,13 @@ class ChatDialect(ChoicesDialect):
         self._answers = [_Message(self._conversation.new_answer()) for _ in range(generation.num_choices)]
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
-        if "max_completion_tokens" in taken:
-            taken["max_tokens"] = taken.pop("max_completion_tokens")
+        self.sent |= fields.rename(taken, {"max_completion_tokens": "max_tokens"})
         wanted, num_top = taken.pop("logprobs", False), taken.pop("top_logprobs", None)
         if num_top and not wanted:
             raise InvalidRequest("top_logprobs", "wants logprobs to be true")
         if wanted:
             taken["logprobs"] = num_top or 0
+            self.sent["logprobs"] = "logprobs" if num_top is None else "top_logprobs"
         self._conversation.take(taken)
         continues = taken.get("continue_final_message", False)
         if taken.pop("add_generation_prompt", not continues) == continues:

@@ -41,10 +41,15 @@ class ChoicesDialect(Dialect):
         self._generation = generation
         self._start = b"data: " + self._head(self.event_name)
         self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        self._num_new = 0
         self._prompt_ids: dict[int, list[int]] = {}
 
     def events(self, chunk: Chunk, numbers: Sequence[int]) -> Iterator[bytes]:
         is_plain = isinstance(chunk, PromptPart) or not self._generation.returns_ids
+        self._num_new += 0 if isinstance(chunk, PromptPart) else len(chunk.token_ids)
+        if self._has_usage and self._generation.usage.get("continuous_usage_stats"):
+            so_far = _usage_of(self.num_prompt_tokens, self._num_new)
+            self._tail = b'],"usage":%b}\n\n' % json.dumps(so_far).encode()
         if isinstance(chunk, PromptPart):
             for number in numbers:
                 self._prompt_ids.setdefault(number, []).extend(chunk.token_ids)
@@ -90,7 +95,7 @@ class ChoicesDialect(Dialect):
     @property
     def _has_usage(self) -> bool:
         """Whether a stream ends with usage."""
-        return self._generation.usage or self._generation.timeline
+        return bool(self._generation.usage.get("include_usage")) or self._generation.timeline
 
     def _usage(self, completions: Sequence[Completion]) -> bytes:
         timelines = [asdict(one.timeline) for one in completions] if self._generation.timeline else None
@@ -108,12 +113,14 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     num_reasoning = sum(one.usage.reasoning_tokens for one in completions)
     details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}} if num_reasoning else {}
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
+        **_usage_of(num_prompt, num_new),
         "prompt_tokens_details": {"cached_tokens": sum(sum(one.usage.cached_tokens.values()) for one in completions)},
         **details,
     }
+
+
+def _usage_of(num_prompt: int, num_new: int) -> dict[str, Any]:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
 def _choices(completions: Sequence[Completion]) -> Iterator[Choice]:

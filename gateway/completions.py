@@ -34,6 +34,7 @@ class CompletionsDialect(ChoicesDialect):
     has_one_prompt = False
 
     def __init__(self) -> None:
+        self.sent = {"text": "prompt", "token_ids": "prompt", "prompt_logprobs": "logprobs"}
         self._lens: dict[int, int] = {}
         self._has_logprobs = False
 

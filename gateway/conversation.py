@@ -13,11 +13,12 @@ from baton import Chunk, Completion
 from baton.results import Choice
 from gateway import fields
 from gateway.choices import usage_of
+from gateway.formats import noted
 from gateway.generation import ChoiceDraft, Dialect, Generation
+from gateway.unread import leave_out
 from text.answer.answer import AnswerParser, Part, Reasoning
 from text.answer.calls import Arguments, CallBegun
 from text.answer.formats import NO_FORMATS, AnswerFormats
-from wire.errors import InvalidRequest
 from wire.sampling import FinishReason
 from wire.typed_reader import Read
 
@@ -58,16 +59,19 @@ class Conversation:
         if choice == "none" or (choice == "auto" and not tools):
             return
         taken["tools"] = [json.dumps(one) for one in tools]
+        noted(json.dumps([one for one in tools if choice != "auto" or one["function"].get("strict")]))
         self._tool_names = frozenset(one["function"]["name"] for one in tools)
         named = choice if isinstance(choice, dict) else {"required": choice == "required"}
         taken["tool_choice"] = {**named, "parallel": parallel}
 
     def _take_reasoning(self, taken: dict[str, Any]) -> None:
-        """Gives what steers the template the router's form."""
+        """Gives what steers the template the router's form. Effort and budget want a model with a channel."""
+        for name in () if self._formats.reasoning else ("reasoning_effort", "thinking_token_budget"):
+            if taken.get(name, "none") != "none":
+                leave_out(name)
+                del taken[name]
         effort, variables = taken.pop("reasoning_effort", None), taken.pop("chat_template_kwargs", {})
         if effort is not None:
-            if not self._formats.reasoning and effort != "none":
-                raise InvalidRequest("reasoning_effort", "the model's chat template knows no channel of reasoning")
             variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
         if variables:
             taken["chat_template_kwargs"] = json.dumps(variables)
@@ -148,6 +152,7 @@ class BlocksDialect(Dialect):
     """An endpoint whose answer is one choice, in blocks."""
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
+        self.sent: dict[str, str] = {}
         self._conversation = Conversation(answer_formats)
         self._blocks: list[AnswerBlock] = []
 

@@ -3,18 +3,19 @@
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from gateway import fields
+from gateway import fields, unread
 from httpd.errors import HttpError, envelope, headers
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import REQUEST_ID
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import bearer
+from wire.typed_reader import Read
 
 MAX_COMMAS = 1 << 18
 """Bound on the commas of a body: more are longer than any context, and parsing them would block the event loop."""
@@ -88,6 +89,7 @@ class Request:
     """A request: its head, and its body once it is asked for.
 
     held: shares of limits, until the answer is sent. told: headers of the answer that a handler adds.
+    sent: the client's names of fields, by the router's. left_out: fields of the body that are not read.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -104,6 +106,8 @@ class Request:
         self._body = b""
         self.held = ExitStack()
         self.told: list[tuple[bytes, bytes]] = []
+        self.sent: Mapping[str, str] = {}
+        self.left_out = unread.LeftOut()
 
     def header(self, name: str) -> str | None:
         """Returns the first header of that name."""
@@ -158,6 +162,13 @@ class Request:
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {MAX_COMMAS} commas")
         self.body = fields.parse(self._body)
         self._body = b""
+
+    def take(self, known: Mapping[str, Read], *required: str, sent: Mapping[str, str]) -> dict[str, Any]:
+        """Reads the fields of the body. Raises InvalidRequest. sent: the client's names, in errors from now on."""
+        unread.UNDER_WAY.set(self.left_out)
+        taken = fields.take(self.body, known, *required)
+        self.sent = sent
+        return taken
 
     async def gone(self) -> None:
         """Returns when the client has gone. The body must have been read."""
@@ -226,6 +237,7 @@ class Reply:
 
     async def fail(self, error: BatonError) -> None:
         """Sends an error, amid a stream as its last event, unless the client has gone; then the connection closes."""
+        error = fields.in_words(error, self._request.sent)
         if isinstance(error, ClientGone):
             self.status = self.status or error.status.http
         elif self.status:
@@ -268,7 +280,11 @@ class Reply:
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
         headers += [(name, self._request.id.encode()) for name in (b"x-request-id", b"request-id")]
-        headers += [(b"x-content-type-options", b"nosniff"), *self.told]
+        headers += [
+            (b"x-content-type-options", b"nosniff"),
+            *self._request.left_out.headers(self._request.sent),
+            *self.told,
+        ]
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 

@@ -1,11 +1,14 @@
-"""The fields of a body: strict JSON, and each field by its type. Null is as good as absent. Pure."""
+"""The fields of a body: strict JSON, and each field by its type, others by the rule of `unread`. Null is as absent."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import copy
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from wire.errors import InvalidRequest
+from gateway.unread import pass_over
+from wire.errors import BatonError, InvalidRequest
 from wire.rpc import MAX_TURNS
 from wire.typed_reader import Between, Misfit, Read, list_of, located, once, reader_of, wrong
 
@@ -13,13 +16,18 @@ MAX_PROMPTS = 16
 INT32, INT64 = 1 << 31, 1 << 63
 MAX_NUMBER = 1e9
 """Bound on each number; all ranges are within it."""
-_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_PLACE = re.compile(r"\[\d+\]")
+_WORD = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
+"""A name of a field that is no word of a sentence."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
     """Reads an object in UTF-8, with or without a mark before it. Raises InvalidRequest."""
     try:
         parsed = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=once)
+    except Misfit as misfit:
+        raise InvalidRequest("body", f"has the key {misfit.under('')} twice in one object") from misfit
     except (ValueError, RecursionError) as error:  # bad UTF-8 and numbers of thousands of digits are ValueErrors, too
         raise InvalidRequest("body", "not JSON in UTF-8") from error
     if not isinstance(parsed, dict):
@@ -28,7 +36,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def take(body: Mapping[str, Any], known: Mapping[str, Read], *required: str) -> dict[str, Any]:
-    """Reads known fields and skips ignored ones. Raises InvalidRequest that names any other, or one that is missing."""
+    """Reads known fields, and passes over others. Raises InvalidRequest that names one which is refused or missing."""
     try:
         return object_of(known, *required)(body)  # type: ignore[no-any-return]
     except Misfit as misfit:
@@ -36,14 +44,45 @@ def take(body: Mapping[str, Any], known: Mapping[str, Read], *required: str) -> 
 
 
 def object_of(known: Mapping[str, Read], *required: str) -> Read:
-    """Reads an object of known fields and drops ignored ones. Raises Misfit for unknown and for missing fields."""
+    """Reads an object of known fields, and passes over others. Raises Misfit for a missing or a refused field."""
+    names = frozenset(known)
 
     def read(value: Any) -> dict[str, Any]:
-        given = {name: one for name, one in _object(value).items() if one is not None and name not in IGNORED}
-        taken = located({name: (known.get(name) or _idle(name), one) for name, one in given.items()})
-        return require({name: one for name, one in taken.items() if name in known}, *required)
+        given = {name: one for name, one in _object(value).items() if one is not None}
+        taken = located(
+            {name: (known.get(name) or partial(pass_over, name, names), one) for name, one in given.items()}
+        )
+        return require({name: one for name, one in taken.items() if name in names}, *required)
 
     return read
+
+
+def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Gives fields the router's names. Returns the client's names of the fields that were there, by the router's.
+
+    names: the router's by the client's; of a field within an object, as in `reasoning.effort`, the object is taken.
+    """
+    holders, sent = {outer: taken.pop(outer, {}) for outer in {name.rpartition(".")[0] for name in names} - {""}}, {}
+    for name, routers in names.items():
+        outer, _, inner = name.rpartition(".")
+        if inner in (holder := holders.get(outer, taken)):
+            taken[routers], sent[routers] = holder.pop(inner), name
+    return sent
+
+
+def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
+    """Returns an error with the client's names of fields in place of the router's. sent: the client's by the router's.
+
+    In `sent` a list's [] stands for any index, and a name for all that is within its field, too.
+    """
+    param = error.ids.get("param", "")
+    shape, places = _PLACE.sub("[]", param), iter(_PLACE.findall(param))
+    known = max((one for one in sent if re.match(rf"{re.escape(one)}(?![^.\[])", shape)), key=len, default="")
+    name = re.sub(r"\[\]", lambda _: next(places), sent[known] + shape[len(known) :]) if known else param
+    message, told = error.message.removeprefix(f"{param}: "), copy(error)
+    told.message = f"{name}: " * (message != error.message) + _WORD.sub(lambda one: sent.get(one[0], one[0]), message)
+    told.ids = {**error.ids, "param": name} if param else error.ids
+    return told
 
 
 def by_type(readers: Mapping[str, Read], default: str | None = None) -> Read:
@@ -121,14 +160,11 @@ def tool_choice(value: Any) -> str | dict[str, Any]:
     return {"name": _NAMED(value)["function"]["name"]}
 
 
-def stream_options(value: Any) -> bool:
-    """Returns whether the last event of the stream has usage."""
-    return bool(_STREAM_OPTIONS(value).get("include_usage"))
-
-
 def _message(value: Any) -> dict[str, Any]:
     """Reads a turn of a chat. Content is a text, or a list of parts that are all text."""
     taken = _TURN(value)
+    if "reasoning" in taken:
+        taken.setdefault("reasoning_content", taken.pop("reasoning"))
     if taken.get("tool_calls"):
         taken.setdefault("content", "")
     return require(taken, "role", "content")
@@ -169,29 +205,22 @@ def _tool(value: Any) -> dict[str, Any]:
     return {"type": "function", **_TOOL(value)}
 
 
-def function_name(value: Any) -> str:
-    if not isinstance(value, str) or not _FUNCTION_NAME.fullmatch(value):
-        raise wrong("1 to 64 characters of A-Z a-z 0-9 _ -", value)
+def function_name(value: Any, max_chars: int = 64) -> str:
+    if not isinstance(value, str) or len(value) > max_chars or not _FUNCTION_NAME.fullmatch(value):
+        raise wrong(f"1 to {max_chars} characters of A-Z a-z 0-9 _ -", value)
     return value
+
+
+def seed(value: Any) -> int | None:
+    """Reads a seed: of -1 none, of another negative number the non-negative one with its low 63 bits."""
+    given: int = int64(value)
+    return None if given == -1 else given % INT64
 
 
 def free_object(value: Any) -> dict[str, Any]:
     """Reads an object whatever it has in it."""
     _require_unicode(json.dumps(given := _object(value), ensure_ascii=False))
     return dict(given)
-
-
-def _idle(name: str) -> Read:
-    """Reads a field that is not offered: one of the values that ask for nothing."""
-
-    def read(value: Any) -> None:
-        why = REASONS.get(name, "")
-        if name not in ONLY:
-            raise Misfit(f"is not offered{why}" if name in REFUSED else "is no field of this request")
-        if not any(type(value) is type(one) and value == one for one in ONLY[name]):  # true is not 1
-            raise Misfit(f"is not offered, but as {' or '.join(map(json.dumps, ONLY[name]))}{why}")
-
-    return read
 
 
 def _require_unicode(value: str) -> None:
@@ -205,66 +234,6 @@ def _refuse_constant(_: str) -> None:
     raise ValueError("no number")
 
 
-IGNORED = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_control"}
-)
-"""Fields that do nothing here and are taken."""
-ONLY: dict[str, Sequence[object]] = {
-    "add_special_tokens": (True,),
-    "annotations": ([],),
-    "background": (False,),
-    "best_of": (1,),
-    "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "include_obfuscation": (False,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "priority": (0,),
-    "prompt_logprobs": (0, False),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "service_tier": ("auto", "default", "standard_only"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "use_beam_search": (False,),
-}
-"""Fields that are not offered, with the values that ask for nothing."""
-REFUSED = frozenset(
-    {
-        "allowed_token_ids",
-        "audio",
-        "bad_words",
-        "cache_salt",
-        "chat_template",
-        "context_management",
-        "conversation",
-        "documents",
-        "functions",
-        "kv_transfer_params",
-        "length_penalty",
-        "max_tool_calls",
-        "moderation",
-        "prediction",
-        "previous_response_id",
-        "truncate_prompt_tokens",
-        "verbosity",
-        "web_search_options",
-    }
-)
-"""Fields that are known, and not offered; all others are refused as well."""
-_STATELESS = ": gateways are several and keep nothing; send the whole conversation"
-REASONS = dict.fromkeys(("background", "conversation", "previous_response_id", "store"), _STATELESS)
-"""Clauses that say why a field is not offered."""
 _text, _object, flag = reader_of(str), reader_of(dict), reader_of(bool)
 int32, int64 = [reader_of(Annotated[int, Between(-bound, bound - 1)]) for bound in (INT32, INT64)]
 number = reader_of(Annotated[float, Between(-MAX_NUMBER, MAX_NUMBER)])
@@ -285,7 +254,7 @@ _TURN = object_of(
         "role": text,
         "content": content_of("text"),
         "tool_calls": list_of(_call),
-        **dict.fromkeys(("tool_call_id", "name", "reasoning_content"), text),
+        **dict.fromkeys(("tool_call_id", "name", "reasoning", "reasoning_content"), text),
     }
 )
 FUNCTION: dict[str, Read] = {
@@ -298,7 +267,7 @@ _TOOL = object_of({"type": function_type, "function": object_of(FUNCTION, "name"
 messages = turns_of(_message, "messages")
 tools = list_of(_tool)
 _NAMED = object_of({"type": function_type, "function": object_of({"name": function_name}, "name")}, "function")
-_STREAM_OPTIONS = object_of({"include_usage": flag})
+stream_options = object_of({"include_usage": flag, "continuous_usage_stats": flag})
 SAMPLING: dict[str, Read] = {
     "temperature": number,
     "top_p": number,
@@ -306,7 +275,7 @@ SAMPLING: dict[str, Read] = {
     "min_p": number,
     "max_tokens": int64,
     "min_tokens": int64,
-    "seed": int64,
+    "seed": seed,
     "ignore_eos": flag,
     "presence_penalty": number,
     "frequency_penalty": number,

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any, Literal
 
 from gateway import fields
+from gateway.unread import leave_out
+from text.exact_schema import has_own_format
 from wire.errors import InvalidRequest
 from wire.typed_reader import Misfit, Read, list_of, reader_of, wrong
 
@@ -35,13 +37,14 @@ def structured_outputs(value: Any) -> Format | None:
     return given[0] if given else None
 
 
-def take_format(taken: dict[str, Any]) -> None:
-    """Puts the format of a request under the router's name. Raises InvalidRequest for two."""
+def take_format(taken: dict[str, Any], sent: dict[str, str]) -> None:
+    """Puts the format of a request under the router's name; `sent` has the client's. Raises InvalidRequest for two."""
     given = {name: one for name in FIELDS if (one := taken.pop(name, None)) is not None}
     for name in [*given][1:]:
         raise InvalidRequest(name, f"is given beside {next(iter(given))}, and an answer has one format")
-    for one in given.values():
+    for name, one in given.items():
         taken["response_format"] = one
+        sent.setdefault("response_format", name)
 
 
 def _format(taken: dict[str, Any], described: dict[str, Any], wanted: str) -> Format | None:
@@ -54,9 +57,15 @@ def _format(taken: dict[str, Any], described: dict[str, Any], wanted: str) -> Fo
 
 def schema(value: Any) -> str:
     """Reads a schema, as an object or as its JSON."""
-    return (
-        str(fields.text(value)) if isinstance(value, str) else json.dumps(fields.free_object(value), ensure_ascii=False)
-    )
+    is_text = isinstance(value, str)
+    return noted(str(fields.text(value)) if is_text else json.dumps(fields.free_object(value), ensure_ascii=False))
+
+
+def noted(source: str) -> str:
+    """Returns a schema, as JSON; notes that its formats are left out where no grammar holds them."""
+    if has_own_format(source):
+        leave_out("schema.format")
+    return source
 
 
 def _choices(value: Any) -> str:

@@ -15,7 +15,7 @@ from baton.results import PromptPart, TokenLogprobs
 from gateway.exchange import Events, Streamed
 from wire.errors import BatonError, InvalidRequest
 from wire.limit import Share
-from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
+from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN, FinishReason
 from wire.typed_reader import Read
 
 MAX_ENTRIES = 1 << 22
@@ -35,6 +35,8 @@ class Dialect(Protocol):
     fields: Mapping[str, Read]
     wanted: str
     """The field that has the prompts."""
+    sent: dict[str, str]
+    """The client's names of fields that the router names differently, by the router's."""
     num_prompt_tokens: int = 0
     """Of all prompts; set in a stream, before its first event."""
 
@@ -68,15 +70,16 @@ class Dialect(Protocol):
 class Generation:
     """A request, read and checked as far as that is the gateway's.
 
-    usage: whether a stream ends with it. timeline: whether usage has the timeline of each prompt, which a stream then
-    ends with, too. returns_ids: of tokens; prompts are echoed for them, and hides_prompt leaves the echoed text out.
+    usage: `include_usage` and `continuous_usage_stats`, whether a stream ends with usage, and has it in each event.
+    timeline: whether usage has the timeline of each prompt, which a stream then ends with, too. returns_ids: of tokens;
+    prompts are echoed for them, and hides_prompt leaves the echoed text out.
     """
 
     request_id: str
     model: str
     prompts: Sequence[Prompt]
     options: Options
-    usage: bool
+    usage: Mapping[str, bool]
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
@@ -107,6 +110,19 @@ class Generation:
             raise InvalidRequest(param, f"the answer may have {self.num_entries} entries; at most {MAX_ENTRIES}")
 
     @property
+    def hides_answer(self) -> bool:
+        """Whether only the prompt was asked for. The router makes a token at least."""
+        return bool(self.options.get("echo")) and not self.hides_prompt and self.options.get("max_tokens") == 0
+
+    def told(self, completion: Completion) -> Completion:
+        """Returns a completion without the token that its client has not asked for."""
+        choices = tuple(
+            replace(one, finish_reason=FinishReason.LENGTH, matched_stop=None) for one in completion.choices
+        )
+        usage = replace(completion.usage, completion_tokens=0)
+        return replace(completion, choices=choices, usage=usage) if self.hides_answer else completion
+
+    @property
     def num_choices(self) -> int:
         """Choices of each prompt."""
         return self.options.get("n", 1)
@@ -114,7 +130,8 @@ class Generation:
     def _options(self, index: int) -> Options:
         """Adds a request id: the client's for the first prompt, for others one that begins so and no client meets."""
         name = f"{self.request_id[:MAX_ID_START]}-{index}-{secrets.token_hex(8)}" if index else self.request_id
-        return {**self.options, "request_id": name}
+        least: Options = {"max_tokens": 1} if self.hides_answer else {}
+        return {**self.options, **least, "request_id": name}
 
 
 @dataclass
@@ -153,7 +170,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
             ids = ids_of(chunk) if generation.returns_ids else {}
             gained = (dialect.logprobs(chunk, numbers) or {}, ids)
             room.take(_add(chunk.text, gained, [drafts[number] for number in numbers]))
-    return dialect.whole(drafts, [stream.completion for stream in streams])
+    return dialect.whole(drafts, [generation.told(stream.completion) for stream in streams])
 
 
 def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> Streamed:
@@ -180,7 +197,7 @@ async def _events(generation: Generation, dialect: Dialect, client: AsyncClient,
         async for numbers, chunk in slices:
             for event in dialect.events(chunk, numbers):
                 yield event
-    yield dialect.end([stream.completion for stream in streams])
+    yield dialect.end([generation.told(stream.completion) for stream in streams])
 
 
 def ids_of(chunk: Chunk) -> dict[str, list[int]]:
@@ -216,6 +233,8 @@ async def _slices(
             first = place * num_choices
             is_prompt = isinstance(chunk, PromptPart)
             numbers = range(first, first + num_choices) if is_prompt else (first + chunk.index,)
+            if generation.hides_answer and not is_prompt:
+                continue
             if is_prompt and generation.hides_prompt:
                 chunk = replace(chunk, text="", logprobs=())
             for part in _cut(chunk):

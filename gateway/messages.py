@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from baton.results import Choice
@@ -26,11 +27,10 @@ def tool_choice(value: Any) -> dict[str, Any]:
 
 
 def thinking(value: Any) -> dict[str, Any]:
-    """Reads settings of thinking as fields of chats."""
+    """Reads settings of thinking; `variables` are the template's."""
     taken = _THINKING(value)
-    budget = {"thinking_token_budget": taken["budget_tokens"]} if "budget_tokens" in taken else {}
     is_set = taken["type"] != "adaptive"
-    return {**budget, "chat_template_kwargs": {"enable_thinking": taken["type"] == "enabled"} if is_set else {}}
+    return {**taken, "variables": {"enable_thinking": taken["type"] == "enabled"} if is_set else {}}
 
 
 def envelope(error: BatonError) -> bytes:
@@ -101,12 +101,14 @@ _MESSAGE = fields.object_of(
     {"role": reader_of(Literal["user", "assistant", "system"]), "content": _content}, "role", "content"
 )
 _READ_MESSAGES = fields.turns_of(_message, "messages")
+_function_name = partial(fields.function_name, max_chars=128)
 _TOOL = fields.object_of(
     {
         "type": reader_of(Literal["custom"]),
         "input_schema": fields.free_object,
         "eager_input_streaming": fields.flag,
         **{name: read for name, read in fields.FUNCTION.items() if name != "parameters"},
+        "name": _function_name,
     },
     "name",
     "input_schema",
@@ -115,7 +117,7 @@ _OF_CHOICES: dict[str, Read] = {"type": fields.text, "disable_parallel_tool_use"
 _CHOICE = fields.by_type(
     {
         **dict.fromkeys(("auto", "any", "none"), fields.object_of(_OF_CHOICES)),
-        "tool": fields.object_of({**_OF_CHOICES, "name": fields.function_name}, "name"),
+        "tool": fields.object_of({**_OF_CHOICES, "name": _function_name}, "name"),
     }
 )
 _OF_THINKING: dict[str, Read] = {"type": fields.text, "display": reader_of(Literal["summarized"])}
@@ -125,8 +127,10 @@ _THINKING = fields.by_type(
         "enabled": fields.object_of({**_OF_THINKING, "budget_tokens": fields.int32}, "budget_tokens"),
     }
 )
-COUNTED: dict[str, Read] = {
-    "model": fields.text,
+FIELDS: dict[str, Read] = {
+    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", *conversation.FIELDS)},
+    "max_tokens": fields.int64,
+    "stop_sequences": list_of(fields.text),
     "messages": turns,
     "system": _texts,
     "tools": list_of(_tool),
@@ -137,12 +141,18 @@ COUNTED: dict[str, Read] = {
     ),
     "chat_template_kwargs": fields.free_object,
 }
-"""The fields that a prompt is made of."""
-FIELDS: dict[str, Read] = {
-    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", *conversation.FIELDS)},
-    **COUNTED,
-    "max_tokens": fields.int64,
-    "stop_sequences": list_of(fields.text),
+
+
+_SENT = {
+    "prompt": "messages",
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
+}
+_ROUTERS = {
+    "output_config.effort": "reasoning_effort",
+    "output_config.format": "response_format",
+    "stop_sequences": "stop",
+    "thinking.budget_tokens": "thinking_token_budget",
 }
 
 
@@ -153,12 +163,9 @@ class MessagesDialect(BlocksDialect):
     wanted = "messages"
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
-        config, variables = taken.pop("output_config", {}), taken.pop("chat_template_kwargs", {})
-        given = {**taken.pop("tool_choice", {}), **taken.pop("thinking", {})}
-        given["chat_template_kwargs"] = given.get("chat_template_kwargs", {}) | variables
-        renamed = {"stop": taken.pop("stop_sequences", None), "reasoning_effort": config.get("effort")}
-        renamed["response_format"] = config.get("format")
-        taken |= given | {name: one for name, one in renamed.items() if one is not None}
+        variables = {**taken.get("thinking", {}).get("variables", {}), **taken.pop("chat_template_kwargs", {})}
+        self.sent |= _SENT | fields.rename(taken, _ROUTERS)
+        taken |= {"chat_template_kwargs": variables, **taken.pop("tool_choice", {})}
         self._conversation.take(taken)
         system, said = taken.pop("system", None), taken.pop("messages")
         if said and said[-1]["role"] == "assistant":

@@ -99,9 +99,17 @@ FIELDS: dict[str, Read] = {
     "max_output_tokens": fields.int64,
     "tools": list_of(_tool),
     "tool_choice": tool_choice,
-    "text": fields.object_of({"format": formats.text_format, "verbosity": reader_of(Literal["medium"])}),
-    "reasoning": fields.object_of({"effort": fields.reasoning_effort, "summary": fields.text}),
+    "text": fields.object_of({"format": formats.text_format}),
+    "reasoning": fields.object_of({"effort": fields.reasoning_effort}),
     "stream_options": fields.object_of({}),
+}
+
+
+_SENT = {"messages": "input", "prompt": "input", "tools[].function": "tools[]"}
+_ROUTERS = {
+    "max_output_tokens": "max_tokens",
+    "reasoning.effort": "reasoning_effort",
+    "text.format": "response_format",
 }
 
 
@@ -114,10 +122,7 @@ class ResponsesDialect(BlocksDialect):
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         self._num_events = 0
         self._echoed = _echo(taken)
-        text, reasoning = taken.pop("text", {}), taken.pop("reasoning", {})
-        settings = {"max_tokens": taken.pop("max_output_tokens", None), "reasoning_effort": reasoning.get("effort")}
-        settings["response_format"] = text.get("format")
-        taken |= {name: one for name, one in settings.items() if one is not None}
+        self.sent |= _SENT | fields.rename(taken, _ROUTERS)
         self._conversation.take(taken)
         instructions = taken.pop("instructions", None)
         first = [] if instructions is None else [{"role": "system", "content": instructions}]

@@ -18,8 +18,6 @@ from wire.errors import (
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_PARAMS = {"text": "prompt", "token_ids": "prompt"}
-"""OpenAI's names of fields that gRPC names differently."""
 _CODES: dict[type[BatonError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
     InvalidRequest: "invalid_value",
@@ -47,8 +45,7 @@ def describe(error: BatonError) -> dict[str, str | None]:
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
-    param = error.ids.get("param", "")
-    return {"message": error.message, "type": kind, "param": _PARAMS.get(param, param) or None, "code": code}
+    return {"message": error.message, "type": kind, "param": error.ids.get("param") or None, "code": code}
 
 
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:

@@ -194,4 +194,6 @@ def _too_long() -> HttpError:
 
 
 _BAD = "not a valid HTTP/1.1 request"
-_OTHER_HOST = "no host of this server: ask for 127.0.0.1 or localhost, or list it in http.host_names"
+_OTHER_HOST = (
+    "no host of this server: ask for 127.0.0.1 or localhost, or list it in http.host_names (--host-names of `baton up`)"
+)

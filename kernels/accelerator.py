@@ -3,15 +3,17 @@
 The rest of a device's code uses torch.Stream, torch.Event and torch.accelerator. A new kind is a row of ACCELERATORS.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
+from kernels.user_cache import OTHER_CACHE, own_folder
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 
@@ -35,7 +37,10 @@ class Accelerator(Protocol):
     """A kind of device that computes beside the host."""
 
     def backend(self) -> Backend:
-        """Makes the backend of kernels for such devices. Raises ImportError without its packages."""
+        """Makes the backend of kernels for such devices.
+
+        Raises ImportError without its packages, NoKernels where what it compiles cannot be kept.
+        """
         ...
 
     def graph(self, device: torch.device) -> Graph: ...
@@ -57,6 +62,11 @@ class Cuda:
     """NVIDIA's devices, and AMD's under torch for ROCm, which has the same names."""
 
     def backend(self) -> Backend:
+        if not os.path.isabs(os.environ.get("TRITON_CACHE_DIR", "")):
+            try:
+                os.environ["TRITON_CACHE_DIR"] = str(own_folder("triton"))
+            except OSError as error:
+                raise NoKernels(f"the cache of compiled kernels cannot be used ({error}): {OTHER_CACHE}") from error
         # Imported here so that a machine without Triton serves on its CPU.
         from kernels.triton_backend import TritonBackend
 
@@ -90,23 +100,67 @@ class Cuda:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
+class GraphMemory:
+    """The memory pool of a device's living graphs, and the stream that they are captured on.
+
+    Each one's results are read before the next one runs. Torch captures into no pool that all graphs have left while a
+    tensor in it lives: the next graphs have another.
+    """
+
+    _of_devices: ClassVar[WeakValueDictionary[torch.device, "GraphMemory"]] = WeakValueDictionary()
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    @classmethod
+    def shared(cls, device: torch.device) -> "GraphMemory":
+        """Returns the pool of a device's living graphs, a new one where there are none."""
+        memory = cls._of_devices.get(device) or cls(device)
+        return cls._of_devices.setdefault(device, memory)
+
+    @classmethod
+    def leave(cls, device: torch.device) -> None:
+        """Gives a device's next graphs another pool."""
+        cls._of_devices.pop(device, None)
+
+
 class CudaGraph:
-    """A CUDA graph, in the memory pool that all graphs share: one runs at a time."""
+    """A CUDA graph, in the memory pool that all graphs of a device share: one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._device = device
+        self._memory: GraphMemory | None = None
 
     def capture(self, work: Callable[[], None]) -> None:
         """Captures on the graph's own device, made current for it: launches on any other would run at once."""
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"),
-        ):
-            work()
+        memory, own = GraphMemory.shared(self._device), torch.cuda.current_stream(self._device)
+        graph = torch.cuda.graph(self._graph, memory.handle, memory.stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device):
+            try:
+                with torch.cuda.stream(own), graph:  # a graph that fails leaves its stream current
+                    work()
+            except BaseException:
+                self._end_capture(memory)
+                raise
+        self._memory = memory
 
     def replay(self) -> None:
         self._graph.replay()
+
+    def _end_capture(self, memory: GraphMemory) -> None:
+        """Ends what torch leaves open when a capture fails: allocations to the pool, then the generator's own capture.
+
+        Pinned memory would still be allocated to the pool, so that no other graph can be captured into it. No function
+        resets the generator, which refuses all draws; a capture that succeeds does.
+        """
+        GraphMemory.leave(self._device)
+        with suppress(RuntimeError):  # where the capture had not begun, or had ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory.handle)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), memory.handle)
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device=self._device)
 
 
 ACCELERATORS: dict[str, Accelerator] = {"cuda": Cuda()}
@@ -124,9 +178,3 @@ def present_accelerator() -> Accelerator | None:
     """Returns the kind of this machine's devices; None without one that can be used."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else ACCELERATORS.get(device.type)
-
-
-@cache
-def _graph_memory() -> Any:
-    """Returns the memory pool of all graphs; each one's results are read before the next one runs."""
-    return torch.cuda.graph_pool_handle()

@@ -191,7 +191,10 @@ class Backend(Protocol):
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Multiplies rows [T, depth], adds `bias` [columns] and then `residual` [T, columns]; returns [T, columns]."""
+        """Multiplies rows [T, depth], adds `bias` [columns] and then `residual` [T, columns]; returns [T, columns].
+
+        out: may be `residual`, which is then added to in place.
+        """
 
     def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         """Multiplies rows [T, depth]; returns float32 [T, columns]."""

@@ -48,7 +48,7 @@ class TorchBackend:
     ) -> Tensor:
         product = _in_tiles(states, weight.data) if states.device.type == "cpu" else F.linear(states, weight.data)
         product = product if bias is None else product + bias
-        return _given(product if residual is None else product + residual, out)
+        return _given(product, out) if residual is None else torch.add(product, residual, out=out)
 
     def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         return _given(self.linear(states, weight, None).float(), out)

@@ -51,8 +51,8 @@ class TritonBackend(TorchBackend):
             return products.linear(states, weight, bias, residual, rows)
         if residual is None:
             return F.linear(states, weight.data, bias)
-        product = torch.addmm(residual, states, weight.data.T)
-        return product if bias is None else product + bias
+        product = torch.addmm(residual, states, weight.data.T, out=out)
+        return product if bias is None else product.add_(bias)
 
     def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         if not isinstance(weight, CodedWeight):

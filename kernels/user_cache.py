@@ -1,38 +1,70 @@
-"""The user's cache: folders that only their user may write, each with a lock between processes."""
+"""The user's folders: caches that only their user may write, each with a lock between processes, and state."""
 
+import errno
 import fcntl
 import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 POLL_S = 0.05
+TEMPORARY = Path("/tmp")
+"""The place of folders for a user without a home, whatever TMPDIR says: all of the user's processes must agree."""
+OTHER_CACHE = "mend that, or set XDG_CACHE_HOME to another folder"
 
 
 class NotOwn(OSError):
     """A file or folder that is another user's, or that others may write."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EPERM, "it is not this user's alone: remove it", str(path))
+
 
 def user_cache() -> Path:
-    """Returns the place of Baton's caches: $XDG_CACHE_HOME/baton; ~/.cache/baton where that is not set, or relative."""
-    root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
-    return Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"), "baton")
+    """Returns the place of Baton's caches, $XDG_CACHE_HOME/baton, as `user_folder` does."""
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """Returns the absolute path of Baton's folder in that of a variable; in the home's folder `default` without it.
+
+    A variable with a relative path counts as none (XDG Base Directory Specification 0.8). Makes a private folder for a
+    user without a home. Raises OSError, and NotOwn for one that is another user's or open to others.
+    """
+    given = os.path.expanduser(os.environ.get(variable, ""))
+    return Path(given if os.path.isabs(given) else user_home() / default, "baton")
+
+
+def user_home() -> Path:
+    """Returns the user's home, or the private folder that stands for it. Raises as `user_folder` does."""
+    if (home := Path(os.path.expanduser("~"))).is_absolute():
+        return home
+    private = substitute_home()
+    with suppress(FileExistsError):
+        private.mkdir(mode=0o700)
+    require_own(private.lstat(), private, 0o077)
+    return private
+
+
+def substitute_home() -> Path:
+    """Returns the path of the private folder of a user without a home: no HOME, and no entry among the users."""
+    return TEMPORARY / f".baton-{os.getuid()}"
 
 
 def own_folder(name: str) -> Path:
     """Returns a folder of the cache, made if it is missing. Raises OSError."""
     folder = user_cache() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_own(os.stat(folder, follow_symlinks=False), folder)
+    require_own(folder.lstat(), folder)
     return folder
 
 
-def require_own(status: os.stat_result, path: Path) -> None:
-    """Raises NotOwn unless the path is this user's, and writable by no other."""
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise NotOwn(f"{path} is not this user's alone: remove it")
+def require_own(status: os.stat_result, path: Path, denied: int = 0o022) -> None:
+    """Raises NotOwn unless the path is this user's, and its mode, of a link 0o777, has no bit of `denied`."""
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & denied:
+        raise NotOwn(path)
 
 
 @contextmanager

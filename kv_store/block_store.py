@@ -1,16 +1,15 @@
 """The store as an engine sees it below its own pages: it finds, fetches and writes blocks by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.costs import SplitRule
 from kv_store.node.directory_port import DirectoryStatus, KeepHint
-from kv_store.tiers.cold_tier import BlockSource
+from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.tiers.contents import ListableTier
 from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.tier import FarStatus, Miss, Tier
+from wire.tier import Disposition, FarStatus, Tier
 
 
 @dataclass(frozen=True)
@@ -29,23 +28,22 @@ class StoreStatus:
 
 
 @dataclass(frozen=True)
-class Back:
-    """Blocks of a prefix that a store has found, and left for `fetch_back`. sources: of each; None is the arena."""
+class Reading:
+    """The disposition of each block of a fetch, in order; the blocks that were read fill the first pages.
 
-    names: Sequence[BlockName]
-    sources: Sequence[BlockSource | None]
-    rule: SplitRule
+    later: a step of the plan that is left for `BlockStore.read`.
+    """
 
-    def part(self, start: int, stop: int) -> "Back":
-        return replace(self, names=self.names[start:stop], sources=self.sources[start:stop])
+    blocks: Sequence[Disposition] = ()
+    later: Read | None = None
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers of the blocks that were read."""
+        return [block for block in self.blocks if isinstance(block, Tier)]
 
 
-@dataclass(frozen=True)
-class Front:
-    """The tier of each block that was copied, and the blocks left for later, if there are any."""
-
-    tiers: list[Tier]
-    back: Back | None = None
+NOTHING = Reading()
 
 
 class BlockStore(Protocol):
@@ -57,29 +55,17 @@ class BlockStore(Protocol):
     def fence(self) -> None:
         """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
-        """Copies the longest verified prefix of `names` into the caller's own pages; returns the tier of each block.
+    def fetch(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
+    ) -> Reading:
+        """Copies blocks of one prompt that prove good, and are worth it, into the caller's own pages, as planned.
 
-        peers: addresses of the block ports of other nodes to ask, in this order.
+        They are a front of `names`; with `needs.starts`, the blocks up to the last that can be used. The pages suffice
+        for these. peers: addresses of the block ports of other nodes to ask, in this order.
         """
 
-    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        """Does what `fetch` does, but where blocks are better read from the end while the front is computed.
-
-        Then it copies the first blocks of the host tier alone, and returns the other found ones.
-        """
-
-    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
-        """Copies blocks that `fetch_front` has found, up to the first that is gone or spoilt; returns their tiers."""
-
-    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        """Finds why the last `fetch`, or `longest` before it, has not brought these blocks of one prompt."""
-
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
-        """Finds the blocks up to the last of `names` that can be used: all from starts[i] to i are here; or none.
-
-        starts: for each name the first of the names that it needs, ascending. peers: as of `fetch`.
-        """
+    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+        """Carries out a step that `fetch` has left, up to the first block that is gone or spoilt, without causes."""
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.

@@ -1,18 +1,43 @@
-"""The arena of a node as one of its processes sees it, with the directory behind it."""
+"""The arena of a node as one of its processes sees it, with the directory behind it; leases of its blocks."""
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
+from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block, DirectoryPort, EpochChanged
+from kv_store.node.directory_port import Block, DirectoryPort, Entry, EpochChanged
+from wire.block_names import BlockName
 from wire.errors import ConfigError, StoreError
-from wire.ids import SlotId
+from wire.ids import BlockKey, SlotId
 from wire.layout import KVLayout
+from wire.tier import FarStatus, Tier
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Leased:
+    """The entries of blocks under a lease. has_held: whether it was there at its release, and what was read counts."""
+
+    entries: Sequence[Entry | None]
+    has_held: bool = False
+
+
+@contextmanager
+def leased(directory: DirectoryPort, reader: str, keys: Sequence[BlockKey], ttl_s: float) -> Iterator[Leased]:
+    """Leases blocks until the body ends. Raises StoreError without the directory."""
+    lease = directory.lease(reader, keys, ttl_s)
+    blocks = Leased(lease.entries)
+    try:
+        yield blocks
+    finally:
+        blocks.has_held = directory.release(lease.lease_id)
 
 
 class MappedArena:
@@ -73,3 +98,49 @@ class MappedArena:
             return answer
         self.num_failed += 1
         return otherwise
+
+
+class ArenaBlocks:
+    """A BlockSource over an arena and its directory in this process. reader, ttl_s: of its leases. For one thread."""
+
+    tier = Tier.HOST
+
+    def __init__(self, directory: DirectoryPort, arena: Arena, payload_bytes: int, reader: str, ttl_s: float) -> None:
+        self._directory = directory
+        self._arena = arena
+        self._payload_bytes = payload_bytes
+        self._reader = reader
+        self._ttl_s = ttl_s
+        self._counted = Counter[str]()
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._directory.records.exists(keys)
+
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        with leased(self._directory, self._reader, [name.key for name in names], self._ttl_s) as blocks:
+            for name, entry, payload in zip(names, blocks.entries, into, strict=True):
+                if entry is None:
+                    self._counted["misses"] += 1
+                    return
+                payload[:] = self._payload(entry.slot)
+                if checksum_of(payload) != entry.checksum:
+                    self._counted["corrupt"] += 1
+                    self._reject(Block(entry.slot, name, entry.checksum))
+                    return
+                self._counted["hits"] += 1
+                yield entry.checksum
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._directory.delete(keys)
+
+    def status(self) -> FarStatus:
+        return FarStatus(self.tier, "up", **self._counted)
+
+    def close(self) -> None:
+        self._arena.close()
+
+    def _payload(self, slot: SlotId) -> memoryview:
+        return self._arena.slot(slot)[: self._payload_bytes]
+
+    def _reject(self, block: Block) -> None:
+        self._directory.reject([block])

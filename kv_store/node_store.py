@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, takewhile
 
-from kv_store.block_store import Back, Front, StoreStatus
-from kv_store.costs import Costs, LookupS, SourceCosts, Split, SplitRule
+from kv_store.block_store import NOTHING, Reading, StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.frame import checksum_of
-from kv_store.mapped_arena import MappedArena
-from kv_store.misses import FetchMisses
+from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, Hold, KeepHint, Lease
+from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, Hold, KeepHint
+from kv_store.prefix.costs import Costs, SourceCosts
+from kv_store.prefix.misses import LEASE_LOST, UNREACHED, causes, failures
+from kv_store.prefix.plan import FRONT, Needs, Read, plan_split, plan_whole
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.contents import HostTier, ListableTier
-from kv_store.tiers.far_tiers import FarTiers, Promotion
+from kv_store.tiers.far_tiers import FarLookup, FarTiers, Promotion
 from wire.block_names import BlockName
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId, SlotId
@@ -97,27 +97,19 @@ class NodeStore:
         self._checksums = (
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
-        self._misses = FetchMisses(clock)
 
     def fence(self) -> None:
         self._pool.fence()
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
-        search = _Search(self._far.sources(peers), SourceCosts.lookup_s, self.costs.whole)
-        return self._fetch(names, pages, search).tiers
+    def fetch(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
+    ) -> Reading:
+        fetch = self._fetch if needs.starts is None else self._fetch_window
+        unreached = Reading([UNREACHED] * len(names))
+        return self._host.or_else(unreached, lambda: fetch(names, pages, peers, needs))
 
-    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        search = _Search(self._far.sources(peers), SourceCosts.split_lookup_s, SplitRule(self.costs).divide)
-        return self._fetch(names, pages, search)
-
-    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
-        return self._host.or_else([], lambda: self._reading(back.names, partial(self._copy_back, back, pages)).tiers)
-
-    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        return self._misses.causes(names, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
-
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
-        return self._host.or_else(slice(0, 0), lambda: self._longest(names, starts, peers))
+    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+        return self._host.or_else(NOTHING, lambda: self._read(step, pages))
 
     def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
         parents = [b"" if name.parent == name.root_digest else name.parent for name in names]
@@ -142,38 +134,52 @@ class NodeStore:
         keys = [*dict.fromkeys(name.key for name in names)]
         self._host.or_else(0, lambda: self._host.directory.records.keep(keys, hint))
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search") -> Front:
-        self._misses.begin(names)
-        copy = partial(self._copy_in, names, pages, search)
-        return self._host.or_else(Front([]), lambda: self._reading(names, copy))
+    def _fetch(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
+    ) -> Reading:
+        """Reads blocks up to the first that no tier has, as planned."""
+        with self._leased(names) as lease:
+            holes = [place for place, entry in enumerate(lease.entries) if entry is None]
+            lookup_s = SourceCosts.split_lookup_s if needs.splits else SourceCosts.lookup_s
+            lookup = FarLookup(self._far, [names[hole] for hole in holes], peers, lookup_s)
+            far = dict(zip(holes, takewhile(lambda source: source is not None, lookup), strict=False))
+            end = next((hole for hole in holes if hole not in far), len(names))
+            unasked = lookup.unasked if end < len(names) else None
+            found = Read(names[:end], [far.get(place) for place in range(end)], self.costs)
+            front, rest, *later = (plan_split if needs.splits else plan_whole)(found, lookup.probes)
+            tiers = self._copy(front, pages, lease.entries, lambda: lookup.is_late)
+            failed = failures(front.sources[len(tiers) :], lookup.is_late)
+        read = tiers if lease.has_held else [LEASE_LOST] * len(tiers)
+        unknown = self._causes(names[end:], unasked)
+        return Reading([*read, *failed, *rest.misses, *unknown], later[0] if later else None)
 
-    def _reading(self, names: Sequence[BlockName], copy: Callable[[Sequence[Entry | None]], Front]) -> Front:
-        """Copies blocks under a lease; none where it ran out."""
-        lease = self._lease(names)
-        try:
-            with self._writing():
-                front = copy(lease.entries)
-        finally:
-            held = self._host.directory.release(lease.lease_id)
-        if not held:
-            self._misses.note_lost_lease(names[: len(front.tiers)])
-        return front if held else replace(front, tiers=[])
-
-    def _longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str]) -> slice:
-        """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
+    def _fetch_window(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
+    ) -> Reading:
+        """Reads the blocks that the last usable one needs, which a lookup from the end finds."""
         is_here = self._host.directory.records.exists([name.key for name in names])
-        missing = [place for place, here in enumerate(is_here) if not here]
-        sources = self.costs.worth_asking(self._far.sources(peers), len(missing))
-        deadline = self._clock() + self.costs.budget_s(len(missing))
-        self._misses.note_hole([names[place] for place in missing], self._far.sources(peers), sources, deadline)
-        far = self._far.locate([names[place] for place in reversed(missing)], sources, deadline)
-        end = len(names)
-        for place, source in zip(reversed(missing), far, strict=True):
-            if not end or place < starts[end - 1]:
-                break
-            if source is None:
-                end = place
-        return slice(starts[end - 1] if end else 0, end)
+        missing = [place for place, here in reversed([*enumerate(is_here)]) if not here]
+        lookup = FarLookup(self._far, [names[place] for place in missing], peers)
+        end = needs.usable_end((place, source is not None) for place, source in zip(missing, lookup, strict=True))
+        places = needs.places(end)
+        reading = self._fetch([names[place] for place in places], pages, peers, FRONT)
+        block_at = dict(zip(places, reading.blocks, strict=True))
+        blocks = [block_at.get(place, Miss(Cause.NOT_READ)) for place in range(end)]
+        return Reading([*blocks, *self._causes(names[end:], lookup.unasked)])
+
+    def _read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+        """Reads blocks up to the first one that was in the arena, and is gone."""
+        with self._leased(step.names) as lease:
+            where = [
+                source if entry is None else entry for entry, source in zip(lease.entries, step.sources, strict=True)
+            ]
+            there = step.part(0, where.index(None) if None in where else len(where))
+            deadline = self._clock() + 2 * step.group_s
+            tiers = self._copy(there, pages, lease.entries, lambda: self._clock() > deadline)
+        return Reading(tiers if lease.has_held else [])
+
+    def _causes(self, names: Sequence[BlockName], unasked: Miss | None) -> list[Miss]:
+        return causes(names, unasked, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
 
     def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
         self._host.attach()
@@ -184,11 +190,13 @@ class NodeStore:
             blocks = self._copy_out(wanted)
             return reservation.num_resident + (self._host.directory.commit(self._me, blocks, hold) if blocks else 0)
 
-    def _lease(self, names: Sequence[BlockName]) -> Lease:
+    @contextmanager
+    def _leased(self, names: Sequence[BlockName]) -> Iterator[Leased]:
         """Leases blocks for long enough to copy them."""
         self._host.attach()
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
-        return self._host.directory.lease(self._me, [name.key for name in names], ttl_s)
+        with leased(self._host.directory, self._me, [name.key for name in names], ttl_s) as blocks, self._writing():
+            yield blocks
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -201,47 +209,16 @@ class NodeStore:
                 self._host.directory.abandon(self._me)
             raise
 
-    def _copy_in(
-        self, names: Sequence[BlockName], pages: Sequence[PageId], search: "_Search", entries: Sequence[Entry | None]
-    ) -> Front:
-        """Copies the longest prefix that proves good, and is worth it."""
-        holes = [place for place, entry in enumerate(entries) if entry is None]
-        deadline = self._clock() + self.costs.budget_s(len(holes))
-        missing = [names[hole] for hole in holes]
-        worth_asking = self.costs.worth_asking(search.sources, len(holes), search.lookup_s)
-        located = [*iter(partial(next, self._far.locate(missing, worth_asking, deadline), None), None)]
-        end = holes[len(located)] if len(located) < len(holes) else len(names)
-        self._misses.note_hole(names[end:], search.sources, worth_asking, deadline)
-        far = dict(zip(holes, located, strict=False))
-        found = Back(names[:end], [far.get(place) for place in range(end)], SplitRule(self.costs))
-        split = search.divide(found.sources)
-        tiers = self._copy(found.part(0, split.num_first), pages, entries, deadline)
-        self._misses.note_reads(found.names, len(tiers), split.num_first, far.get(len(tiers)), deadline)
-        is_tail = any(name.is_tail for name in found.names[-1:])
-        back = found.part(split.num_first, max(split.num_first, split.stop - is_tail))
-        return Front(tiers, back if back.names else None)
-
-    def _copy_back(self, back: Back, pages: Sequence[PageId], entries: Sequence[Entry | None]) -> Front:
-        """Copies the blocks up to the first one that was in the arena, and is gone."""
-        is_gone = [entry is None and source is None for entry, source in zip(entries, back.sources, strict=True)]
-        there = back.part(0, is_gone.index(True) if True in is_gone else len(is_gone))
-        return Front(self._copy(there, pages, entries, self._clock() + back.rule.group_budget_s(back.sources)))
-
     def _copy(
-        self, found: Back, pages: Sequence[PageId], entries: Sequence[Entry | None], deadline: float
+        self, found: Read, pages: Sequence[PageId], entries: Sequence[Entry | None], is_late: Callable[[], bool]
     ) -> list[Tier]:
         """Copies blocks up to the first that is not right; blocks from far tiers go into the arena on the way."""
         entries = entries[: len(found.names)]
-        far = [
-            (name, source)
-            for name, source, entry in zip(found.names, found.sources, entries, strict=True)
-            if entry is None and source is not None
-        ]
-        missing, located = [name for name, _ in far], [source for _, source in far]
-        promotion = Promotion(self._host.directory, self._me, missing, located, self._host.payload, self.costs)
+        far = found.at([place for place, entry in enumerate(entries) if entry is None])
+        promotion = Promotion(self._host, self._me, far)
         near = self._read_arena(found.names, entries)
         tiers: list[Tier] = []
-        with closing(promotion.read(lambda: self._clock() > deadline)) as promoted:
+        with closing(promotion.read(is_late)) as promoted:
             for entry, page in zip(entries, pages, strict=False):
                 verified = next(promoted if entry is None else near, None)
                 if verified is None:
@@ -277,15 +254,6 @@ class NodeStore:
             sums = self._checksums(self._host.payload(slot) for _, _, slot in group)
             blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
         return blocks
-
-
-@dataclass(frozen=True)
-class _Search:
-    """The far sources of one fetch, the rule by which they are asked, and the rule by which found blocks are read."""
-
-    sources: Sequence[BlockSource]
-    lookup_s: LookupS
-    divide: Callable[[Sequence[BlockSource | None]], Split]
 
 
 @cache

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from kv_store.block_store import Back, Front
+from kv_store.block_store import NOTHING, Reading
 from kv_store.device_pool import DevicePool
 from kv_store.node.directory_port import KeepHint
+from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.tiers.tier_list import TierList
 from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.tier import Cause, Miss, Tier
+from wire.tier import Cause, Disposition, Miss
 
 
 class PageStore:
@@ -26,36 +27,23 @@ class PageStore:
     def fence(self) -> None:
         self._pool.fence()
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
-        full = [name for name in names if not name.is_tail]
-        tiers: list[Tier] = []
-        with closing(self._tiers.read(full, [self._payload] * len(full))) as blocks:
-            for tier, page in zip(blocks, pages, strict=False):
+    def fetch(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
+    ) -> Reading:
+        """Reads all that it finds: these tiers learn no costs, and do not remember what they have lost."""
+        blocks: list[Disposition] = [Miss(Cause.PARTIAL if one.is_tail else Cause.NO_LONGER_KNOWN) for one in names]
+        end = len(names) if needs.starts is None else self._usable_end(names, needs)
+        places = [place for place in needs.places(end) if not names[place].is_tail]
+        with closing(self._tiers.read([names[place] for place in places], [self._payload] * len(places))) as read:
+            for tier, page, place in zip(read, pages, places, strict=False):
                 self._pool.write_page(page, self._payload)
                 self._pool.wait()
-                tiers.append(tier)
-        return tiers
+                blocks[place] = tier
+        return Reading(blocks)
 
-    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        """Leaves nothing for later: these tiers learn no costs."""
-        return Front(self.fetch(names, pages, peers))
-
-    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
-        return []
-
-    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        """Names no causes but a partial block: these tiers do not remember what they have lost."""
-        return [Miss(Cause.PARTIAL if name.is_tail else Cause.NO_LONGER_KNOWN) for name in names]
-
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
-        is_here = self._tiers.exists([name.key for name in names])
-        end = len(names)
-        for place in reversed(range(len(names))):
-            if place < starts[end - 1]:
-                break
-            if not is_here[place]:
-                end = place
-        return slice(starts[end - 1] if end else 0, end)
+    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+        """Reads nothing: no step is left."""
+        return NOTHING
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         full = [(name, page) for name, page in zip(names, pages, strict=True) if not name.is_tail]
@@ -66,6 +54,10 @@ class PageStore:
 
     def keep(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         """Does nothing: these tiers evict by last use."""
+
+    def _usable_end(self, names: Sequence[BlockName], needs: Needs) -> int:
+        is_here = self._tiers.exists([name.key for name in names])
+        return needs.usable_end(reversed([*enumerate(is_here)]))
 
     def _payload_of(self, page: PageId) -> memoryview:
         self._pool.read_page(page, self._payload)

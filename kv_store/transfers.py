@@ -7,16 +7,16 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from kv_store.block_store import Back, BlockStore
+from kv_store.block_store import NOTHING, BlockStore, Reading
 from kv_store.node.directory_port import KeepHint
+from kv_store.prefix.plan import FRONT, Needs, Read
 from wire.block_names import BlockName
-from wire.ids import AttemptId, BlockKey, PageId
-from wire.tier import Miss, Tier
+from wire.ids import AttemptId, PageId
 
 log = logging.getLogger(__name__)
 
@@ -37,49 +37,23 @@ class Transfer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store. peers: as in `BlockStore.fetch`.
-
-    starts: as in `BlockStore.longest`, where a block can be used without all before it; the pages suffice for
-    the blocks that any one name needs. num_sinks: the number of first names that all others need.
-    """
+    """An order to fill pages with blocks of the store. peers, needs: as in `BlockStore.fetch`."""
 
     peers: Sequence[str] = ()
-    starts: Sequence[int] | None = None
-    num_sinks: int = 0
+    needs: Needs = FRONT
 
     def run(self, store: BlockStore) -> "Done":
-        if self.starts is None:
-            tiers = store.fetch(self.names, self.pages, self.peers)
-            return Done(self, tiers, misses=_misses(store, self.names[len(tiers) :]))
-        run = store.longest(self.names, self.starts, self.peers)
-        places = self.places(run.start, run.stop)
-        tiers = store.fetch([self.names[place] for place in places], self.pages, self.peers)
-        missing = self.names[run.stop if len(tiers) == len(places) else run.start :]
-        return Done(self, tiers, run.start, misses=_misses(store, missing))
-
-    def places(self, first: int, stop: int) -> list[int]:
-        """Lists the places of the names that a run needs, in the order of their pages."""
-        return [*range(min(self.num_sinks, first)), *range(first, stop)]
+        return Done(self, store.fetch(self.names, self.pages, self.peers, self.needs))
 
 
 @dataclass(frozen=True, eq=False)
-class FrontFetch(Fetch):
-    """A Fetch that may leave found blocks for later, as `BlockStore.fetch_front` does."""
+class ReadGroup(Transfer):
+    """An order to fill pages that no sequence owns with a part of the step that a fetch has left."""
+
+    step: Read = field(kw_only=True)
 
     def run(self, store: BlockStore) -> "Done":
-        front = store.fetch_front(self.names, self.pages, self.peers)
-        misses = _misses(store, self.names[len(front.tiers) :])
-        return Done(self, front.tiers, misses=misses, back=front.back)
-
-
-@dataclass(frozen=True, eq=False)
-class BackFetch(Transfer):
-    """An order to fill pages that no sequence owns with a group of blocks that were found before."""
-
-    back: Back = field(kw_only=True)
-
-    def run(self, store: BlockStore) -> "Done":
-        return Done(self, store.fetch_back(self.back, self.pages))
+        return Done(self, store.read(self.step, self.pages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,23 +92,13 @@ class Keep(Transfer):
 class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
 
-    tiers: of each block fetched; these fill the first pages. first: the place of the first of them in the names.
-    num_resident: blocks of a write that the host tier has. misses: the causes of blocks that a fetch has not found.
-    back: found blocks that a fetch has left for later.
+    num_resident: blocks of a write that the host tier has.
     """
 
     transfer: Transfer
-    tiers: list[Tier] = field(default_factory=list)
-    first: int = 0
+    reading: Reading = NOTHING
     num_resident: int = 0
-    misses: Mapping[BlockKey, Miss] = field(default_factory=dict)
     error: str | None = None
-    back: Back | None = None
-
-
-def _misses(store: BlockStore, names: Sequence[BlockName]) -> Mapping[BlockKey, Miss]:
-    causes = store.misses(names) if names else []
-    return {name.key: miss for name, miss in zip(names, causes, strict=True)}
 
 
 class Transfers(Protocol):

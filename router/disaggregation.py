@@ -4,7 +4,7 @@ prefill pool        (queued + uncached tokens) * prefill of a token + hand-off
 decode worker       (queued + uncached tokens * (1 + streams)) * prefill of a token: each stream waits for the prompt
 
 A prompt goes where the sum over all requests, this one and the streams, grows least. Workers learn the time of a token
-(`kv_store/costs.py`), the router that of a hand-off, from timelines. Cached blocks are read either way.
+(`kv_store/prefix/costs.py`), the router that of a hand-off, from timelines. Cached blocks are read either way.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Proves everything: formatting, lint, strict types, import contracts, words, generated stubs, all tests.
-#   bash tests/run.sh [--all] [ARGUMENTS OF PYTEST]
-# --all: every combination of parameters where pairs of them do otherwise, and a thousand seeds (an hour or more).
+#   bash tests/run.sh [--all | --changed] [ARGUMENTS OF PYTEST]
+# --all: every combination of parameters where pairs of them do otherwise, a thousand seeds (an hour or more), and then the tests that
+# need more than this machine may have: clients of others, the page in a browser, the image, a real model.
+# --changed: only tests whose sources have changed since they last passed here (tests/changed.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/environment.sh dev
 export BATON_NO_SKIP=1 OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-[ "${1:-}" = --all ] && { export BATON_TESTS=all; shift; }
+which=
+case "${1:-}" in --all | --changed) which="$1" && shift ;; esac
+[ "$which" = --all ] && export BATON_TESTS=all
 
 step() {
     echo "== $1" >&2
@@ -44,4 +48,21 @@ step imports lint-imports
 step words python tests/docs/words.py
 step stubs stubs_are_current
 step kernels kernels_are_compiled
-step tests python -m pytest -n 3 "$@"
+# Notes the test files that pass, unless arguments choose among the tests.
+run_tests() {
+    local status=0
+    [ $# -eq 0 ] || { python -m pytest -n 3 "$@"; return; }
+    mkdir -p .pytest_cache
+    python -m tests.changed "${which:---all}" >.pytest_cache/changed.txt || return
+    if [ "$which" = --changed ]; then
+        set -- @.pytest_cache/changed.txt
+        [ -s .pytest_cache/changed.txt ] || { echo "each test has passed with the sources that it has now" >&2; return 0; }
+    fi
+    python -m pytest -n 3 "$@" || status=$?
+    [ $status -gt 1 ] || python -m tests.changed --passed
+    return $status
+}
+
+step tests run_tests "$@"
+[ "$which" = --all ] || exit 0
+for more in page clients real_model image; do step "$more" bash "tests/$more.sh"; done

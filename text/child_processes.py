@@ -40,7 +40,7 @@ class ChildProcesses:
     """Processes for one kind of task, which start at the first, and threads that wait for them."""
 
     def __init__(self, task: Task, num_processes: int) -> None:
-        self._children = [_Child(task) for _ in range(num_processes)]
+        self._children = [Child(task) for _ in range(num_processes)]
         self._idle = list(self._children)
         self._threads = ThreadPoolExecutor(num_processes, task.param)
 
@@ -70,7 +70,7 @@ class ChildProcesses:
             child.end()
 
 
-class _Child:
+class Child:
     """A process for tasks. One that ends, or is ended after MAX_WAIT_S, is replaced by another."""
 
     def __init__(self, task: Task) -> None:

@@ -1,9 +1,15 @@
-"""A JSON schema as its grammar is built from it: narrowed to what models should write, never widened. Pure."""
+"""A JSON schema as its grammar is built from it: narrowed to what models should write, never widened. Pure.
 
+Words that constrain nothing are left out: annotations, and bounds at the ends of doubles.
+"""
+
+import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from wire.errors import InvalidRequest
+from wire.typed_reader import Misfit, located
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([2468][048]|[13579][26]|0[48])00)"
@@ -12,36 +18,76 @@ _DATE = f"({_YEAR}-({_NO_FEBRUARY}-[0-3][0-9]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-][0-9:]{5})"
 _EXACT = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$", "time": f"^{_TIME}$"}
 """Patterns of formats that llguidance takes too much for: 29 February of any year, second 60, fractions without end."""
-_LITERAL = ("const", "enum", "default", "examples")
+_LITERAL = ("const", "enum", "default", "example", "examples")
 _NAMED = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _AT_ONCE = frozenset({"properties", "anyOf", "oneOf", "$ref"})
 _SEVERAL = frozenset({"allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "minProperties", "propertyNames"})
+_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
+"""Formats that llguidance knows; any other is an annotation."""
+_FORMAT = re.compile(r'"format"\s*:\s*"([^"]*)"')
+_UNHELD = frozenset(
+    (
+        *("$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies"),
+        *("dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames"),
+        *("then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+    )
+)
+"""Constraints that llguidance has no grammar for."""
+_LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+_IDLE: Mapping[str, tuple[Any, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "uniqueItems": (False,),
+}
+"""Values of constraints that constrain nothing."""
+MAX_BOUND = (1 << 63) - 1024
+"""Largest bound of whole numbers that llguidance, which has it as a double, can tell from the end of int64."""
+_EDGES = dict.fromkeys(("maximum", "exclusiveMaximum"), MAX_BOUND) | dict.fromkeys(
+    ("minimum", "exclusiveMinimum"), -MAX_BOUND
+)
+_ENDS = ((1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64)
+MAX_DOUBLE = 1e308
 
 
-def exact_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+def has_own_format(source: str) -> bool:
+    """Whether a schema, as JSON, has a format that no grammar holds."""
+    return not _FORMATS.issuperset(_FORMAT.findall(source))
+
+
+def exact_schema(schema: Mapping[str, Any], param: str = "response_format") -> dict[str, Any]:
     """Returns a schema with patterns of its formats and, where its objects list their properties, without further ones.
 
-    Each value of the returned schema is one of the given schema, too. Raises InvalidRequest for one nested too deeply.
+    Each value of the returned schema is one of the given schema, too. Raises InvalidRequest, for the request's field
+    `param`, for a schema that is nested too deeply, and for a constraint that no grammar can hold.
     """
     try:
         read = _close if not any(map(_is_composed, _objects(schema))) else dict
-        return _mapped(schema, lambda one: read(_patterned(one)))
+        return _mapped(schema, lambda one: read(_patterned(_bounded(_held(one)))))
+    except Misfit as misfit:
+        raise InvalidRequest(param, f"{misfit.under('')}: {misfit}") from misfit
     except RecursionError as error:
-        raise InvalidRequest("response_format", "the schema is nested too deeply") from error
+        raise InvalidRequest(param, "the schema is nested too deeply") from error
 
 
 def _mapped(schema: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """Returns a schema with a change of each schema in it."""
 
     def map_value(key: str, value: Any) -> Any:
+        if key in _LITERAL or key.startswith("x-"):
+            return value
         if isinstance(value, list):
-            return [map_value("", one) for one in value]
+            return [*located({place: (partial(map_value, ""), one) for place, one in enumerate(value)}).values()]
         if not isinstance(value, dict):
             return value
-        return {name: map_value("", one) for name, one in value.items()} if key in _NAMED else _mapped(value, change)
+        if key not in _NAMED:
+            return _mapped(value, change)
+        return located({name: (partial(map_value, ""), one) for name, one in value.items()})
 
-    return {key: one if key in _LITERAL else map_value(key, one) for key, one in change(schema).items()}
+    return located({key: (partial(map_value, key), one) for key, one in change(schema).items()})
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -55,6 +101,32 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
 def _is_composed(schema: Mapping[str, Any]) -> bool:
     """Whether a value has to be in several schemas at once: one that is closed leaves out what another lists."""
     return bool(_SEVERAL.intersection(schema)) or len(_AT_ONCE.intersection(schema)) > 1
+
+
+def _held(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema without words that constrain nothing. Raises Misfit for one that no grammar can hold."""
+    own_format = {"format"} if str(schema.get("format", "time")) not in _FORMATS else set()
+    held = {name: one for name, one in schema.items() if name not in own_format and one not in _IDLE.get(name, ())}
+    for name, one in held.items():
+        if name in _UNHELD or (name == "pattern" and isinstance(one, str) and _LOOKS_AROUND.search(one)):
+            raise Misfit("is a constraint that no grammar can hold").within(name)
+    return held
+
+
+def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema of numbers with bounds that a grammar can hold. Raises Misfit for others.
+
+    Whole numbers are bounded 1,024 before the ends of int64; a bound at the ends of int64 or of doubles is none of
+    other numbers.
+    """
+    kinds = schema.get("type")
+    is_whole = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+    given = {name: (one, _EDGES[name]) for name, one in schema.items() if name in _EDGES and type(one) in (int, float)}
+    edges = {name: edge for name, (bound, edge) in given.items() if abs(bound) > MAX_BOUND and bound * edge > 0}
+    for name in edges:
+        if not is_whole and abs(schema[name]) not in _ENDS and abs(schema[name]) < MAX_DOUBLE:
+            raise Misfit("is a bound beyond 2^63, which no grammar can hold").within(name)
+    return {name: edges.get(name, one) for name, one in schema.items() if is_whole or name not in edges}
 
 
 def _close(schema: Mapping[str, Any]) -> dict[str, Any]:

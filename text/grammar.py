@@ -36,7 +36,13 @@ _JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separ
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
-_IN_WORDS = {"NoExtensionBias": "it allows neither a further token nor the end"}
+_IN_WORDS = {
+    "NoExtensionBias": "it allows neither a further token nor the end",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "a oneOf has cases that are not told apart by a property"
+    ),
+    "regex parse error:": "a regular expression is malformed, looks around or refers back",
+}
 
 
 def new_matcher(given: ResponseFormat, tokenizer: "LLTokenizer") -> "LLMatcher":
@@ -97,7 +103,7 @@ def schema_term(schema: Mapping[str, Any], param: str = PARAM) -> str:
 
     Raises InvalidRequest for lone surrogates.
     """
-    written = json.dumps({**exact_schema(schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    written = json.dumps({**exact_schema(schema, param), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
     if _HALF_PAIR.search(written):
         raise InvalidRequest(param, "a schema has half of a surrogate pair, which is no character")
     return f"%json {written}"

@@ -1,7 +1,8 @@
 """A process that renders a model's chat template, with transformers' own renderer: `python -m text.template_child`.
 
 first   {"template", "memory_bytes"}
-task    {"messages", "tools", "variables", "continues", "max_chars"}, answered by {"text"} or {"failure"}
+task    {"messages", "tools", "variables", "continues", "opens", "max_chars"}, answered by {"text"} or {"failure"};
+        opens: whether the assistant's next turn begins
 
 Templates come from model folders and are programs.
 """
@@ -31,8 +32,7 @@ def _answer(render: Any, asked: dict[str, Any]) -> dict[str, str]:
     from jinja2.exceptions import TemplateError
 
     try:
-        continues = asked["continues"]
-        ends = {"continue_final_message": continues, "add_generation_prompt": not continues}
+        ends = {"continue_final_message": asked["continues"], "add_generation_prompt": asked["opens"]}
         [text], _ = render([asked["messages"]], tools=asked["tools"] or None, **ends, **asked["variables"])
     except MemoryError:
         return {"failure": "the model's chat template takes too much memory for them"}

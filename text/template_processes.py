@@ -1,14 +1,14 @@
 """A chat template from a model's folder, and the processes that render it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from text.answer.formats import AUTO, AnswerFormats
 from text.chat import Chat
-from text.child_processes import ChildProcesses, Task
+from text.child_processes import Child, ChildProcesses, Task
 from text.model_file import read_text
 from wire.errors import ModelError
 
@@ -61,10 +61,7 @@ class TemplateProcesses:
         """tool_format, reasoning_format: as AnswerFormats.of takes them."""
         self.formats = AnswerFormats.of(template.source, tool_format, reasoning_format)
         self._variables = dict(template.variables)
-        first = {"template": template.source, "memory_bytes": MEMORY_BYTES}
-        too_long = "the model's chat template takes too long for them"
-        task = Task("text.template_child", first, "renders chat templates", "messages", too_long)
-        self._processes = ChildProcesses(task, NUM_PROCESSES)
+        self._processes = ChildProcesses(_task(template), NUM_PROCESSES)
         self._processes.start()
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
@@ -73,10 +70,30 @@ class TemplateProcesses:
         of_turns = (part for one in chat.messages for part in (one.tool_calls, one.more))
         parts = (*chat.tool_use.tools, chat.variables, *of_turns)
         num_chars = len(chat.text) + sum(len(json.dumps(one)) for one in parts if one)
-        given |= {"variables": {**chat.variables, **self._variables}, "continues": chat.continues}
+        given |= {"variables": {**chat.variables, **self._variables}}
+        given |= {"continues": chat.continues, "opens": not chat.continues}
         asked = {**given, "max_chars": num_chars + max_added_chars}
         return (await self._processes.ask(asked))["text"]
 
     async def close(self) -> None:
         """Ends the processes; a rendering under way has MAX_WAIT_S to finish."""
         await self._processes.close()
+
+
+def render_ended(template: Template, messages: Sequence[Mapping[str, str]]) -> str:
+    """Renders messages without the opening of another, in a process that ends then. Blocks for seconds.
+
+    Raises InvalidRequest for messages that the template does not take, Unavailable without a process.
+    """
+    child = Child(_task(template))
+    given: dict[str, Any] = {"messages": [*messages], "tools": (), "variables": dict(template.variables)}
+    try:
+        return child.ask({**given, "continues": False, "opens": False, "max_chars": MAX_TEMPLATE_BYTES})["text"]
+    finally:
+        child.end()
+
+
+def _task(template: Template) -> Task:
+    first = {"template": template.source, "memory_bytes": MEMORY_BYTES}
+    too_long = "the model's chat template takes too long for them"
+    return Task("text.template_child", first, "renders chat templates", "messages", too_long)

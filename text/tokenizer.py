@@ -30,6 +30,7 @@ class TokenizerConfig:
     """In order of their ids."""
     special_tokens: tuple[AddedToken, ...] = ()
     """Tokens with a role (`eos_token`, ...), and extra ones."""
+    end_token: str | None = None
 
     @classmethod
     def load(cls, folder: Path) -> "TokenizerConfig":
@@ -54,6 +55,7 @@ class TokenizerConfig:
         return cls(
             declared_tokens=tuple(token for _, token in sorted(declared.items())),
             special_tokens=tuple(_token(value) for value in [*named.values(), *unnamed]),
+            end_token=_token(named["eos_token"]).content if "eos_token" in named else None,
         )
 
 

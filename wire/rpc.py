@@ -1,6 +1,7 @@
 """Options of every gRPC server and channel of ours, their TLS between nodes, and the check of the cluster's token."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,10 +52,15 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share a connection, and its number of calls
 )
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
+"""Goes past the proxies that the environment names: an option of channels within a cluster, and to this machine."""
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Variables in which gRPC looks for a proxy, with TLS and without; the first one that is set counts."""
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", LINE_WINDOW_BYTES), ("grpc.http2.bdp_probe", 0))
 """So little is on its way that a short order overtakes a long one on a slow network, too."""
 LINE_OPTIONS = (
     *CHANNEL_OPTIONS[2:],
+    *NO_PROXY,
     ("grpc.max_receive_message_length", MAX_LINE_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     *_SMALL_WINDOW,
@@ -183,6 +189,18 @@ def open_channel(address: str, options: Sequence[tuple[str, Any]], identity: Ide
     parts = (identity.authority_pem, identity.key_pem, identity.certificate_pem)
     credentials = grpc.ssl_channel_credentials(*(part.encode() for part in parts))
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def proxy_to(address: str) -> str:
+    """Names the variable of the proxy that gRPC asks for a HOST:PORT; "" for none, as for this machine.
+
+    Source: gRPC's environment variables. A network in no_proxy, such as 10.0.0.0/8, is looked at by gRPC alone.
+    """
+    host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
+    listed = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
+    excluded = tuple(one.strip() for one in listed.split(",") if one.strip())
+    is_direct = host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.") or host.endswith(excluded)
+    return "" if is_direct else next((name for name in PROXIES if os.environ.get(name)), "")
 
 
 def port_taken(host: str, port: int) -> ConfigError:

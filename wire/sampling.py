@@ -11,7 +11,7 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_TOLD_PROMPT_LEN = 1 << 15
 """Tokens of a prompt that is echoed, or whose log-probabilities are told."""
-MAX_STOPS = 4
+MAX_STOPS = 8
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_REPETITION_PENALTY = 10.0
@@ -21,6 +21,7 @@ MAX_FORMAT_BYTES = 64 << 10
 """Of a response format: a worker takes 0.3 s to build the worst of this size."""
 _RANGES = {
     "temperature": (0, 2),
+    "top_p": (0, 1),
     "min_p": (0, 1),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
@@ -94,7 +95,6 @@ class SamplingParams:
         for param, (low, high) in _RANGES.items():
             value = getattr(self, param)
             _require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
-        _require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
         _require(self.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
         is_penalty = 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
         _require(is_penalty, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")

@@ -204,6 +204,10 @@ class Miss:
     age_s: float = 0.0
 
 
+Disposition = Tier | Miss
+"""The disposition of a block: the tier that had its KV, or the miss for which it is computed."""
+
+
 @dataclass(frozen=True)
 class MissRun:
     """Consecutive blocks of a prompt with one cause; `miss` is the first one's. first_token: of the first block."""
@@ -213,28 +217,19 @@ class MissRun:
     num_blocks: int
 
 
-def runs_of(misses: Iterable[Miss], first_block: int, block_size: int) -> tuple[MissRun, ...]:
-    """Joins the causes of consecutive blocks, of which the first is the prompt's `first_block`-th from 0."""
+def runs_of(blocks: Iterable[Disposition], block_size: int) -> tuple[MissRun, ...]:
+    """Joins the causes of consecutive blocks that are computed. blocks: all of a prompt, from its first."""
     runs: list[MissRun] = []
-    place, all_blocks = first_block, [*misses]
-    for _, group in groupby(all_blocks, key=lambda one: (one.cause, one.how)):
-        blocks = [*group]
-        if len(runs) == MAX_RUNS - 1:
-            runs.append(MissRun(Miss(Cause.BEHIND), place * block_size, first_block + len(all_blocks) - place))
-            break
-        runs.append(MissRun(blocks[0], place * block_size, len(blocks)))
-        place += len(blocks)
+    place, all_blocks = 0, [*blocks]
+    for _, group in groupby(all_blocks, key=lambda one: (one.cause, one.how) if isinstance(one, Miss) else None):
+        same = [*group]
+        if isinstance(same[0], Miss):
+            if len(runs) == MAX_RUNS - 1:
+                num_left = sum(isinstance(one, Miss) for one in all_blocks[place:])
+                return (*runs, MissRun(Miss(Cause.BEHIND), place * block_size, num_left))
+            runs.append(MissRun(same[0], place * block_size, len(same)))
+        place += len(same)
     return tuple(runs)
-
-
-def without_blocks(runs: Iterable[MissRun], tokens: range, block_size: int) -> tuple[MissRun, ...]:
-    """Takes the blocks of these tokens out of runs; at most MAX_RUNS are left."""
-    kept: list[MissRun] = []
-    for run in runs:
-        stop = run.first_token + run.num_blocks * block_size
-        spans = (run.first_token, min(stop, tokens.start)), (max(run.first_token, tokens.stop), stop)
-        kept += (MissRun(run.miss, first, (end - first) // block_size) for first, end in spans if first < end)
-    return tuple(kept[:MAX_RUNS])
 
 
 def words_of(run: MissRun) -> str:

@@ -97,7 +97,7 @@ def shown(value: object) -> str:
     """Writes the beginning of a value, on one line; an object or a list by its kind, an endless number in words."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python would not write it out
         return "a number of more than 300 digits"
-    return _KINDS.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]
+    return "an empty list" if value == [] else _KINDS.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A job writes the very messages that go to the router. Its Stopwatch divides the 
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import repeat
@@ -111,25 +111,26 @@ class PromptProgress:
             case Scheduled():
                 self._stopwatch.begin_span(SpanName.FETCH, now_s)
             case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
-                self.tokens = tokens
-                self._count_tiers(tokens.found)
+                self._take(tokens)
                 self._stopwatch.begin_span(SpanName.WAIT_TURN, now_s)
             case Started(choice=choice) if choice == self._leader and self.tokens is not None:
                 self._stopwatch.begin_span(SpanName.COMPUTE if self.tokens.computed else self._after, now_s)
                 self._stopwatch.count(tokens_computed=self.tokens.computed)
             case Jumped(choice=choice) if choice == self._leader and self.tokens is not None and self._is_first:
-                self.tokens = self.tokens.after(event)
-                self._count_tiers(event.found)
+                self._take(event.tokens)
                 if self._stopwatch.span is SpanName.COMPUTE:
-                    self._stopwatch.count(tokens_computed=-sum(event.found.values()))
+                    self._stopwatch.count(tokens_computed=-event.num_found)
             case Preempted():
                 self._stopwatch.count(preemptions=1)
                 self._is_first = False
 
-    def _count_tiers(self, found: Mapping[str, int]) -> None:
-        for tier, num_tokens in found.items():
+    def _take(self, tokens: PromptTokens) -> None:
+        """Takes the sources of the prompt's tokens, and counts the found ones that are new by tier."""
+        before = Counter(self.tokens.found if self.tokens else ())
+        for tier, num_tokens in (Counter(tokens.found) - before).items():
             num_blocks = -(-num_tokens // self._block_size)
             self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})
+        self.tokens = tokens
 
 
 class Job(ABC):

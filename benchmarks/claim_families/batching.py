@@ -2,13 +2,15 @@
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from unittest.mock import patch
 
-from benchmarks.cache_cost import no_cache
+import engine.sequence
 from benchmarks.claim_families.caching import one_thread
 from benchmarks.claim_families.engines import (
     POOL_TOKENS,
@@ -23,9 +25,12 @@ from benchmarks.claim_families.engines import (
 )
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from cli.bench.schedule import read_trace
+from engine.kv.retention import Retention, Tokens
 from engine.model.decoder import Decoder
 from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from wire.block_names import BlockName
+from wire.ids import PageId
 
 BATCHED_SHAPE, SHARING_SHAPE = (1024, 4), (512, 6)
 """Hidden size and layers: of a model whose steps are mostly reads of weights, and of a quick one."""
@@ -42,6 +47,23 @@ NUM_GAPS = 16
 SAID_OF_SHARING = 1.5
 SHARES = (0.0, 0.5, 0.75, 0.9)
 SHARED_PROMPT_LEN, SHARED_OUTPUT_LEN = 256, 32
+
+
+class Nameless(Retention):
+    """A retention of blocks without names: none is found, and none is published."""
+
+    def names(self, tokens: Tokens, num_tokens: int, num_dropped: int = 0) -> list[BlockName]:
+        return []
+
+    def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
+        return []
+
+
+@contextmanager
+def no_cache() -> Iterator[None]:
+    """Lets engines make sequences without names."""
+    with patch.object(engine.sequence, "retention_of", Nameless):
+        yield
 
 
 @dataclass(frozen=True)

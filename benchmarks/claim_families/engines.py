@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.claim_families.finding import Inputs
-from benchmarks.flood import make_model
+from benchmarks.disaggregation import make_model
 from engine.core import EngineCore
 from engine.events import Failed
 from engine.model.decoder import Decoder

@@ -21,24 +21,27 @@ A gain *holds* where the measurement reaches the lower number said, a share of a
 disagree or are too few. Ratios are medians, with the least and the greatest round. The models are small and
 run on a CPU: figures tell whether an effect is there and which way it points, not how large it is on a GPU."""
 ON_REAL = "With `--real` it measures families on SmolLM2 (`baton pull smollm2`); its rows stand below the others."
+KERNELS_OF = "2026-11-23"
+"""The day of the last change to kernels/cpu that models of these families see: c7f7d877."""
 HOLDS = {True: "yes", False: "no", None: "-"}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The results of a family as they are kept in JSON."""
+    """The results of a family as they are kept in JSON. commit: the measured code's, or `added by` the results' own."""
 
     machine: str
     date: str
+    commit: str
     setting: str
     rows: dict[str, dict[str, Any]]
     chart: dict[str, Any] | None
 
     @classmethod
-    def of(cls, family: Family, report: Report, machine: str, date: str) -> "Kept":
+    def of(cls, family: Family, report: Report, machine: str, date: str, commit: str) -> "Kept":
         """Raises KeyError where a claim has no finding."""
         rows = {name: {"said": said, **asdict(report.findings[name])} for name, said in family.claims.items()}
-        return cls(machine, date, report.setting, rows, None if report.chart is None else asdict(report.chart))
+        return cls(machine, date, commit, report.setting, rows, None if report.chart is None else asdict(report.chart))
 
     def only(self, family: Family) -> "Kept":
         """Leaves out claims that a family had once."""
@@ -54,7 +57,7 @@ def write_page(
     """
     folder = page.with_suffix("")
     folder.mkdir(exist_ok=True)
-    parts = [INTRODUCTION, *([ON_REAL] if real else []), _summary(kept)]
+    parts = [INTRODUCTION, *([ON_REAL] if real else []), _summary(kept), *_to_measure_again(families, kept)]
     for name, family in families.items():
         if name in kept:
             parts.append(_section(name, family, kept[name]))
@@ -68,6 +71,14 @@ def write_page(
 def _summary(kept: Mapping[str, Kept]) -> str:
     held = Counter(row["holds"] for one in kept.values() for row in one.rows.values())
     return f"Of {held.total()} claims {held[True]} hold, {held[False]} do not, and {held[None]} wait."
+
+
+def _to_measure_again(families: Mapping[str, Family], kept: Mapping[str, Kept]) -> list[str]:
+    """Names the families that a machine measured before the kernels of today."""
+    old = [families[name].title for name, one in kept.items() if one.machine and one.date < KERNELS_OF]
+    return (
+        [f"**Older than the kernels of today** ({KERNELS_OF}), and to be made again: {', '.join(old)}."] if old else []
+    )
 
 
 def _section(name: str, family: Family, kept: Kept) -> str:
@@ -85,8 +96,9 @@ def _table(kept: Kept) -> str:
         _row(claim, Finding(**{key: value for key, value in row.items() if key != "said"}), row["said"])
         for claim, row in kept.rows.items()
     ]
-    machine = f" Machine: {kept.machine}, {kept.date}." if kept.machine else ""
-    return "\n\n".join([f"{kept.setting}{machine}", "\n".join(rows)])
+    machine = f"Machine: {kept.machine}, " if kept.machine else "On any machine, "
+    place = f"{machine}{kept.date}, {kept.commit}."
+    return "\n\n".join([f"{kept.setting} {place}", "\n".join(rows)])
 
 
 def _row(claim: str, finding: Finding, said: str) -> str:

@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cache_cost import DEMO_MODEL
 from benchmarks.claim_families.engines import BLOCK_SIZE, Asked, load, make_core, random_model, run
 from benchmarks.claim_families.finding import Family, Finding, Inputs, Report
 from cli.size.capacity import RequestKV
 from cli.size.shape import BITS, ModelShape
+from demo_model import CHECKPOINT
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -42,7 +42,7 @@ def resident_bytes() -> int:
 
 def take(folder: Path) -> dict[str, int]:
     """Loads a checkpoint and fills a pool; returns the resident bytes that each step added."""
-    _fill(load(DEMO_MODEL, "bfloat16"), 1)  # libraries, kernels and their threads
+    _fill(load(CHECKPOINT, "bfloat16"), 1)  # libraries, kernels and their threads
     before = resident_bytes()
     model = load(folder, "bfloat16")
     weights = resident_bytes() - before

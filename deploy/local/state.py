@@ -16,6 +16,7 @@ from deploy.local import run_dir
 from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import ProcessRef, recorded_living, wait_until
+from kernels.user_cache import substitute_home, user_folder
 from router.config import ServedNamespace
 from wire.errors import ConfigError, Unavailable, WireError
 from wire.pools import Addresses
@@ -170,9 +171,8 @@ def command_line(verb: str, name: str) -> str:
 
 def state_dir() -> Path:
     """Returns the folder of states and secret, readable for its owner only; makes it if need be. Raises ConfigError."""
-    folder = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state"), "baton")
-    if not folder.is_absolute():
-        raise ConfigError(f"XDG_STATE_HOME must be the absolute path of a folder, not {str(folder.parent)[:64]!r}")
+    with explained_path(substitute_home()):
+        folder = user_folder("XDG_STATE_HOME", ".local/state")
     with explained_path(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

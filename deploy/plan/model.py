@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.plan.config import ModelSettings
+from engine.checkpoint.gguf import SUFFIX, require_gguf
 from engine.checkpoint.json_fields import parse_object
 from engine.checkpoint.pulled import MODELS
 from router.config import ServedModel
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
-GGUF_SUFFIX = ".gguf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -68,18 +68,25 @@ class ModelFacts:
 
 
 def require_folders(model: str | None, draft: str | None) -> None:
-    """Raises ModelError for a path that is no model's or draft's folder, in milliseconds; trusts a name on the hub."""
+    """Raises ModelError for a path that is no model's or draft's, in milliseconds; trusts a name on the hub."""
     for setting, path in (("", model), ("speculation.draft: ", draft)):
-        if path is None or ((path in MODELS or _HUB_NAME.fullmatch(path)) and not os.path.lexists(path)):
-            continue
-        folder = Path(os.path.expanduser(path))
         try:
-            if not os.path.lexists(folder):
-                raise ModelError(f"{path[:64]} is no folder, GGUF file, name of `baton pull` or name on the hub")
-            if folder.suffix != GGUF_SUFFIX or folder.is_dir():
-                parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+            if path is not None:
+                _require_model(path)
         except ModelError as error:
             raise ModelError(f"{setting}{error.message}", **error.ids) from error
+
+
+def _require_model(name: str) -> None:
+    path = Path(os.path.expanduser(name))
+    if path.is_file():
+        require_gguf(path)
+    elif os.path.lexists(path):
+        parse_object(read_regular(path / "config.json", MAX_CONFIG_BYTES), "config.json")
+    elif name in MODELS:
+        MODELS[name].find()
+    elif not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"{name[:64]} is no folder, GGUF file, name of `baton pull` or name on the hub")
 
 
 def inspect_model(
@@ -167,5 +174,5 @@ def _demo_model() -> str:
 def _name(path: str | None) -> str:
     if path is None:
         return DEMO_MODEL
-    folder = Path(path).expanduser()
-    return folder.resolve().name.removesuffix(GGUF_SUFFIX) if folder.exists() else path
+    folder = Path(os.path.expanduser(path))
+    return (folder if folder.is_file() else folder.resolve()).name.removesuffix(SUFFIX) if folder.exists() else path

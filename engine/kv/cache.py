@@ -7,14 +7,13 @@
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from engine.events import Fetched, PromptTokens
+from engine.events import Fetched
 from engine.kv.allocator import PageAllocator
 from engine.kv.dropping import gather_tokens
 from engine.kv.lookup import Lookup
@@ -26,7 +25,7 @@ from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Keep, Purge, Transfer, Transfers, WriteThrough
+from kv_store.transfers import Done, Keep, Purge, Transfer, Transfers, WriteThrough
 from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
 from wire.tier import Tier
@@ -65,7 +64,7 @@ class KVCache:
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        taken = self._take(Lookup(prefix, names, found, sequence.kv.window))
+        taken = self._take(Lookup(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
         if taken is None:
             return False
         lookup, pages = taken
@@ -93,10 +92,10 @@ class KVCache:
         if len(lookup.missing) == 1 and lookup.names[-1].is_tail:
             [place] = lookup.missing
             if self._copy_tail(sequence, place, to_fill[0], siblings):
-                lookup.found[place], lookup.missing, to_fill = to_fill[0], [], []
+                lookup.found[place], lookup.blocks[place] = to_fill[0], Tier.DEVICE
+                lookup.missing, to_fill = [], []
         may_jump = sequence.kv.is_plain and not sequence.wants_scores  # all rows of a scored prompt run
-        order = lookup.fetch_front if may_jump else lookup.fetch
-        fetch = order(to_fill, sequence.request.peers)
+        fetch = lookup.fetch(to_fill, sequence.request.peers, may_jump)
         self._waiting[fetch] = sequence, lookup
         self._begin(fetch)
 
@@ -226,14 +225,8 @@ class KVCache:
 
         None, and the sequence waits again, if it cannot begin with that.
         """
-        found, fetch = lookup.found, done.transfer
-        assert isinstance(fetch, Fetch)
-        tiers = [Tier.DEVICE] * len(found)
-        places = fetch.places(done.first, len(fetch.names))
-        for at, page, tier in zip(places, fetch.pages, done.tiers, strict=False):
-            found[lookup.missing[at]], tiers[lookup.missing[at]] = page, tier
-            if not fetch.names[at].is_tail:
-                self._ledger.index(page, fetch.names[at].key)
+        for name, page in lookup.take(done):
+            self._ledger.index(page, name.key)
         (end, behind), prefix = lookup.usable(), lookup.prefix
         if not sequence.kv.accepts(prefix, end):
             self.free(sequence)
@@ -244,23 +237,10 @@ class KVCache:
         self.allocator.free([page for page in sequence.kv.table.present if page not in kept])
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
-        tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
-        sequence.prefetch = None if done.back is None else Prefetch(lookup.names, done.back)
-        tokens = self._prompt_tokens(sequence, tiers[:end])
-        if not prefix.num_dropped:
-            tokens = replace(tokens, misses=lookup.misses(end, sequence.request.num_prompt, done.misses))
-        return Fetched(sequence.choice.attempt_id, sequence.choice.index, tokens)
-
-    def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> PromptTokens:
-        """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
-
-        Dropped tokens count with the first kept block.
-        """
-        covered, num_dropped = min(sequence.num_computed, sequence.request.num_prompt), sequence.kv.table.num_dropped
-        found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
-        for index, tier in enumerate(tiers[: -(-num_stored // self._block_size)]):
-            found[tier] += min(num_stored - index * self._block_size, self._block_size)
-        return PromptTokens(found, sequence.request.num_prompt - covered)
+        lookup.settle(end, behind)
+        later = done.reading.later
+        sequence.prefetch = None if later is None else Prefetch(lookup, later)
+        return Fetched(sequence.choice.attempt_id, sequence.choice.index, lookup.tokens)
 
     def _write_delayed(self, sequence: Sequence) -> None:
         """Writes the delayed blocks of a sequence's prompt through."""

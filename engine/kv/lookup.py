@@ -1,32 +1,42 @@
 """The search for the blocks that a sequence begins with."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
+from engine.events import PromptTokens
 from engine.kv.retention import Prefix
-from kv_store.transfers import Fetch, FrontFetch
+from kv_store.prefix.plan import Needs, usable_end
+from kv_store.transfers import Done, Fetch
 from wire.block_names import BlockName
-from wire.ids import BlockKey, PageId
+from wire.ids import PageId
 from wire.layout import Window
-from wire.tier import Cause, Miss, MissRun, runs_of
+from wire.tier import Cause, Disposition, Miss, Tier, runs_of
 
 
 class Lookup:
     """A search for the blocks of a prefix: on the device, then in the store.
 
-    found: the device page of each block, None where there is none; a fetch adds to it. hits: pages found at first, but
-    for blocks behind the window. missing: the places of blocks to ask the store for. starts: for each missing block the
-    place in `missing` of the first one to fetch with it, where blocks on the device count as fetched; None without a
-    window, for a block is then of no use without all before it.
+    found: the device page of each block, None where there is none; a fetch adds to it. blocks: their dispositions.
+    hits: pages found at first, but for blocks behind the window. missing: the places of blocks to ask the store for.
+    starts: for each missing block the place in `missing` of the first one to fetch with it, where blocks on the device
+    count as fetched; None without a window, for a block is then of no use without all before it.
     """
 
     def __init__(
-        self, prefix: Prefix, names: Sequence[BlockName], found: Sequence[PageId | None], window: Window
+        self,
+        prefix: Prefix,
+        names: Sequence[BlockName],
+        found: Sequence[PageId | None],
+        window: Window,
+        num_prompt: int,
     ) -> None:
         self.prefix = prefix
         self.names = names
         self.found = [*found]
+        self.blocks: list[Disposition] = [Miss(Cause.NOT_READ) if page is None else Tier.DEVICE for page in found]
         self._window = window
+        self._num_prompt = num_prompt
         _, behind = self.usable()
         self.hits = self.pages(len(found), behind)
         self.missing = [place for place, page in enumerate(found) if page is None and place not in behind]
@@ -35,14 +45,10 @@ class Lookup:
     def usable(self) -> tuple[int, range]:
         """Finds the end of the longest prefix whose next token can run, and the blocks that its row does not read."""
         sinks = self.found[: self._window.num_sink_blocks]
-        end = sinks.index(None) if None in sinks else len(self.found)
-        behind = self._behind(end)
-        for place in reversed(range(end)):
-            if place < behind.stop:
-                break
-            if self.found[place] is None:
-                end, behind = place, self._behind(place)
-        return end, behind
+        num_found = sinks.index(None) if None in sinks else len(self.found)
+        from_the_end = ((place, self.found[place] is not None) for place in reversed(range(num_found)))
+        end = usable_end(num_found, lambda end: self._behind(end).stop, from_the_end)
+        return end, self._behind(end)
 
     def pages(self, end: int, behind: range) -> list[PageId]:
         """Lists the pages of the first `end` blocks that are here, and not behind the window."""
@@ -59,34 +65,49 @@ class Lookup:
     def cut(self) -> "Lookup":
         """Returns the search of the usable part alone, for which the store is not asked."""
         end, _ = self.usable()
-        return Lookup(self.prefix, self.names[:end], self.found[:end], self._window)
+        return Lookup(self.prefix, self.names[:end], self.found[:end], self._window, self._num_prompt)
 
-    def misses(self, end: int, num_prompt: int, told: Mapping[BlockKey, Miss]) -> tuple[MissRun, ...]:
-        """Finds the causes of a prompt's blocks that are not among the first `end`. told: by the store, of its misses.
+    def take(self, done: Done) -> list[tuple[BlockName, PageId]]:
+        """Takes the dispositions of a fetch; returns the full blocks that it has read, and their pages."""
+        for place, block in zip(self.missing, done.reading.blocks, strict=False):
+            self.blocks[place] = block
+        read = [place for place in self.missing if isinstance(self.blocks[place], Tier)]
+        pages = dict(zip(read, done.transfer.pages, strict=False))
+        for place, page in pages.items():
+            self.found[place] = page
+        return [(self.names[place], page) for place, page in pages.items() if not self.names[place].is_tail]
+
+    def settle(self, end: int, behind: range) -> None:
+        """Gives each block of the prompt its disposition, once the first `end` blocks are the ones to begin with.
 
         The block of a prompt's last token has no name where that is its only one: the last token is always computed.
         """
-        block_size = self._window.layout.block_size
-        num_blocks = -(-num_prompt // block_size)
-        causes = [self._miss(place, told) for place in range(end, min(len(self.names), num_blocks))]
-        unnamed = range(end + len(causes), num_blocks)
-        is_short = (num_prompt - 1) % block_size == 0
-        causes += [Miss(Cause.PARTIAL if is_short and at == num_blocks - 1 else Cause.NOT_READ) for at in unnamed]
-        return runs_of(causes, end, block_size)
+        blocks, block_size = self.blocks, self._window.layout.block_size
+        blocks[behind.start : behind.stop] = [next(iter(blocks[behind.stop : end]), Tier.DEVICE)] * len(behind)
+        blocks[end:] = [Miss(Cause.BEHIND) if isinstance(one, Tier) else one for one in blocks[end:]]
+        num_stored = self._num_prompt - self.prefix.num_dropped
+        unnamed = [Miss(Cause.NOT_READ)] * (-(-num_stored // block_size) - len(blocks))
+        if unnamed and (num_stored - 1) % block_size == 0:
+            unnamed[-1] = Miss(Cause.PARTIAL)
+        blocks += unnamed
 
-    def _miss(self, place: int, told: Mapping[BlockKey, Miss]) -> Miss:
-        if self.found[place] is not None:
-            return Miss(Cause.BEHIND)
-        return told.get(self.names[place].key, Miss(Cause.NOT_READ))
+    @property
+    def tokens(self) -> PromptTokens:
+        """The prompt's tokens, by the dispositions of their blocks; dropped ones are the first kept block's."""
+        block_size, num_dropped = self._window.layout.block_size, self.prefix.num_dropped
+        num_blocks = -(-(self._num_prompt - num_dropped) // block_size)
+        num_stored = min(self._num_prompt, self.prefix.num_tokens) - num_dropped
+        found = Counter[str]()
+        for place, block in enumerate(self.blocks[:num_blocks]):
+            if isinstance(block, Tier):
+                found[block] += min(num_stored - place * block_size, block_size) + (0 if place else num_dropped)
+        num_computed = self._num_prompt - found.total()
+        return PromptTokens(found, num_computed, runs_of(self.blocks[:num_blocks], block_size))
 
-    def fetch(self, pages: Sequence[PageId], peers: Sequence[str]) -> Fetch:
-        """Orders the missing blocks."""
+    def fetch(self, pages: Sequence[PageId], peers: Sequence[str], splits: bool) -> Fetch:
+        """Orders the missing blocks. splits: whether they are of use before all before them are here."""
         names = [self.names[place] for place in self.missing]
-        return Fetch(names, pages, peers, self.starts if names else None, self._num_sinks)
-
-    def fetch_front(self, pages: Sequence[PageId], peers: Sequence[str]) -> FrontFetch:
-        """Orders the missing blocks, or a front of them: each is of use once all before it are here."""
-        return FrontFetch([self.names[place] for place in self.missing], pages, peers)
+        return Fetch(names, pages, peers, Needs(self.starts if names else None, self._num_sinks, splits))
 
     @property
     def _num_sinks(self) -> int:

@@ -9,8 +9,9 @@ A group has pages that no sequence owns: they drain while they are filled, and a
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from kv_store.block_store import Back
-from wire.block_names import BlockName
+from engine.events import PromptTokens
+from engine.kv.lookup import Lookup
+from kv_store.prefix.plan import Read
 from wire.ids import BlockKey, PageId
 from wire.tier import Tier
 
@@ -21,18 +22,19 @@ Find = Callable[[BlockKey], PageId | None]
 class Prefetch:
     """The books of one sequence's prefetch, with at most one group at the store.
 
-    names: of the prefix, in which the back's may have gaps for blocks on the device. until: the block before which the
-    next chunk ends, at which there may be more on the device by then.
+    names: of the prefix that `lookup` was for, in which the step's may have gaps for blocks on the device. until: the
+    block before which the next chunk ends, at which there may be more on the device by then.
     """
 
-    def __init__(self, names: Sequence[BlockName], back: Back) -> None:
-        place_of = {name.key: place for place, name in enumerate(names)}
-        self._places = [place_of[name.key] for name in back.names]
-        self._back = back
-        self._num_left = len(back.names)
+    def __init__(self, lookup: Lookup, step: Read) -> None:
+        place_of = {name.key: place for place, name in enumerate(lookup.names)}
+        self._places = [place_of[name.key] for name in step.names]
+        self._step = step
+        self._num_left = len(step.names)
         self._tiers: dict[int, Tier] = {}
-        self._chunk = back.rule.num_in_chunk(back.sources)
-        self.names = names[: self._places[-1] + 1]
+        self._chunk = step.num_in_chunk
+        self._lookup = lookup
+        self.names = lookup.names[: self._places[-1] + 1]
         self.until = 0
         self.is_reading = False
         self._is_over = False
@@ -47,9 +49,10 @@ class Prefetch:
             pages.append(page)
         return pages
 
-    def tier_of(self, place: int) -> Tier:
-        """Returns the tier that a block on the device was read from."""
-        return self._tiers.get(place, Tier.DEVICE)
+    def acquired(self, start: int, stop: int) -> PromptTokens:
+        """Notes that these blocks were acquired, by the tiers that they were read from; returns the prompt's tokens."""
+        self._lookup.blocks[start:stop] = [self._tiers.get(place, Tier.DEVICE) for place in range(start, stop)]
+        return self._lookup.tokens
 
     def end_chunk_after(self, start: int, find: Find) -> None:
         """Sets the end of a chunk from block `start` on: at a block on the device, or at the group under way."""
@@ -59,22 +62,22 @@ class Prefetch:
         later = range(start + 1, min(stop, len(self.names)))
         self.until = next((place for place in later if find(self.names[place].key) is not None), stop)
 
-    def next_group(self, start: int, find: Find, max_pages: int) -> Back | None:
+    def next_group(self, start: int, find: Find, max_pages: int) -> Read | None:
         """Takes the next group, which is read before a sequence at block `start` has computed up to it.
 
         None, now and later, if there is none, or if it has no room.
         """
         if self.is_reading or self._is_over:
             return None
-        while self._num_left and find(self._back.names[self._num_left - 1].key) is not None:
+        while self._num_left and find(self._step.names[self._num_left - 1].key) is not None:
             self._num_left -= 1
         first = min(bisect_left(self._places, start), self._num_left)
         num_before = [place - start for place in self._places[first : self._num_left]]
-        sources = self._back.sources[first : self._num_left]
-        num = max(0, min(self._back.rule.num_in_group(sources, num_before), max_pages))
+        left = self._step.part(first, self._num_left)
+        num = max(0, min(left.num_in_group(num_before), max_pages))
         self._num_left -= num
         self.is_reading, self._is_over = num > 0, num == 0
-        return self._back.part(self._num_left, self._num_left + num) if num else None
+        return self._step.part(self._num_left, self._num_left + num) if num else None
 
     def note_read(self, num_pages: int, tiers: Sequence[Tier]) -> None:
         """Ends a group; after one that came back short no other begins."""

@@ -1,14 +1,13 @@
 """Split prefixes: the back is read from the store while the front is computed; sequences jump over read blocks."""
 
-from collections import Counter
 from collections.abc import Callable
 
 from engine.events import Jumped
 from engine.kv.allocator import PageAllocator
 from engine.kv.prefetch import Prefetch
 from engine.sequence import Sequence
-from kv_store.block_store import Back
-from kv_store.transfers import BackFetch, Done, Transfer
+from kv_store.prefix.plan import Read
+from kv_store.transfers import Done, ReadGroup, Transfer
 
 
 class SplitPrefixes:
@@ -45,7 +44,10 @@ class SplitPrefixes:
         elif group := prefetch.next_group(place, self._ledger.find, num_spare):
             self._read_group(sequence, prefetch, group)
         prefetch.end_chunk_after(place, self._ledger.find)
-        return self._jumped(sequence, prefetch, start, place) if pages else None
+        if not pages:
+            return None
+        tokens, choice = prefetch.acquired(start, place), sequence.choice
+        return Jumped(choice.attempt_id, choice.index, range(start * block_size, place * block_size), tokens)
 
     def index_group(self, done: Done) -> None:
         """Indexes the right pages of a group if its sequence still computes; the others come free.
@@ -56,23 +58,15 @@ class SplitPrefixes:
         if reading is None:
             return
         (sequence, prefetch), pages = reading, done.transfer.pages
-        prefetch.note_read(len(pages), done.tiers)
+        prefetch.note_read(len(pages), done.reading.tiers)
         if sequence.prefetch is prefetch:
-            for name, page, _ in reversed([*zip(done.transfer.names, pages, done.tiers, strict=False)]):
+            for name, page, _ in reversed([*zip(done.transfer.names, pages, done.reading.tiers, strict=False)]):
                 self._ledger.index(page, name.key)
 
-    def _read_group(self, sequence: Sequence, prefetch: Prefetch, group: Back) -> None:
+    def _read_group(self, sequence: Sequence, prefetch: Prefetch, group: Read) -> None:
         """Begins to fill pages that drain meanwhile: batchers count on them, and no sequence has to give them back."""
         pages = self._allocator.allocate(len(group.names))
-        order = BackFetch(group.names, pages, back=group)
+        order = ReadGroup(group.names, pages, step=group)
         self._reading[order] = sequence, prefetch
         self._begin(order)
         self._allocator.free(pages)
-
-    def _jumped(self, sequence: Sequence, prefetch: Prefetch, start: int, stop: int) -> Jumped:
-        block_size, found = self._block_size, Counter[str]()
-        for place in range(start, stop):
-            covered = sequence.request.num_prompt - place * block_size
-            found[prefetch.tier_of(place)] += max(0, min(covered, block_size))
-        tokens = range(start * block_size, stop * block_size)
-        return Jumped(sequence.choice.attempt_id, sequence.choice.index, tokens, +found, block_size)

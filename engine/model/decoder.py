@@ -147,10 +147,10 @@ class Decoder:
             for one in batch.watched:
                 one.queries[index] = query[one.rows]
             attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
-            states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, to.states)
+            states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, states)
             normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
             gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
-            states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, to.states)
+            states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, states)
         sampled = states if batch.samples_all else states[batch.sample_rows]
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
 

@@ -133,9 +133,11 @@ class CapturedProgram:
         self._ids, self._kept = ids, (forward, all_angles)
         side = torch.Stream(device)
         side.wait_stream(torch.accelerator.current_stream(device))
-        with side:  # compiles kernels, and makes the workspaces of products
-            forward(batch, all_angles.at(positions))
-        torch.accelerator.current_stream(device).wait_stream(side)
+        try:
+            with side:  # compiles kernels, and makes the workspaces of products
+                forward(batch, all_angles.at(positions))
+        finally:  # what it has launched reads these tensors, whose memory is free once it has failed
+            torch.accelerator.current_stream(device).wait_stream(side)
         self._graph = accelerator_of(device).graph(device)
         logits: list[torch.Tensor] = []
         self._graph.capture(lambda: logits.append(forward(batch, all_angles.at(positions))))

@@ -20,7 +20,7 @@ from engine.checkpoint.fingerprint import DigestCache
 from engine.model.weight_file import WeightFile, WeightWriter
 from engine.model.weights import DecoderWeights, WeightLoader, count_bytes, load_private
 from kernels.backend import Backend
-from kernels.user_cache import locked, own_folder
+from kernels.user_cache import OTHER_CACHE, locked, own_folder
 from wire.errors import ModelError
 
 FOLDER = "weights"
@@ -67,7 +67,7 @@ class WeightCache:
             path = own_folder(FOLDER) / name
             file = WeightFile.open(path) or self._make(path, count_bytes(checkpoint, dtype, backend), write)
         except OSError as error:
-            way_out = "mend that, or change model.weight_cache_bytes; 0 is no cache"
+            way_out = f"{OTHER_CACHE}, or model.weight_cache_bytes to another bound, 0 for no cache"
             logger.warning(
                 "this worker has packed weights of its own, in memory that no other shares: %s (%s)", error, way_out
             )

@@ -1,6 +1,6 @@
 """The tensors of a decoder, read from a checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +9,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
 from kernels.backend import Backend, Heads, Weight
+from kernels.quantized.matrix import Quantized
 from kernels.torch_backend import TorchBackend
 
 Packing = Callable[[str, Callable[[], Weight]], Weight]
@@ -127,16 +128,30 @@ class WeightLoader:
             self._tensor(name, *shape) if one is None else one.dequantize().to(self._dtype)
             for one, (name, shape) in zip(codes, name_to_shape.items(), strict=True)
         ]
-        return self._backend.pack(torch.cat(plain))
+        return self._backend.pack(_joined(plain))
 
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
-        return torch.cat([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
+        return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         return self._tensor(f"{name}.weight", size)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._checkpoint.read(name, shape, self._dtype, self._device)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Joins tensors along their first dimension; on `meta` without torch.cat, which would import 900 modules there."""
+    if not parts[0].is_meta:
+        return torch.cat(list(parts))
+    return parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+
+
+class _Outlines(TorchBackend):
+    """A backend for tensors without content: codes are not widened, which would import as many modules."""
+
+    def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
+        return self.pack(parts[0].codes)
 
 
 def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, backend: Backend) -> DecoderWeights:
@@ -146,7 +161,7 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raises ModelError for a tensor that is missing, of another shape or no part of the model; reads no content."""
-    WeightLoader(checkpoint, torch.float32, META, TorchBackend()).load()
+    WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
     checkpoint.refuse_unread()
 
 

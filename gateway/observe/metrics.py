@@ -35,14 +35,17 @@ class Metrics:
         self._answered = Counter(
             "baton_http_requests", "Answered", ["gateway", "path", "status"], registry=self._registry
         )
+        self._ignored = Counter("baton_http_ignored_fields", "Left out", ["gateway", "field"], registry=self._registry)
         self._reaches_router = Gauge(
             "baton_http_router_metrics_up", "The router's page came with the last", ["gateway"], registry=self._registry
         ).labels(name)
         self.open = Gauge("baton_http_open_requests", "Under way", ["gateway"], registry=self._registry).labels(name)
 
-    def count(self, path: str, status: int) -> None:
-        """Counts an answer."""
+    def count(self, path: str, status: int, ignored: Iterable[str] = ()) -> None:
+        """Counts an answer. ignored: the names by which fields of its request were left out."""
         self._answered.labels(self._name, path, status).inc()
+        for field in ignored:
+            self._ignored.labels(self._name, field).inc()
 
     async def page(self, key: str) -> bytes:
         """Returns the counts of all gateways, then the router's metrics, shown this key, if they can be had.

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from kernels.user_cache import locked, own_folder, require_own
+from kernels.user_cache import OTHER_CACHE, locked, own_folder, require_own
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
@@ -113,7 +113,8 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
                 _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise NoKernels(f"the compiler or the cache of compiled kernels cannot be used ({error})") from error
+        problem = f"the compiler or the cache of compiled kernels cannot be used ({error})"
+        raise NoKernels(f"{problem}: {OTHER_CACHE}") from error
 
 
 def _find_compiler() -> str:
@@ -129,6 +130,7 @@ def _version_of(compiler: str) -> str:
 
 def _compile(compiler: str, units: Sequence[Path], flags: Sequence[str], path: Path) -> None:
     """Compiles the units side by side, aside, and renames: a reader never sees half a library."""
+    logger.warning("compiling kernels for this machine, once: a minute or less (%s)", path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
         objects = [Path(folder) / f"{unit.name}.o" for unit in units]
         commands = [

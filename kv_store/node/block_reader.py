@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 from kv_store.connection import Breaker
 from kv_store.frame import CHECKSUM_BYTES, checksum_of
+from kv_store.mapped_arena import ArenaBlocks
 from kv_store.node.arena import Arena
 from kv_store.node.block_server import (
     DELETE,
@@ -27,7 +28,7 @@ from kv_store.node.block_server import (
     receive,
     receive_into,
 )
-from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_port import Block, DirectoryPort
 from wire.block_names import BlockName
 from wire.errors import StoreError, Unauthenticated
 from wire.ids import BlockKey
@@ -159,43 +160,18 @@ class BlockReader:
             raise StoreError("its blocks have another size")
 
 
-class LocalBlocks:
-    """The reader's twin: the blocks of an arena and directory in this process."""
+class LocalBlocks(ArenaBlocks):
+    """The reader's twin: the blocks of an arena and directory in this process, which stay with their owner."""
 
     tier = Tier.PEERS
 
     def __init__(self, directory: DirectoryPort, arena: Arena, payload_bytes: int) -> None:
-        self._directory = directory
-        self._arena = arena
-        self._payload_bytes = payload_bytes
-        self._counted = Counter[str]()
-
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._directory.records.exists(keys)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._directory.delete(keys)
-
-    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
-        lease = self._directory.lease(READER, [name.key for name in names], LEASE_TTL_S)
-        try:
-            for entry, payload in zip(lease.entries, into, strict=True):
-                if entry is None:
-                    self._counted["misses"] += 1
-                    return
-                payload[:] = self._arena.slot(entry.slot)[: self._payload_bytes]
-                if checksum_of(payload) != entry.checksum:
-                    self._counted["corrupt"] += 1
-                    return
-                self._counted["hits"] += 1
-                yield entry.checksum
-        finally:
-            self._directory.release(lease.lease_id)
-
-    def status(self) -> FarStatus:
-        return FarStatus(self.tier, "up", **self._counted)
+        super().__init__(directory, arena, payload_bytes, READER, LEASE_TTL_S)
 
     def close(self) -> None:
+        pass
+
+    def _reject(self, block: Block) -> None:
         pass
 
 

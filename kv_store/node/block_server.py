@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kv_store.connection import receive_exactly
+from kv_store.mapped_arena import leased
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
@@ -161,15 +162,12 @@ class BlockServer:
 
     def _send_blocks(self, connection: socket.socket, keys: Sequence[BlockKey]) -> None:
         """Sends blocks straight from their slots, under a lease. By the checksum the reader sees if it ran out."""
-        lease = self._directory.lease(READER, keys, LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(keys))
-        try:
-            for entry in lease.entries:
+        with leased(self._directory, READER, keys, LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(keys)) as blocks:
+            for entry in blocks.entries:
                 if entry is None:
                     connection.sendall(MISSING)
                     return
                 _send(connection, HERE + entry.checksum, self._arena.slot(entry.slot)[: self._payload_bytes])
-        finally:
-            self._directory.release(lease.lease_id)
 
 
 def handshake(token: bytes) -> Handshake:

@@ -39,7 +39,7 @@ class Records(RecordsPort):
         asked = dict(zip(keys, parents, strict=False))
         lost = {key: asked[key] for key in asked if self.state.ledger.find(key) is None}
         causes = self.state.tombstones.why(lost)
-        return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 0, 1)]
+        return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 1)]
 
     @exclusive
     def mark_cold(self, tier: Tier, stored: Sequence[BlockKey], lost: Sequence[BlockKey]) -> int:

@@ -6,49 +6,30 @@ Their blocks go to a device through the arena, where the next reader finds them.
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from itertools import compress
 
-from kv_store.costs import Costs
-from kv_store.node.directory_port import Block, DirectoryPort
+from kv_store.mapped_arena import MappedArena
+from kv_store.node.directory_port import Block
+from kv_store.prefix.costs import Costs, LookupS, SourceCosts
+from kv_store.prefix.misses import unasked_cause
+from kv_store.prefix.plan import Read
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.block_names import BlockName
-from wire.ids import BlockKey, SlotId
-from wire.tier import COLD_TIERS, READ_COUNTS, FarStatus, Tier
-
-
-@dataclass(frozen=True)
-class _FarBlock:
-    """A block, its source, the slot reserved for it if there was room, and the memory for its payload."""
-
-    name: BlockName
-    source: BlockSource
-    slot: SlotId | None
-    payload: memoryview
+from wire.ids import BlockKey
+from wire.tier import COLD_TIERS, READ_COUNTS, FarStatus, Miss, Tier
 
 
 class Promotion:
-    """The far blocks of one fetch. `read` and `commit` once, in this order; a writer that fails abandons its slots.
+    """The far blocks of a step, on their way through the arena. `read` and `commit` once, in this order.
 
-    names, sources: the blocks in order, and which source has each. payload: views the payload of a slot; of None,
-    memory for one block at a time.
+    far: blocks that the arena lacks, each with a source. A writer that fails abandons its slots.
     """
 
-    def __init__(
-        self,
-        directory: DirectoryPort,
-        writer: str,
-        names: Sequence[BlockName],
-        sources: Sequence[BlockSource],
-        payload: Callable[[SlotId | None], memoryview],
-        costs: Costs,
-    ) -> None:
-        self._directory = directory
+    def __init__(self, host: MappedArena, writer: str, far: Read) -> None:
+        self._host = host
         self._writer = writer
-        self._costs = costs
-        slots = directory.reserve(writer, names, None).slots if names else []
-        placed = zip(names, sources, slots, strict=True)
-        self._blocks = [_FarBlock(name, source, slot, payload(slot)) for name, source, slot in placed]
+        self._far = far
+        self._slots = host.directory.reserve(writer, far.names, None).slots if far.names else []
         self._promoted: list[tuple[Tier, Block]] = []
 
     def read(self, is_late: Callable[[], bool]) -> Generator[tuple[Tier, memoryview], None, None]:
@@ -59,31 +40,32 @@ class Promotion:
         with ExitStack() as stack:
             checksums = {
                 source: stack.enter_context(closing(self._read_from(source)))
-                for source in dict.fromkeys(block.source for block in self._blocks)
+                for source in dict.fromkeys(self._far.sources)
+                if source is not None
             }
-            for block in self._blocks:
-                checksum = None if is_late() else next(checksums[block.source], None)
-                if checksum is None:
+            for name, source, slot in zip(self._far.names, self._far.sources, self._slots, strict=True):
+                checksum = None if source is None or is_late() else next(checksums[source], None)
+                if source is None or checksum is None:
                     return
-                if block.slot is not None:
-                    self._promoted.append((block.source.tier, Block(block.slot, block.name, checksum)))
-                yield block.source.tier, block.payload
+                if slot is not None:
+                    self._promoted.append((source.tier, Block(slot, name, checksum)))
+                yield source.tier, self._host.payload(slot)
 
     def commit(self) -> None:
         """Commits the blocks that were read, and gives back the other slots."""
         if self._promoted:
-            self._directory.commit(self._writer, [block for _, block in self._promoted], None)
+            self._host.directory.commit(self._writer, [block for _, block in self._promoted], None)
         for tier in COLD_TIERS:  # other nodes may lose theirs
             keys = [block.name.key for source, block in self._promoted if source is tier]
             if keys:
-                self._directory.records.mark_cold(tier, keys, [])
-        if self._blocks:
-            self._directory.abandon(self._writer)
+                self._host.directory.records.mark_cold(tier, keys, [])
+        if self._slots:
+            self._host.directory.abandon(self._writer)
 
     def _read_from(self, source: BlockSource) -> Generator[bytes, None, None]:
-        wanted = [block for block in self._blocks if block.source is source]
-        checksums = source.get([block.name for block in wanted], [block.payload for block in wanted])
-        return self._costs.timed(source, checksums)
+        places = [place for place, one in enumerate(self._far.sources) if one is source]
+        payloads = [self._host.payload(self._slots[place]) for place in places]
+        return self._far.costs.timed(source, source.get([self._far.names[place] for place in places], payloads))
 
 
 _LOOKUPS_AT_ONCE = 128
@@ -93,7 +75,7 @@ _MAX_PEERS = 64
 class FarTiers:
     """Sources of the blocks that an arena lacks. peer: makes the source of a node's blocks from its port's address.
 
-    `clock` is monotonic, in seconds; no source is asked after a deadline on it. costs: of these sources.
+    clock: monotonic, in seconds. costs: of these sources.
     """
 
     def __init__(
@@ -107,7 +89,7 @@ class FarTiers:
         self.costs = costs
         self._make_peer = peer
         self._peers: OrderedDict[str, BlockSource] = OrderedDict()
-        self._clock = clock
+        self.clock = clock
 
     def sources(self, addresses: Sequence[str]) -> list[BlockSource]:
         """Returns the nodes at these addresses and the cold tiers. Closes the least recently used of too many nodes."""
@@ -120,20 +102,6 @@ class FarTiers:
         while len(self._peers) > max(_MAX_PEERS, len(addresses)):
             self._peers.popitem(last=False)[1].close()
         return [*(self._peers[address] for address in addresses), *self.cold]
-
-    def locate(
-        self, names: Sequence[BlockName], sources: Sequence[BlockSource], deadline: float
-    ) -> Iterator[BlockSource | None]:
-        """Yields the nearest source that has each block, or None; asks for 128 blocks at a time, lazily."""
-        for start in range(0, len(names), _LOOKUPS_AT_ONCE):
-            found: dict[BlockKey, BlockSource] = {}
-            asked = names[start : start + _LOOKUPS_AT_ONCE]
-            for source in sources:
-                if self._clock() > deadline:
-                    break
-                keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
-                found |= dict.fromkeys(compress(keys, self.costs.exists(source, keys) if keys else []), source)
-            yield from (found.get(name.key) for name in asked)
 
     def take_lost(self) -> dict[Tier, set[BlockKey]]:
         """Returns keys that cold tiers were found not to have since the last call."""
@@ -150,6 +118,51 @@ class FarTiers:
         state = "up" if any(status.state == "up" for status in each) else "broken"
         counts = {name: sum(getattr(status, name) for status in each) for name in READ_COUNTS}
         return [FarStatus(Tier.PEERS, state, **counts)]
+
+
+class FarLookup:
+    """A lookup of blocks, in the time that computing them takes. asked: the sources, and whether each is a probe."""
+
+    def __init__(
+        self,
+        far: FarTiers,
+        names: Sequence[BlockName],
+        addresses: Sequence[str],
+        lookup_s: LookupS = SourceCosts.lookup_s,
+    ) -> None:
+        """addresses: of nodes to ask. lookup_s: by which the sources are chosen whose lookup is expected to pay."""
+        sources = far.sources(addresses)
+        self.asked = far.costs.worth_asking(sources, len(names), lookup_s)
+        self._names = names
+        self._cold = [source for source in sources if source.tier is not Tier.PEERS]
+        self._far = far
+        self._deadline = far.clock() + far.costs.budget_s(len(names))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether computing the blocks would have been quicker by now."""
+        return self._far.clock() > self._deadline
+
+    @property
+    def probes(self) -> list[BlockSource]:
+        return [source for source, is_probe in self.asked.items() if is_probe]
+
+    def __iter__(self) -> Iterator[BlockSource | None]:
+        """Yields the nearest source that has each block, or None; asks for 128 blocks at a time, lazily."""
+        for start in range(0, len(self._names), _LOOKUPS_AT_ONCE):
+            found: dict[BlockKey, BlockSource] = {}
+            names = self._names[start : start + _LOOKUPS_AT_ONCE]
+            for source in self.asked:
+                if self.is_late:
+                    break
+                keys = [name.key for name in names if _may_have(source, name) and name.key not in found]
+                found |= dict.fromkeys(compress(keys, self._far.costs.exists(source, keys) if keys else []), source)
+            yield from (found.get(name.key) for name in names)
+
+    @property
+    def unasked(self) -> Miss | None:
+        """The reason why a cold tier was not asked for a block that was not found, or did not answer; else None."""
+        return unasked_cause(self._cold, self.asked, self.is_late)
 
 
 def _may_have(source: BlockSource, name: BlockName) -> bool:

@@ -26,7 +26,7 @@ from wire.errors import (
     WireError,
 )
 from wire.pb import inference_pb2 as pb
-from wire.rpc import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES, PROXIES
 from wire.sampling import FinishReason
 
 Connect = Callable[[ScriptedService], Any]
@@ -46,6 +46,25 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
             return client
 
         yield open_client
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_this_machine_is_reached_past_a_proxy(connect: Connect, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert connect(ScriptedService()).list_models()[0].name == "small"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_proxy_that_leads_nowhere_is_named(
+    client: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    far = client("192.0.2.7:50051", timeout_s=WAIT_S)
+    for ask in (far.list_models, lambda: far.generate("x")):
+        with pytest.raises(Unavailable, match=f"gRPC asks the proxy of {name}, unless no_proxy names the host$"):
+            ask()
+    far.close()
 
 
 def chunk(text: str, index: int = 0, **fields: Any) -> pb.GenerateResponse:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claim_families.arithmetic import FAMILY as ARITHMETIC
-from benchmarks.claim_families.batching import BATCH, StaticBatcher, largest, static_steps
+from benchmarks.claim_families.batching import BATCH, StaticBatcher, largest, no_cache, static_steps
 from benchmarks.claim_families.block_tables import middle_half, verdict
 from benchmarks.claim_families.caching import WithoutBaton
 from benchmarks.claim_families.disaggregating import compare, judge
@@ -18,6 +18,9 @@ from benchmarks.disaggregation import Mode
 from cli.bench.latency import Record
 from cli.bench.schedule import TraceRow
 from engine.schedule.batcher import Candidate, Pages, Phase
+from tests.harness.engines import make_core, serve
+from tests.harness.known_model import MODEL
+from wire.sampling import SamplingParams
 
 NOTHING = Inputs(None, Path())
 
@@ -78,6 +81,19 @@ def test_a_static_batch_lasts_as_long_as_its_longest_answer() -> None:
     assert StaticBatcher(4).plan(waiting, [], pages).admit == (1,)
 
 
+def test_nothing_is_kept_and_nothing_found_without_the_cache() -> None:
+    prompt, sampling = tuple(range(50)), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    cores = [make_core(MODEL) for _ in range(2)]
+    runs = [serve(cores[0], prompt, sampling) for _ in range(2)]
+    with no_cache():
+        others = [serve(cores[1], prompt, sampling) for _ in range(2)]
+    assert [run.outputs for run in others] == [run.outputs for run in runs]
+    assert [run.fetched[0].num_found for run in (*runs, *others)] == [0, 48, 0, 0]
+    assert cores[0].pool.ledger.counts().cached > 0
+    assert cores[1].pool.ledger.counts().cached == 0
+    assert [core.check() for core in cores] == [[], []]
+
+
 def test_without_a_cache_every_token_is_computed_again(tmp_path: Path) -> None:
     peer = WithoutBaton(str(random_model(tmp_path, 64, 1)))
     assert peer.computations(5, use_cache=False) == 1 + 2 + 3 + 4 + 5
@@ -136,7 +152,7 @@ def test_the_memory_of_a_draft_needs_no_measurement() -> None:
 
 
 def test_a_claim_that_has_left_its_family_is_kept_no_longer() -> None:
-    kept = Kept("", "", "", {"one_head": {"said": "a"}, "gone": {"said": "b"}}, None)
+    kept = Kept("", "", "", "", {"one_head": {"said": "a"}, "gone": {"said": "b"}}, None)
     assert list(kept.only(ARITHMETIC).rows) == ["one_head"]
 
 
@@ -191,15 +207,22 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
         for name in ("lines", "bars")
     }
     kept = {
-        name: Kept.of(family, Report("A setting.", {f"{name}_claim": finding}, chart), "a machine", "2026-01-01")
+        name: Kept.of(
+            family,
+            Report("A setting.", {f"{name}_claim": finding}, chart),
+            "a machine",
+            "2026-01-01",
+            "commit 1234abcd",
+        )
         for (name, family), chart in zip(families.items(), (lines, bars), strict=True)
     }
     page = tmp_path / "claims.md"
     write_page(page, families, kept)
     text = page.read_text()
     assert "| `lines_claim` | twice as fast | 2x | 1.9x (1.8 .. 2) | yes: at 32 |" in text
-    assert "A setting. Machine: a machine, 2026-01-01." in text
+    assert "A setting. Machine: a machine, 2026-01-01, commit 1234abcd." in text
     assert "![Speed](claims/lines.svg)" in text
+    assert "and to be made again: Lines, Bars." in text
     first = (tmp_path / "claims" / "bars.svg").read_bytes()
     write_page(page, families, kept)
     assert (tmp_path / "claims" / "bars.svg").read_bytes() == first

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,14 @@ def test_each_technique_has_its_row_and_its_case() -> None:
         assert "98.7%" in line
         assert line.endswith(f"| {one.promise} |")
         assert (f"- **{one.name}**: " in page) is bool(one.when)
+
+
+def test_advice_has_the_figures_of_the_real_table() -> None:
+    machine, real = read_real()
+    row = Row(dict.fromkeys(PLAN, 0.987), {}, {"english": 4.0, "facts": 5.0}, 0.995, Decoding(3100.0, 2071.0))
+    same = {**real, "int4": replace(real["int4"], answers=real[BASE].answers)}
+    page = format_page("a machine", {one.name: row for one in TECHNIQUES}, machine, same)
+    assert "(0 of 16)" in next(line for line in page.splitlines() if line.startswith("- **int4**"))
 
 
 def test_a_row_is_added_to_the_kept_ones_without_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

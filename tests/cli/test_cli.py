@@ -33,7 +33,7 @@ from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc import TOKEN_METADATA
+from wire.rpc import PROXIES, TOKEN_METADATA
 from wire.rpc_status import to_status
 
 BAD_REDIS_URLS = (
@@ -210,8 +210,9 @@ def test_a_folder_that_is_no_model_is_exit_code_78(
 def test_what_is_not_given_is_not_set() -> None:
     request = _request("hello")
     assert request.text == "hello"
-    assert {name.name for name, _ in request.sampling_params.ListFields()} == {"temperature"}
-    assert request.sampling_params.temperature == 0
+    assert not request.sampling_params.ListFields(), "the model has its own defaults"
+    zero = _request("hello", "--temperature", "0").sampling_params
+    assert ({name.name for name, _ in zero.ListFields()}, zero.temperature) == ({"temperature"}, 0)
 
 
 def test_what_is_given_is_set() -> None:
@@ -242,7 +243,20 @@ def test_a_chat_is_one_conversation(
     first, second = ([(one.role, one.content) for one in asked.messages.messages] for asked in server.asked)
     assert first == [("system", "be quick"), ("user", "hello")]
     assert second == [*first, ("assistant", "one two"), ("user", "and then?")]
+    assert {name.name for name, _ in server.asked[0].sampling_params.ListFields()} == {"max_tokens"}
     assert server.asked[0].sampling_params.max_tokens == 9
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    assert main(["chat", "--temperature", "0.5"]) == 0
+    assert server.asked[2].sampling_params.temperature == 0.5
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["status"]])
+@pytest.mark.parametrize("name", PROXIES)
+def test_no_proxy_stands_before_this_machines_cluster(
+    command: list[str], name: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert main(command) == 0
 
 
 def test_a_chat_that_is_refused(
@@ -268,6 +282,20 @@ def test_the_port_of_http_is_a_flag(arguments: list[str], port: int | None, monk
     monkeypatch.setattr("cli.up.Startup", start)
     assert main(["up", *arguments]) == 0
     assert [config.http_port for config in configs] == [port]
+
+
+def test_host_names_are_a_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    configs: list[ClusterConfig] = []
+
+    def start(config: ClusterConfig, _: object) -> SimpleNamespace:
+        configs.append(config)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr("cli.up.Startup", start)
+    assert main(["up", "--host-names", "host.docker.internal", "llm.example.org"]) == 0
+    assert [config.http.host_names for config in configs] == [("host.docker.internal", "llm.example.org")]
+    assert main(["up", "--host-names", "llm.example.org:8000"]) == 78
+    assert capsys.readouterr().err.startswith("baton: --host-names must be names without ports")
 
 
 def test_generate_as_json_is_one_object(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

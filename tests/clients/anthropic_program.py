@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Literal
 
 import anthropic
 
@@ -42,6 +43,25 @@ for name, value in (("model", "other"), ("tools", [{"type": "bash_20250124", "na
         client.messages.create(**{**plain, name: value})
     except anthropic.APIStatusError as error:
         refused[name] = [error.status_code, error.body["error"]["type"], bool(error.request_id)]
+
+
+def count(pet: Literal["dog", "cat"]) -> str:
+    """Counts pets.
+
+    Args:
+        pet: which
+    """
+    counted_pets.append(pet)
+    return "2"
+
+
+counted_pets: list[str] = []
+run = {**plain, "max_tokens": 200, "tools": [anthropic.beta_tool(count)], "tool_choice": choice, "max_iterations": 2}
+ran = list(client.beta.messages.tool_runner(**run, thread=False))
+try:
+    list(client.beta.messages.tool_runner(**run))
+except anthropic.BadRequestError as error:
+    refused["thread"] = [error.status_code, error.body["error"]["type"], "thread=False" in error.message]
 print(
     json.dumps(
         {
@@ -54,6 +74,8 @@ print(
             "after": after.usage.input_tokens + after.usage.cache_read_input_tokens,
             "counted": counted.input_tokens,
             "refused": refused,
+            "ran": [[block.type for block in one.content] for one in ran],
+            "num_counted": len(counted_pets),
         }
     )
 )

@@ -10,6 +10,8 @@ import pytest
 
 import demo_model
 from engine.checkpoint.hub import find_folder
+from tests.clients import programs
+from tests.clients.speaking_model import make_speaking_model
 from tests.cluster.served_cluster import ServedCluster
 
 MODEL = "smollm2"
@@ -38,6 +40,20 @@ def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedClu
     model = with_tools(Path(demo_model.__file__).parent / "checkpoint", folder / "model", template)
     settings = ("--model", str(model), "--served-model-name", "demo")
     with serving(ServedCluster(f"d{os.getpid()}", folder), *settings) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    """A model whose context holds what agents send, and whose answers are one sentence.
+
+    64 MiB of KV are half a million of its tokens: more would make the books long, which are verified at the end.
+    """
+    folder = tmp_path_factory.mktemp("speaking")
+    model = make_speaking_model(find_folder(MODEL), folder / "model")
+    named = ("--model", str(model), "--served-model-name", programs.MODEL)
+    sizes = ("--pool-bytes", "64MiB", "--arena-bytes", "64MiB")
+    with serving(ServedCluster(f"s{os.getpid()}", folder), *named, *sizes) as served:
         yield served
 
 

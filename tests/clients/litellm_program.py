@@ -21,6 +21,14 @@ try:
     litellm.completion(messages=said, **{**settings, "temperature": 3})
 except litellm.BadRequestError as error:
     refused = error.status_code
+long = [{"role": "user", "content": "a dog and a cat " * 4000}]
+too_long = []
+for dialect in (settings, messages):
+    for name, sent, max_tokens in (("prompt", long, 6), ("max_tokens", said, 8192)):
+        try:
+            litellm.completion(messages=sent, **{**dialect, "max_tokens": max_tokens})
+        except litellm.ContextWindowExceededError:
+            too_long.append(name)
 print(
     json.dumps(
         {
@@ -28,6 +36,7 @@ print(
             "chat_streamed": "".join(one.choices[0].delta.content or "" for one in chunks if one.choices),
             "cached_tokens": whole.usage.prompt_tokens_details.cached_tokens,
             "refused": refused,
+            "too_long": too_long,
             "typed": json.loads(typed),
             "call": json.loads(called.choices[0].message.tool_calls[0].function.arguments),
             "messages": litellm.completion(messages=said, **messages).usage.completion_tokens,

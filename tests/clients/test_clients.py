@@ -111,9 +111,11 @@ async def test_anthropic(served: Served) -> None:
     assert answered["typed"].keys() == whole.keys() == {"pet", "times"}
     assert answered["num_deltas"] > 2
     assert answered["after"] == answered["counted"]
+    assert (answered["ran"], answered["num_counted"]) == ([["tool_use"]] * 2, 2)
     assert answered["refused"] == {
         "model": [404, "not_found_error", True],
         "tools": [400, "invalid_request_error", True],
+        "thread": [400, "invalid_request_error", True],
     }
 
 
@@ -125,6 +127,7 @@ async def test_litellm(served: Served) -> None:
     assert is_answer(answered["typed"])
     assert is_look(answered["call"])
     assert answered["messages"] == 6
+    assert answered["too_long"] == ["prompt", "max_tokens"] * 2
 
 
 async def test_langchain(served: Served) -> None:

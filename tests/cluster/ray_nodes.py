@@ -28,14 +28,15 @@ class RayNodes:
 
     def head(self, **resources: int) -> psutil.Process:
         port = self.address.rpartition(":")[2]
-        return self._start("head", "deploy/head.sh", "--port", port, "--resources", json.dumps(resources))
+        return self.start("head", "bash", "deploy/head.sh", "--port", port, "--resources", json.dumps(resources))
 
     def join(self, role: str) -> psutil.Process:
-        return self._start(role, "deploy/join.sh", self.address, "--role", role)
+        return self.start(role, "bash", "deploy/join.sh", self.address, "--role", role)
 
-    def _start(self, name: str, *command: str) -> psutil.Process:
+    def start(self, name: str, *command: str) -> psutil.Process:
+        """Runs a command that starts Ray as a node; returns its process once the node is there."""
         log = self._folder / f"{name}.log"
-        whole = ["bash", *command, "--node-ip-address", "127.0.0.1", "--block"]
+        whole = [*command, "--node-ip-address", "127.0.0.1", "--block"]
         with log.open("w") as output:
             process = psutil.Popen(whole, env={**os.environ, **self.env}, stdout=output, stderr=output)
         self._ended.callback(_end, process)

@@ -71,7 +71,8 @@ class ServedCluster:
 
     def generate(self, prompt_ids: Sequence[int], *arguments: str) -> dict[str, Any]:
         ids = ",".join(map(str, prompt_ids))
-        answer: dict[str, Any] = json.loads(self.do("generate", "--token-ids", ids, "--json", *arguments))
+        greedy = () if "--temperature" in arguments else ("--temperature", "0")
+        answer: dict[str, Any] = json.loads(self.do("generate", "--token-ids", ids, "--json", *greedy, *arguments))
         return answer
 
     def status(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_curl_is_answered_and_a_gateway_that_dies_comes_back(cluster: ServedClus
 
 
 def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(cluster: ServedCluster) -> None:
-    asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
+    asked = (",".join(map(str, range(40, 90))), "--json", "--temperature", "0", "--max-tokens", "1500", "--ignore-eos")
     expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
     orphan: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 1900, "n": 16, "ignore_eos": True, "stream": True}
     address, before = cluster.status()["http_address"], num_generated(cluster)
@@ -78,7 +78,15 @@ def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:
         address = status["http_address"]
         pids = {one["id"]: one["pid"] for one in status["gateways"]}
         assert list(pids) == ["gateway-0", "gateway-1"]
-        asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
+        asked = (
+            ",".join(map(str, range(40, 90))),
+            "--json",
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "1500",
+            "--ignore-eos",
+        )
         expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
         # Several choices each: a command takes seconds to start where the machine is busy.
         long = {"prompt": QUESTION, "max_tokens": 1500, "n": 4, "ignore_eos": True, "stream": True}

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from deploy.plan.config import ClusterConfig
+from tests.harness.kuberay import PROBES, TEMPLATE
 from wire.pools import Role
 
-TEMPLATE = Path("deploy/kuberay/ray-cluster.example.yaml")
 SPEC = {
     "rayVersion",
     "authOptions",
@@ -21,7 +21,7 @@ SPEC = {
 }
 HEAD = {"template", "rayStartParams", "serviceType", "headService", "enableIngress", "resources", "labels"}
 WORKERS = {"groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams", "template", "suspend"}
-CONTAINER = {"name", "image", "env", "ports", "resources", "volumeMounts"}
+CONTAINER = {"name", "image", "env", "ports", "resources", "volumeMounts", *PROBES}
 PORTS = [ClusterConfig().router.grpc_port, ClusterConfig().http_port]
 """Ports of a router and its gateways for clients."""
 
@@ -54,6 +54,17 @@ def test_ray_asks_for_a_token(parts: dict[str, dict[str, Any]]) -> None:
     spec = parts["RayCluster"]["spec"]
     assert spec["authOptions"] == {"mode": "token"}
     assert tuple(map(int, spec["rayVersion"].split("."))) >= (2, 52), "Ray has tokens since then"
+
+
+def test_probes_ask_a_port_of_ray_that_the_template_sets(parts: dict[str, dict[str, Any]]) -> None:
+    """KubeRay leaves a probe that is there alone; its own ask for HTTP that Ray does not serve here."""
+    spec = parts["RayCluster"]["spec"]
+    for group, parameter in (
+        (spec["headGroupSpec"], "port"),
+        *((one, "node-manager-port") for one in spec["workerGroupSpecs"]),
+    ):
+        [container] = group["template"]["spec"]["containers"]
+        assert [container[one]["grpc"]["port"] for one in PROBES] == [int(group["rayStartParams"][parameter])] * 2
 
 
 def test_each_role_has_a_group_with_the_resource_that_its_workers_ask_for(parts: dict[str, dict[str, Any]]) -> None:

@@ -1,23 +1,23 @@
-"""Parts of docs/architecture.md that commands make from the code."""
+"""Parts of pages that commands make from the code."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE, REQUEST_PATH = (ROOT / "docs" / name for name in ("architecture.md", "request-path.md"))
 
 
-def read(command: str) -> str:
-    """Returns the part of the page that a command makes."""
+def read(page: Path, command: str) -> str:
+    """Returns the part of a page that a command makes."""
     begin, end = _bounds(command)
-    text = PAGE.read_text()
+    text = page.read_text()
     return text[text.index(begin) + len(begin) : text.index(end)].strip("\n")
 
 
-def write(command: str, part: str) -> None:
+def write(page: Path, command: str, part: str) -> None:
     """Puts a part in place of the one before."""
     begin, end = _bounds(command)
-    text = PAGE.read_text()
-    PAGE.write_text(f"{text[: text.index(begin)]}{begin}\n\n{part}\n\n{text[text.index(end) :]}")
+    text = page.read_text()
+    page.write_text(f"{text[: text.index(begin)]}{begin}\n\n{part}\n\n{text[text.index(end) :]}")
 
 
 def _bounds(command: str) -> tuple[str, str]:

@@ -58,7 +58,7 @@ def picture() -> str:
 
 def main() -> int:
     if sys.argv[1:] == ["--write"]:
-        generated.write(COMMAND, picture())
+        generated.write(generated.ARCHITECTURE, COMMAND, picture())
     sys.stdout.write(f"{picture()}\n")
     return 0
 

@@ -1,7 +1,7 @@
 """The files that one request is read in: which, in which order, and how often a reader returns to one left before.
 
 python -m tests.docs.request_path            # prints the steps and counts
-python -m tests.docs.request_path --write    # puts the steps into docs/architecture.md, which a test holds
+python -m tests.docs.request_path --write    # puts the steps into docs/request-path.md, which a test holds
 python -m tests.docs.request_path --json     # prints the way of each request, function by function
 python -m tests.docs.request_path --returns  # prints how often a reader comes back to each file, and from which
 
@@ -229,7 +229,7 @@ def main() -> int:
             told = ", ".join(f"{one} {num}" for one, num in before.most_common())
             sys.stdout.write(f"{before.total():3} {file}: {told}\n")
     if sys.argv[1:] == ["--write"]:
-        generated.write(COMMAND, table)
+        generated.write(generated.REQUEST_PATH, COMMAND, table)
     sys.stdout.write(f"{table}\n")
     sys.stdout.write(f"files {len(ways[0].files)}, returns {sorted(way.num_returns for way in ways)}\n")
     return 0

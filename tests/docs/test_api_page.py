@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from gateway import fields
+from gateway import unread
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.messages import MessagesDialect
@@ -12,12 +12,12 @@ from router.ports.interceptors import reserved_names
 from wire.pb import inference_pb2 as pb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
-NAMED = set(re.findall(r"`([a-z_]+)`", PAGE)) | {"logprobs"}
+NAMED = set(re.findall(r"`([A-Za-z0-9_.]+)`", PAGE)) | {"logprobs"}
 
 
 def test_fields_of_http_are_named() -> None:
     dialects = (ChatDialect, CompletionsDialect, ResponsesDialect, MessagesDialect)
-    known = {*fields.ONLY, *fields.REFUSED, *fields.IGNORED}.union(*(one.fields for one in dialects))
+    known = {*unread.ONLY, *unread.REFUSED, *unread.TOLD}.union(*(one.fields for one in dialects))
     assert known - NAMED == set()
 
 

@@ -9,7 +9,7 @@ from tests.docs.package_picture import COMMAND, direct, floors, picture
 
 
 def test_the_page_has_the_picture_of_the_imports() -> None:
-    assert generated.read(COMMAND) == picture(), f"run: {COMMAND}"
+    assert generated.read(generated.ARCHITECTURE, COMMAND) == picture(), f"run: {COMMAND}"
 
 
 def test_a_package_stands_above_all_that_it_imports() -> None:

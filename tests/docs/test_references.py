@@ -1,4 +1,4 @@
-"""What the pages refer to is there: files behind links, and the tests that docs/faults.md names."""
+"""The pages refer to what is there: files behind links, scripts of commands, the tests that docs/faults.md names."""
 
 import re
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ PAGES = sorted(
     path for folder in (".", "docs", "docs/decisions", "benchmarks") for path in (ROOT / folder).glob("*.md")
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+SCRIPT = re.compile(r"(?:python3?|bash) ((?:benchmarks|deploy|examples|tests)/[\w/]+\.(?:py|sh))")
 TEST_FILE = re.compile(r"(?:tests/[a-z_/]+/)?test_[a-z0-9_]+\.py")
 REFERENCE = re.compile(rf"({TEST_FILE.pattern})|::((?:Test\w+::)?test_\w+|Test\w+)")
 
@@ -18,6 +19,14 @@ REFERENCE = re.compile(rf"({TEST_FILE.pattern})|::((?:Test\w+::)?test_\w+|Test\w
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "decisions"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_scripts_of_commands_are_there(page: Path) -> None:
+    """Decisions name commands of their day."""
+    assert [script for script in SCRIPT.findall(page.read_text()) if not (ROOT / script).is_file()] == []
 
 
 def test_the_tests_of_faults_are_there() -> None:

@@ -1,6 +1,7 @@
-"""The way of a request in docs/architecture.md, against a request that is traced."""
+"""The way of a request in docs/request-path.md and docs/architecture.md, against a request that is traced."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -20,12 +21,21 @@ def traced() -> list[Way]:
 
 def test_the_page_has_every_file_that_a_request_enters() -> None:
     """In the step in which it enters them, whatever their order there."""
-    told, ways = from_table(generated.read(COMMAND)), traced()
+    told, ways = from_table(generated.read(generated.REQUEST_PATH, COMMAND)), traced()
     files = {file for step in told.values() for file in step}
     assert files == ways[0].files, f"run: {COMMAND}"
     for step in set(told) - {ALWAYS}:
         entered = {file for way in ways for file in (*way.steps.get(step, ()), *way.always)}
         assert set(told[step]) <= entered, f"run: {COMMAND}"
+
+
+def test_the_stations_are_files_of_the_way() -> None:
+    """Twelve, of which the line has two files, one at each end."""
+    told = from_table(generated.read(generated.REQUEST_PATH, COMMAND))
+    rows = re.findall(r"^\| \d+ \| [^|]+ \|([^|]+)\|", generated.ARCHITECTURE.read_text(), re.MULTILINE)
+    stations = [file for row in rows for file in re.findall(r"`([^`]+)`", row)]
+    assert (len(rows), len(stations)) == (12, 13)
+    assert set(stations) <= {file for step in told.values() for file in step}
 
 
 def test_a_table_is_read_as_it_was_written() -> None:

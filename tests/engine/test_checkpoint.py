@@ -2,6 +2,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from engine.checkpoint.tensor_file import TensorFile
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from kernels.torch_backend import TorchBackend
+from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import shard
+from tests.kernels.backends import lend_kernels
 from wire.errors import ModelError
 from wire.sampling import SamplingParams
 
@@ -91,14 +95,6 @@ def test_sampling_out_of_its_range_is_refused_by_name(folder: Path, advised: dic
     replaced(folder / "generation_config.json").write_text(json.dumps(advised))
     with pytest.raises(ModelError, match=rf"generation_config\.json: {min(advised)}"):
         Checkpoint(folder)
-
-
-def test_generation_config_overrules_the_end_of_text(folder: Path) -> None:
-    reconfigure(folder, eos_token_id=3)
-    replaced(folder / "generation_config.json").write_text("{}")
-    assert Checkpoint(folder).config.eos_token_ids == (3,)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert Checkpoint(folder).config.eos_token_ids == (5, 6)
 
 
 def test_a_stored_head_is_used_even_if_the_embedding_is_said_to_be_tied(folder: Path) -> None:
@@ -219,6 +215,29 @@ def test_what_is_harmless_changes_no_token(folder: Path, change: Callable[[Path]
     before = answer()
     change(folder)
     assert answer() == before
+
+
+OUTLINED = """
+import sys, torch
+from pathlib import Path
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.hub import find_folder
+from engine.model.weights import check_weights, count_bytes
+from kernels.selection import select_backend
+checkpoint = Checkpoint(find_folder(sys.argv[1]))
+check_weights(checkpoint)
+count_bytes(checkpoint, torch.bfloat16, select_backend(torch.device("cpu")))
+print(sorted({"sympy", "torch._dynamo", "huggingface_hub", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_shapes_are_read_without_torchs_compiler(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It has 900 modules, which take two seconds to import."""
+    cache = tmp_path_factory.mktemp("cache")
+    lend_kernels(cache)
+    for model in (folder, make_gguf(cache, "Q4_K")):
+        command, env = [sys.executable, "-c", OUTLINED, str(model)], {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])

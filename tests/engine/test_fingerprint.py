@@ -145,6 +145,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     (tmp_path / "file").touch()
     assert DigestCache(tmp_path / "file" / "digests.json").digest(files[0])
     assert "cannot be kept" in caplog.text
+    assert "set XDG_CACHE_HOME to another folder" in caplog.text
 
 
 def test_a_missing_file_is_an_error(cache: DigestCache, tmp_path: Path) -> None:

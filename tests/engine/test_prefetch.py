@@ -21,7 +21,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
-from kv_store.transfers import BackFetch, Done, NoStore, Transfer
+from kv_store.transfers import Done, NoStore, ReadGroup, Transfer
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import ROOT, Run, gained, make_core, request, serve
 from tests.harness.fake_clock import FakeClock
@@ -175,8 +175,8 @@ class Worker:
         assert counts.owned == counts.published == counts.draining == 0
 
     @property
-    def groups(self) -> list[BackFetch]:
-        return [one for one in self.lane.orders if isinstance(one, BackFetch)]
+    def groups(self) -> list[ReadGroup]:
+        return [one for one in self.lane.orders if isinstance(one, ReadGroup)]
 
 
 def asked(prompt: Sequence[int] = PROMPT, **settings: Any) -> EngineRequest:
@@ -188,7 +188,7 @@ def oracle(prompt: Sequence[int] = PROMPT, num_tokens: int = 20, layout: KVLayou
 
 
 def num_jumped(outcome: Outcome) -> int:
-    return sum(sum(jump.found.values()) for jump in outcome.jumps)
+    return sum(jump.num_found for jump in outcome.jumps)
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_tokens_equal_an_engine_without_a_store(layout: KVLayout) -> None:
     assert 10 * 16 < num_jumped(outcome) < 30 * 16
     assert stats.cached_prompt_tokens == num_jumped(outcome)
     assert stats.cached_prompt_tokens + stats.computed_prompt_tokens == len(PROMPT)
-    assert {tier for jump in outcome.jumps for tier in jump.found} == {"redis"}
+    assert {tier for jump in outcome.jumps for tier in jump.tokens.found} == {"redis"}
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
@@ -257,7 +257,7 @@ def test_blocks_behind_a_hole_are_found_once_it_is_computed(worker: Worker) -> N
     outcome = worker.serve(asked(), amid=strike)
     assert outcome.runs[0].outputs[0] == oracle()
     assert len(outcome.jumps) > 1
-    assert outcome.jumps[-1].tokens.stop == NUM_BLOCKS * 16
+    assert outcome.jumps[-1].span.stop == NUM_BLOCKS * 16
 
 
 def test_a_tier_that_becomes_slow_holds_nothing_up(worker: Worker) -> None:
@@ -288,7 +288,7 @@ def test_preempted_sequences_go_on_right() -> None:
     worker = Worker(num_pages=10 * 3 + NUM_BLOCKS + 16).fill().teach()
     older = [asked(range(number, number + 36), max_tokens=60) for number in range(10)]
     youngest = asked()
-    groups: list[BackFetch] = []
+    groups: list[ReadGroup] = []
 
     def note(number: int) -> None:
         if worker.core.stats().num_preemptions and not groups:

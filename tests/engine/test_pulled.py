@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 
+from deploy.plan.model import require_folders
 from engine.checkpoint.hub import find_folder
 from engine.checkpoint.pulled import MODELS, NamedModel
 from wire.errors import ModelError
@@ -137,9 +138,38 @@ def test_a_full_disk_leaves_nothing(index: Index, tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr("engine.checkpoint.pulled.os.fsync", full)
-        with pytest.raises(ModelError, match="some could not be pulled: No space left on device"):
+        with pytest.raises(
+            ModelError, match=r"some could not be pulled: No space left on device: .* set XDG_CACHE_HOME"
+        ):
             MODEL.pull(lambda *_: None)
     assert in_cache(tmp_path) == []
+
+
+@pytest.mark.parametrize("damaged", [CONTENT[:-1], CONTENT[:99] + b"?" + CONTENT[100:], b""])
+def test_a_file_that_has_changed_is_told_and_fetched_anew(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bytes
+) -> None:
+    monkeypatch.setitem(MODELS, "some", MODEL)
+    assert MODEL.find() is None
+    path = MODEL.pull(lambda *_: None)
+    assert MODEL.find() == path
+    path.write_bytes(damaged)
+    for use in (MODEL.find, lambda: find_folder("some"), lambda: require_folders("some", None)):
+        with pytest.raises(ModelError, match="is not what was pulled: pull it again with `baton pull some`"):
+            use()
+    with pytest.raises(ModelError, match=r"^speculation\.draft: .*`baton pull some`"):
+        require_folders(None, "some")
+    assert MODEL.pull(lambda *_: None) == path
+    assert (path.read_bytes(), MODEL.find()) == (CONTENT, path)
+    assert in_cache(tmp_path) == [path.parent.name]
+    require_folders("some", "some")
+
+
+def test_a_file_that_has_not_changed_is_read_once(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    MODEL.pull(lambda *_: None)
+    assert MODEL.find() is not None
+    monkeypatch.setattr("engine.checkpoint.fingerprint._digest", lambda *_: pytest.fail("read again"))
+    assert MODEL.find() == MODEL.pull(lambda *_: None)
 
 
 def test_two_pulls_at_once_get_one_whole_file(index: Index, tmp_path: Path) -> None:

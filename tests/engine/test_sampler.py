@@ -81,7 +81,13 @@ def test_temperature_sharpens() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "allowed"),
-    [({"top_k": 2}, {0, 1}), ({"top_p": 0.45}, {0}), ({"top_p": 0.55}, {0, 1}), ({"min_p": 0.5}, {0, 1})],
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0}, {0}),
+        ({"top_p": 0.45}, {0}),
+        ({"top_p": 0.55}, {0, 1}),
+        ({"min_p": 0.5}, {0, 1}),
+    ],
 )
 def test_cuts_keep_the_head_of_the_distribution(settings: dict[str, object], allowed: set[int]) -> None:
     row = torch.full((1, VOCAB), -20.0)

@@ -230,7 +230,7 @@ def assert_private(model: Path, folder: Path, caplog: pytest.LogCaptureFixture, 
     assert record.levelname == "WARNING"
     assert "this worker has packed weights of its own" in record.message
     assert problem in record.message
-    assert "model.weight_cache_bytes" in record.message
+    assert "set XDG_CACHE_HOME to another folder, or model.weight_cache_bytes" in record.message
     assert_equal(loaded, load_private(Checkpoint(model), torch.float32, CPU, select_backend(CPU)))
     assert not folder.is_dir() or {one.name for one in folder.iterdir()} <= {"lock"}
 

@@ -1,4 +1,4 @@
-"""The examples, and the programs of README.md, run as they stand."""
+"""The examples, and the programs of README.md and docs/library.md, run as they stand."""
 
 import re
 import runpy
@@ -83,15 +83,15 @@ def test_client(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().out == "one!two!\n3 tokens in, 2 out, 7 ms\n"
 
 
-def programs_of_readme() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+def programs_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / page).read_text(), re.DOTALL)
 
 
-def test_programs_of_the_readme(
+def test_programs_of_pages(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
-    client, engine, store = programs_of_readme()
+    [client], [engine, store, _] = programs_of("README.md"), programs_of("docs/library.md")
     assert "127.0.0.1:50051" in client
     exec(client.replace("127.0.0.1:50051", address))
     assert capsys.readouterr().out.startswith("The!old!farmer!walks!to!the!Pets:!Tom!")

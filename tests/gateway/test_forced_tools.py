@@ -14,7 +14,6 @@ from tests.gateway import local_gateway
 from tests.gateway.local_gateway import LocalDoor
 from tests.harness.local_cluster import LocalCluster
 from text.answer.formats import NO_FORMATS
-from wire.errors import InvalidRequest
 from wire.layout import KVLayout
 from wire.trust.key_ring import NO_KEYS
 
@@ -196,7 +195,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": [GOOD, tool(name="h"), tool(name="g", parameters={"enum": ["a" * 70_000]}, strict=True)], **FORMAT},
         "tools[2].function.parameters",
     ),
-    "a format beside good tools": ({"tools": [GOOD], "guided_json": REMOTE}, "response_format"),
+    "a format beside good tools": ({"tools": [GOOD], "guided_json": REMOTE}, "guided_json"),
     "a function that is no tool": ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     "no tools": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     "beside ignore_eos": ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
@@ -215,15 +214,13 @@ async def test_bad_tools_and_settings_of_chats(cluster: LocalCluster, changed: d
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_effort_wants_a_channel() -> None:
-    dialect = ChatDialect(NO_FORMATS)
-    for effort, is_taken in (("none", True), ("low", False)):
-        taken = fields.take({"messages": SAID["messages"], "reasoning_effort": effort}, dialect.fields)
-        if is_taken:
-            dialect.take_prompts(taken)
-        else:
-            with pytest.raises(InvalidRequest, match="reasoning_effort"):
-                dialect.take_prompts(taken)
+def test_effort_and_a_budget_without_a_channel_say_nothing() -> None:
+    for effort, variables in (("none", {"reasoning_effort": "none", "enable_thinking": False}), ("low", None)):
+        dialect = ChatDialect(NO_FORMATS)
+        given = {"messages": SAID["messages"], "reasoning_effort": effort, "thinking_token_budget": 9}
+        taken = fields.take(given, dialect.fields)
+        dialect.take_prompts(taken)
+        assert taken == ({"chat_template_kwargs": json.dumps(variables)} if variables else {})
 
 
 async def test_variables_reach_the_template_and_its_opener_the_answer(cluster: LocalCluster) -> None:

@@ -26,7 +26,7 @@ def format_of(body: dict[str, Any]) -> ResponseFormat | None:
     for dialect, prompt in ((CompletionsDialect(), {"prompt": "a"}), (ChatDialect(), {"messages": [TURN]})):
         taken = fields.take({**prompt, **body}, dialect.fields)
         (first,) = dialect.take_prompts(taken)
-        formats.take_format(taken)
+        formats.take_format(taken, dialect.sent)
         found.append(sampling_from_pb(make_request(first, taken).sampling_params).response_format)  # type: ignore[arg-type]
     assert found[0] == found[1]
     return found[0]
@@ -72,7 +72,7 @@ def test_any_text_is_no_format(body: dict[str, Any]) -> None:
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more"),
+        ({"response_format": {"type": "json_object", "json_shema": 1}}, "response_format.json_shema"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),

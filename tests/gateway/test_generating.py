@@ -91,6 +91,27 @@ async def test_a_completion_streamed(gateway: LocalGateway) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_each_event_has_the_usage_so_far_where_a_body_asks_for_it(gateway: LocalGateway, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": [PROMPT, "xyz"]} if path == COMPLETIONS else SAID
+    body = {**prompt, "max_tokens": 5, "n": 2, "stream": True, "return_token_ids": True}
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    *events, end, done = (await gateway.post(path, {**body, "stream_options": asked})).events
+    num_new = 0
+    for event in events:
+        num_new += len(event["choices"][0].get("token_ids", ()))
+        num_prompt = end["usage"]["prompt_tokens"]
+        assert event["usage"] == {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
+    assert (num_new, done, end["choices"]) == (end["usage"]["completion_tokens"], "[DONE]", [])
+    for options in ({"include_usage": True, "continuous_usage_stats": False}, {"continuous_usage_stats": True}):
+        events = (await gateway.post(path, {**body, "stream_options": options})).events[:-1]
+        assert [one for one in events if one["choices"] and one.get("usage")] == []
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_usage_has_the_timeline_that_a_body_asks_for(gateway: LocalGateway, path: str, is_streamed: bool) -> None:
     prompt: dict[str, Any] = {"prompt": PROMPT} if path == COMPLETIONS else SAID
@@ -252,7 +273,35 @@ async def test_a_chat_with_its_token_ids(gateway: LocalGateway) -> None:
 async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
     body = {"prompt": PROMPT, "echo": True}
     assert (await gateway.post(COMPLETIONS, {**body, "logprobs": 6})).error["param"] == "logprobs"
-    assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).error["param"] == "max_tokens"
+    assert (await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 0})).error["param"] == "max_tokens"
+    assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": -1})).error["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 1}, {"logprobs": 0, "n": 2}, {}])
+async def test_an_echo_without_an_answer_is_the_prompt_alone(gateway: LocalGateway, more: dict[str, int]) -> None:
+    body = {"prompt": [PROMPT, "a"], "echo": True, "seed": 1, **more}
+    none = (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).json
+    one = (await gateway.post(COMPLETIONS, {**body, "max_tokens": 1})).json
+    for choice, longer in zip(none["choices"], one["choices"], strict=True):
+        prompt = (PROMPT, "a")[choice["index"] // more.get("n", 1)]
+        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+        assert longer["text"].startswith(prompt)
+        if more:
+            cut = {name: items[: len(prompt)] for name, items in longer["logprobs"].items()}
+            assert (choice["logprobs"], choice["logprobs"]["token_logprobs"][0]) == (cut, None)
+    num_tokens = len(PROMPT) + 1
+    assert [none["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")] == [
+        num_tokens,
+        0,
+        num_tokens,
+    ]
+    *events, last, done = (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0, "stream": True})).events
+    texts = dict.fromkeys(range(len(none["choices"])), "")
+    for event in (*events, last):
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert [*texts.values()] == [choice["text"] for choice in none["choices"]]
+    assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
 
 
 ECHO = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
@@ -322,7 +371,7 @@ async def test_parts_of_a_prompt_are_streamed_as_they_come(
 
     monkeypatch.setattr(gateway.client, "stream", noted)
     options: Options = {"max_tokens": 2, "echo": True, "logprobs": 0, "prompt_logprobs": 0}
-    asked = Generation("a", "fake", [PROMPT], options, usage=False)
+    asked = Generation("a", "fake", [PROMPT], options, usage={})
     async with (
         asyncio.timeout(WAIT_S),
         aclosing(generation.events(asked, CompletionsDialect(), gateway.client).events) as told,

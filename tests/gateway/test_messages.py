@@ -7,7 +7,7 @@ import pytest
 
 from tests.gateway.local_gateway import LocalGateway
 from tests.gateway.test_responses import ALL_PARTS, aborted, prompt_of
-from tests.gateway.test_tool_calls import say
+from tests.gateway.test_tool_calls import QWEN_F, say
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = {"role": "user", "content": "hi"}
@@ -42,6 +42,23 @@ async def test_an_answer_has_blocks(gateway: LocalGateway) -> None:
     assert usage["output_tokens_details"] == {"thinking_tokens": len("<think>\nOne.\n</think>")}
     alone = {**SAID, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
     assert len((await gateway.post(MESSAGES, alone)).json["content"]) == 3
+
+
+async def test_names_of_tools_have_128_letters_and_stops_are_eight(gateway: LocalGateway) -> None:
+    name = "f" * 128
+    say(gateway, QWEN_F.replace('"f"', json.dumps(name)))
+    tool, stops = {**TOOL, "name": name}, [f"stop {number}" for number in range(8)]
+    answer = await gateway.post(MESSAGES, {**SAID, "tools": [tool], "stop_sequences": stops})
+    assert [(block["type"], block["name"]) for block in answer.json["content"]] == [("tool_use", name)]
+    for changed, param in (
+        ({"tools": [{**TOOL, "name": name + "f"}]}, "tools[0].name"),
+        ({"stop_sequences": [*stops, "a"]}, "stop_sequences"),
+    ):
+        answer = await gateway.post(MESSAGES, {**SAID, **changed})
+        assert (answer.status, answer.error["param"]) == (400, param)
+    function = {"type": "function", "function": {"name": "f" * 65}}
+    answer = await gateway.post("/v1/chat/completions", {"messages": [HI], "tools": [function]})
+    assert answer.error["param"] == "tools[0].function.name"
 
 
 async def test_a_stream_has_the_events_of_each_block(gateway: LocalGateway) -> None:
@@ -145,6 +162,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tier": ({"service_tier": "flex"}, "service_tier"),
     "several": ({"n": 2}, "n"),
     "what the router refuses": ({"temperature": 3}, "temperature"),
+    "stops that the router refuses": ({"stop_sequences": ["a"] * 9}, "stop_sequences"),
+    "a thread": ({"thread": {"type": "create"}}, "thread"),
 }
 
 

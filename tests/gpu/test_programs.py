@@ -9,6 +9,7 @@ from engine.model.decoder import Decoder
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
 from kernels import paged_attention
+from kernels.accelerator import CudaGraph
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
@@ -79,6 +80,34 @@ def test_a_draft_model_guesses_on_a_gpu_too(tmp_path: Path) -> None:
     guessed = drive(core, [request(prompt, GREEDY) for prompt in prompts])
     assert [one.outputs for one in guessed] == [one.outputs for one in plain]
     assert core.stats().num_accepted_tokens > 0
+
+
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    """Neither its stream nor the generator's state, without which earlier graphs cannot be replayed."""
+    values, stream, made = torch.ones(4, device=DEVICE), torch.cuda.current_stream(), list[torch.Tensor]()
+    before, after = CudaGraph(DEVICE), CudaGraph(DEVICE)
+    before.capture(lambda: made.append(values * 2))
+    with pytest.raises(RuntimeError):
+        CudaGraph(DEVICE).capture(lambda: made.append(values * values.sum().item()))
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(3, device=DEVICE).isfinite().all()
+    after.capture(lambda: made.append(values * 3))
+    for graph in (before, after):
+        graph.replay()
+    assert [one.tolist() for one in made] == [[2.0] * 4, [3.0] * 4]
+
+
+def test_a_graph_is_captured_after_all_others_have_gone_and_left_a_result() -> None:
+    values = torch.ones(4, device=DEVICE)
+
+    def double() -> torch.Tensor:
+        graph, made = CudaGraph(DEVICE), list[torch.Tensor]()
+        graph.capture(lambda: made.append(values * 2))
+        graph.replay()
+        torch.cuda.synchronize()
+        return made[0]
+
+    assert [one.tolist() for one in (double(), double())] == [[2.0] * 4] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

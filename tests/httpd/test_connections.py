@@ -201,6 +201,7 @@ async def test_hosts_that_a_request_may_ask_for(host: bytes) -> None:
     client = await served.connect(b"GET /a HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
     assert (await client.status(), app.num_requests) == (HOSTS[host], int(HOSTS[host] == 200))
     if HOSTS[host] == 400:
+        assert b"list it in http.host_names (--host-names of `baton up`)" in client.body
         assert await client.is_closed()
     await served.close()
     await server.stop()

@@ -99,9 +99,16 @@ def mounted_image(folder: Path) -> Iterator[Image]:
 @contextmanager
 def running(image: Image, volume: Path, *arguments: str, shm_size: str = "1g") -> Iterator[Container]:
     """Runs the image's entrypoint with arguments; what still runs at the end is killed."""
-    os.chown(volume, image.user, image.user)
-    port = _free_port()
+    port = free_port()
     command = [*image.config["Entrypoint"], *arguments, "--http-port", str(port), "--grpc-port", "0"]
+    with entered(image, volume, *command, shm_size=shm_size) as process:
+        yield Container(image, process, port)
+
+
+@contextmanager
+def entered(image: Image, volume: Path, *command: str, shm_size: str = "1g") -> Iterator[subprocess.Popen[str]]:
+    """Runs a command in place of the entrypoint; what still runs at the end is killed."""
+    os.chown(volume, image.user, image.user)
     unshare = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "bash", str(ENTER)]
     place = [str(image.root), shm_size, str(volume), str(image.user), image.config["WorkingDir"]]
     with subprocess.Popen(
@@ -112,7 +119,7 @@ def running(image: Image, volume: Path, *arguments: str, shm_size: str = "1g") -
         text=True,
     ) as process:
         try:
-            yield Container(image, process, port)
+            yield process
         finally:
             process.kill()
 
@@ -121,7 +128,7 @@ def _environment(image: Image) -> dict[str, str]:
     return dict(one.split("=", 1) for one in image.config["Env"])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

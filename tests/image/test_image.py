@@ -12,7 +12,8 @@ import pytest
 
 from kernels.cpu.library import ISA_TO_FEATURES
 from tests.cluster.served_cluster import wait_until
-from tests.image.container import IMAGE, Container, Image, buildah, running
+from tests.harness.kuberay import head_and_worker
+from tests.image.container import IMAGE, Container, Image, buildah, entered, free_port, running
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(300)]
 MAX_COMPRESSED_BYTES = 900_000_000
@@ -99,6 +100,17 @@ def test_a_cluster_that_crashes_ends_the_container(image: Image, volume: Path) -
         output, _ = container.process.communicate(timeout=START_S)
         assert container.process.returncode == 1
     assert "Ray's raylet ended" in output
+
+
+def test_a_head_of_the_template_for_kuberay_becomes_ready(image: Image, volume: Path) -> None:
+    """By the shell that KubeRay starts Ray with; then its workers' init container finds it by `ray health-check`."""
+    port = free_port()
+    head, _ = head_and_worker(port, free_port())
+    with entered(image, volume, "/bin/bash", "-lc", head.start("--head")) as process:
+        wait_until(lambda: head.is_healthy() or process.poll() is not None, "its probes answer", START_S)
+        assert process.poll() is None, process.communicate()[0]
+        check = ("/bin/bash", "-c", f"ray health-check --address 127.0.0.1:{port}")
+        assert Container(image, process, port).execute(*check).returncode == 0
 
 
 def test_without_keys_it_opens_no_port_to_others(image: Image, volume: Path) -> None:

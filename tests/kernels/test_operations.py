@@ -47,7 +47,10 @@ def test_a_linear_layer(backend: Backend, dtype: torch.dtype, columns: int, dept
     packed = backend.pack(weight)
     product = states.double() @ weight.double().T
     close(backend.linear(states, packed, None), product, dtype)
-    close(backend.linear(states, packed, bias, residual), product + bias.double() + residual.double(), dtype)
+    added = product + bias.double() + residual.double()
+    close(backend.linear(states, packed, bias, residual), added, dtype)
+    assert backend.linear(states, packed, bias, residual, out=residual) is residual
+    close(residual, added, dtype)
     logits = backend.logits(states, packed)
     assert logits.dtype == torch.float32
     close(logits, product, dtype)

@@ -217,7 +217,7 @@ def test_what_the_kernels_would_not_widen_exactly_is_widened_before(changes: dic
     assert torch.equal(weight.data, torch.cat([one.dequantize().bfloat16() for one in parts]))
 
 
-def test_a_matrix_of_one_column_is_packed() -> None:
+def test_a_matrix_of_one_column_is_packed(device: torch.device) -> None:
     matrix = Quantized(
         codes=torch.arange(768, dtype=torch.uint8).view(torch.int8)[None],
         bits=8,
@@ -226,8 +226,8 @@ def test_a_matrix_of_one_column_is_packed() -> None:
         scales=torch.ones(1, 5).half(),
         offsets=torch.ones(1, 5).half(),
         offset_factors=torch.arange(1, 6, dtype=torch.int8)[None],
-    )
+    ).to(device)
     weight = BACKEND.pack_codes([matrix], torch.float32)
     assert isinstance(weight, CodedWeight)
-    states = torch.eye(768)[:3]
+    states = torch.eye(768, device=device)[:3]
     assert torch.equal(BACKEND.linear(states, weight, None), matrix.dequantize()[:, :3].T)

@@ -5,12 +5,13 @@ from math import inf
 
 import pytest
 
-from kv_store.costs import Costs, SourceCosts, Split, SplitRule
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
+from kv_store.prefix.costs import Costs, SourceCosts
 from tests.harness.fake_clock import FakeClock
 from tests.harness.paced_tier import PacedTier
+from tests.kv_store.learned_costs import taught
 from tests.kv_store.names import LAYOUT, names_of, put_one
 from tests.kv_store.pools import filled_pool, pages_from
 
@@ -35,7 +36,7 @@ class Server:
     def ttft_s(self, prompt: int) -> float:
         began_s = self._clock.now
         names = names_of(NUM_BLOCKS * LAYOUT.block_size, first=prompt)
-        num_found = len(self._store.fetch(names, pages_from(0, NUM_BLOCKS)))
+        num_found = len(self._store.fetch(names, pages_from(0, NUM_BLOCKS)).tiers)
         computing_s = (NUM_BLOCKS - num_found) * self._block_s
         self._clock.now += computing_s
         # Tokens of 1024 a step, whatever is left of this prompt: other prompts share the steps.
@@ -96,21 +97,6 @@ def test_a_tier_that_was_slow_is_read_again_within_a_minute_of_being_quick() -> 
     assert took_s < 0.1 * NUM_BLOCKS * 0.01
 
 
-def test_of_blocks_in_several_places_the_front_that_pays_is_read() -> None:
-    clock = FakeClock()
-    costs = Costs(block_size=16, clock=clock)
-    near, far = (PacedTier(LAYOUT, clock, 0.0, 0.0) for _ in range(2))
-    for _ in range(NUM_WARM):
-        costs.note_prefill(1600, 1.0)
-        costs.of(near).note_reads([0.001, 0.001])
-        costs.of(far).note_reads([1.0, 0.1])
-    assert costs.num_worth_reading([near] * 4 + [far] * 4) == 4
-    assert costs.num_worth_reading([far] * 4 + [near] * 4) == 0
-    assert costs.num_worth_reading([None, *[far] * 4]) == 1
-    assert costs.num_worth_reading([*[far] * 2, *[None] * 200]) == 202, "what follows is worth the wait"
-    assert costs.num_worth_reading([]) == 0
-
-
 def test_an_outlier_does_not_spoil_what_was_learned() -> None:
     costs = Costs(block_size=16)
     for took_s in [0.1] * NUM_WARM + [30.0]:
@@ -121,51 +107,6 @@ def test_an_outlier_does_not_spoil_what_was_learned() -> None:
     assert costs.compute_s < 3 * 0.016, "a token alone, and a run without a clock, say nothing"
 
 
-def taught(first_s: float, rest_s: float, compute_s: float, num_tiers: int = 1) -> tuple[Costs, list[PacedTier]]:
-    """Costs that have learned these times, of blocks, and the tiers."""
-    clock = FakeClock()
-    costs = Costs(block_size=16, clock=clock)
-    tiers = [PacedTier(LAYOUT, clock, 0.0, 0.0) for _ in range(num_tiers)]
-    for _ in range(100):
-        costs.note_prefill(160, 10 * compute_s)
-        for tier in tiers:
-            costs.of(tier).note_reads([first_s, rest_s])
-    return costs, tiers
-
-
-@pytest.mark.parametrize(
-    ("first_s", "rest_s", "num_blocks", "splits"),
-    [
-        (0.01, 0.01, 40, True),
-        (0.02, 0.02, 40, True),
-        (0.01, 0.001, 40, False),  # reading is ten times as quick
-        (0.3, 0.2, 40, False),  # computing is
-        (0.01, 0.01, 2, False),  # no more than 10 ms to gain
-        (0.6, 0.01, 40, False),  # a latency longer than computing
-        (0.01, 0.01, 0, False),
-    ],
-)
-def test_a_prefix_is_split_where_that_beats_reading_and_computing_it(
-    first_s: float, rest_s: float, num_blocks: int, splits: bool
-) -> None:
-    costs, [tier] = taught(first_s, rest_s, compute_s=0.01)
-    sources = [None, None, *[tier] * num_blocks]
-    assert SplitRule(costs).divide(sources) == (Split(2, 2 + num_blocks) if splits else costs.whole(sources))
-
-
-def test_a_group_is_read_before_computing_gets_there_and_is_bounded_in_time() -> None:
-    costs, [tier] = taught(0.02, 0.01, compute_s=0.01)
-    rule = SplitRule(costs)
-    assert rule.num_in_group([tier] * 100, [*range(100)]) == 19, "a fifth of a second, with the latency"
-    assert rule.num_in_group([tier] * 20, [*range(20)]) == 9, "11 blocks are computed while 9 are read"
-    assert rule.num_in_group([tier] * 2, [*range(2)]) == 0
-    assert rule.num_in_group([tier, *[None] * 5], [*range(6)]) == 5, "blocks of the arena take no time"
-    assert rule.num_in_group([], []) == 0
-    assert rule.num_in_chunk([tier] * 100) == 3
-    slow, [far] = taught(0.5, 0.01, compute_s=0.01)
-    assert SplitRule(slow).group_s([far]) == pytest.approx(2.0, rel=0.01), "four latencies"
-
-
 @pytest.mark.parametrize(("block_s", "is_asked"), [(0.001, True), (0.02, True), (0.2, False)])
 def test_a_tier_is_asked_for_blocks_to_split_though_reading_all_is_slower(block_s: float, is_asked: bool) -> None:
     costs, [tier] = taught(block_s, block_s, compute_s=0.01)
@@ -173,5 +114,7 @@ def test_a_tier_is_asked_for_blocks_to_split_though_reading_all_is_slower(block_
         costs.of(tier).ask.learn(0.05)
     costs.of(tier).due_s = inf
     asked = costs.worth_asking([tier], 40, SourceCosts.split_lookup_s)
-    assert asked == ([tier] if is_asked else [])
-    assert costs.worth_asking([tier], 40) == ([tier] if block_s < 0.01 else [])
+    assert asked == ({tier: False} if is_asked else {})
+    assert costs.worth_asking([tier], 40) == ({tier: False} if block_s < 0.01 else {})
+    costs.of(tier).due_s = 0.0
+    assert costs.worth_asking([tier], 40) == {tier: block_s > 0.01}, "what is due is a probe"

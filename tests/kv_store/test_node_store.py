@@ -58,7 +58,7 @@ class Node:
     def fetch(self, names: list[BlockName]) -> list[Tier]:
         """By a store of its own; what was fetched is what was asked for, and the rest of the pool is untouched."""
         pool = filled_pool([])
-        tiers = self.store(pool).fetch(names, pages_from(FIRST_FETCHED, len(names)))
+        tiers = self.store(pool).fetch(names, pages_from(FIRST_FETCHED, len(names))).tiers
         for page, name in zip(pages_from(FIRST_FETCHED, len(tiers)), names, strict=False):
             assert page_of(pool, page) == payload_of(name)
         assert not any(any(page_of(pool, page)) for page in pages_from(0, FIRST_FETCHED))
@@ -173,11 +173,11 @@ def test_each_block_comes_from_the_nearest_tier_that_has_it(node: Node) -> None:
     pool = filled_pool([])
     arena, port = node.connect()
     store = NodeStore(LAYOUT, arena, port, [redis, files], pool)
-    tiers = store.fetch(names, pages_from(0, 6))
+    tiers = store.fetch(names, pages_from(0, 6)).tiers
     assert tiers == [Tier.REDIS, Tier.HOST, Tier.FILES, Tier.REDIS, Tier.REDIS, Tier.FILES]
     assert [page_of(pool, page) for page in pages_from(0, 6)] == [payload_of(name) for name in names]
     assert (redis.status().hits, files.status().hits) == (3, 2)
-    assert store.fetch(names, pages_from(0, 6)) == [Tier.HOST] * 6
+    assert store.fetch(names, pages_from(0, 6)).tiers == [Tier.HOST] * 6
     store.purge(names)
     assert not any(redis.exists([name.key for name in names]) + files.exists([name.key for name in names]))
 
@@ -187,13 +187,13 @@ def test_a_prefix_ends_where_no_tier_has_a_block_or_the_nearest_has_lost_it(node
     redis, files = tiers_with({Tier.REDIS: names[:4], Tier.FILES: [*names[3:4], *names[5:]]})
     arena, port = node.connect()
     store = NodeStore(LAYOUT, arena, port, [redis, files], filled_pool([]))
-    assert store.fetch(names, pages_from(0, 6)) == [Tier.REDIS] * 4
+    assert store.fetch(names, pages_from(0, 6)).tiers == [Tier.REDIS] * 4
     node.evict_all()
     assert isinstance(redis, MemoryTier)
     redis.frames[names[3].key] = redis.frames[names[2].key]
-    assert store.fetch(names, pages_from(0, 6)) == [Tier.REDIS] * 3
+    assert store.fetch(names, pages_from(0, 6)).tiers == [Tier.REDIS] * 3
     node.evict_all()
-    assert store.fetch(names, pages_from(0, 6)) == [*[Tier.REDIS] * 3, Tier.FILES], "what was wrong is gone"
+    assert store.fetch(names, pages_from(0, 6)).tiers == [*[Tier.REDIS] * 3, Tier.FILES], "what was wrong is gone"
 
 
 def test_tails_never_go_to_the_cold_tier(node: Node) -> None:
@@ -261,7 +261,7 @@ def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> No
     node.clock.now += 2.0
     pool = filled_pool([])
     store = node.store(pool)
-    assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
+    assert store.fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 2
     assert not any(page_of(pool, PageId(2)))
     assert store.control.status().num_corrupt == 1
     assert node.directory.records.exists([name.key for name in names]) == [True, True, False, True]
@@ -297,8 +297,8 @@ class SlowPool(DevicePool):
 def test_a_lease_that_runs_out_while_reading_gives_nothing(node: Node) -> None:
     names = names_of(16)
     node.publish(names)
-    assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)) == []
-    assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)) == [Tier.HOST] * 4
+    assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)).tiers == []
+    assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 4
 
 
 class SlowSource(MemoryTier):
@@ -319,7 +319,7 @@ def test_sources_are_asked_only_while_computing_would_take_longer(node: Node) ->
     names, sources = names_of(16), [SlowSource(node.clock) for _ in range(3)]
     node.publish(names[:2])
     store = NodeStore(LAYOUT, node.arena, node.directory, sources, filled_pool([]), node.clock)
-    assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
+    assert store.fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 2
     assert [source.num_asked for source in sources] == [1, 0, 0]
 
 
@@ -355,9 +355,9 @@ def test_blocks_are_withdrawn_from_the_nodes_that_may_have_them(node: Node) -> N
     with closing(Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)) as own:
         peers = {"there": LocalBlocks(port, arena, LAYOUT.payload_bytes)}
         store = NodeStore(LAYOUT, own, Directory(NUM_SLOTS), [], filled_pool([]), peer=peers.__getitem__)
-        assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.PEERS] * 5
+        assert store.fetch(names, pages_from(0, 5), ["there"]).tiers == [Tier.PEERS] * 5
         store.purge(names[1:], ["there"])
-        assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.HOST]
+        assert store.fetch(names, pages_from(0, 5), ["there"]).tiers == [Tier.HOST]
     assert node.directory.records.exists([name.key for name in names]) == [True] + [False] * 4
 
 
@@ -405,12 +405,12 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
         store = NodeStore(LAYOUT, Arena.open(client.attach().arena_path), client, [], filled_pool(names))
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
-        assert store.fetch(names, pages_from(8, 2)) == []
+        assert store.fetch(names, pages_from(8, 2)).tiers == []
         assert store.control.check() == ["the directory is out of reach"]
         service.start()
-        assert store.fetch(names, pages_from(8, 2)) == []
+        assert store.fetch(names, pages_from(8, 2)).tiers == []
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
-        assert store.fetch(names, pages_from(8, 2)) == [Tier.HOST] * 2
+        assert store.fetch(names, pages_from(8, 2)).tiers == [Tier.HOST] * 2
         assert store.control.check() == []
         assert bytes(service.arena.slot(SlotId(0))[:8]) == payload_of(names[0])[:8]
         assert store.control.status().num_failed == 3
@@ -424,7 +424,7 @@ def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
             LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), [MemoryTier(LAYOUT)], filled_pool([])
         )
         names = names_of(8)
-        assert store.fetch(names, pages_from(0, 2)) == []
+        assert store.fetch(names, pages_from(0, 2)).tiers == []
         assert store.write_through(names, pages_from(0, 2), REQUEST) == 0
         store.control.renew([REQUEST])
         store.control.release_holds([REQUEST])

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import Back, Front
+from kv_store.block_store import Reading
 from kv_store.node.directory_port import KeepHint
+from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.transfers import (
     Done,
     Fetch,
@@ -20,11 +21,12 @@ from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
 from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
-from wire.tier import Cause, Miss, Tier
+from wire.tier import Tier
 
 NAMES, PAGES = names_of(8), pages_from(0, 2)
 REQUEST = AttemptId("request")
 WAIT_S = 20.0
+READING = Reading([Tier.HOST] * 2)
 FETCH, WRITE, PURGE = Fetch(NAMES, PAGES), WriteThrough(NAMES, PAGES, REQUEST), Purge(NAMES)
 
 
@@ -41,21 +43,14 @@ class FakeStore:
     def fence(self) -> None:
         self.fenced_by.append(threading.current_thread())
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> list[Tier]:
+    def fetch(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
+    ) -> Reading:
         self._work("fetch", names, pages)
-        return [Tier.HOST] * len(names)
+        return Reading([Tier.HOST] * len(names))
 
-    def fetch_front(self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = ()) -> Front:
-        return Front(self.fetch(names, pages, peers))
-
-    def fetch_back(self, back: Back, pages: Sequence[PageId]) -> list[Tier]:
-        return self.fetch(back.names, pages)
-
-    def misses(self, names: Sequence[BlockName]) -> list[Miss]:
-        return [Miss(Cause.NEVER_SEEN)] * len(names)
-
-    def longest(self, names: Sequence[BlockName], starts: Sequence[int], peers: Sequence[str] = ()) -> slice:
-        return slice(starts[-1], len(names))
+    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+        return self.fetch(step.names, pages)
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         self._work("write_through", names, pages, hold)
@@ -127,7 +122,7 @@ def test_inline_is_done_when_started(store: FakeStore) -> None:
     begin_all(transfers)
     assert store.asked == [("fetch", NAMES, PAGES), ("write_through", NAMES, PAGES, REQUEST), ("purge", NAMES)]
     assert (len(store.fenced_by), transfers.pending) == (3, 3)
-    assert transfers.poll() == [Done(FETCH, [Tier.HOST] * 2), Done(WRITE, num_resident=2), Done(PURGE)]
+    assert transfers.poll() == [Done(FETCH, READING), Done(WRITE, num_resident=2), Done(PURGE)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
@@ -141,7 +136,7 @@ def test_without_a_store_nothing_is_found_or_published() -> None:
 
 def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, threaded: ThreadTransfers) -> None:
     begin_all(threaded)
-    assert waker.poll(threaded, 3) == [Done(FETCH, [Tier.HOST] * 2), Done(WRITE, num_resident=2), Done(PURGE)]
+    assert waker.poll(threaded, 3) == [Done(FETCH, READING), Done(WRITE, num_resident=2), Done(PURGE)]
     assert store.asked == [("fetch", NAMES, PAGES), ("write_through", NAMES, PAGES, REQUEST), ("purge", NAMES)]
     assert threaded.pending == 0
 
@@ -164,7 +159,7 @@ def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: Threa
         assert done == Done(transfer, error=done.error)
     store.error = None
     threaded.begin(FETCH)
-    assert waker.poll(threaded, 1) == [Done(FETCH, [Tier.HOST] * 2)]
+    assert waker.poll(threaded, 1) == [Done(FETCH, READING)]
 
 
 def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
@@ -198,7 +193,7 @@ def test_a_transfer_is_a_plain_call_of_any_thread(store: FakeStore, waker: Waker
     transfers.begin(FETCH)
     transfers.begin(PURGE)
     assert transfers.run_one()
-    assert (transfers.poll(), transfers.pending) == ([Done(FETCH, [Tier.HOST] * 2)], 1)
+    assert (transfers.poll(), transfers.pending) == ([Done(FETCH, READING)], 1)
     transfers.close()
     assert not transfers.run_one()
     assert (transfers.poll(), store.asked) == ([], [("fetch", NAMES, PAGES)])

@@ -9,9 +9,9 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import EventCursor
 from kv_store.node_store import NodeStore
+from kv_store.prefix.plan import Needs
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.memory_tier import MemoryTier
-from kv_store.transfers import Fetch
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, names_of, put_one
 from tests.kv_store.pools import filled_pool, pages_from
@@ -42,8 +42,9 @@ class One:
 
     def why(self, names: list[BlockName], store: NodeStore | None = None) -> list[Miss]:
         """The causes behind a fetch of these blocks."""
-        done = Fetch(names, pages_from(0, len(names))).run(store or self.store([]))
-        return [done.misses[name.key] for name in names if name.key in done.misses]
+        reading = (store or self.store([])).fetch(names, pages_from(0, len(names)))
+        assert len(reading.blocks) == len(names)
+        return [block for block in reading.blocks if isinstance(block, Miss)]
 
 
 @pytest.fixture
@@ -107,6 +108,20 @@ def test_a_copy_in_a_tier_that_is_not_worth_asking_is_elsewhere_and_too_far(one:
     costs = store.costs.of(cold(one))
     costs.ask.mean_s, costs.due_s = 9.0, 1e9
     assert {miss.cause for miss in one.why(names, store)} == {Cause.ELSEWHERE}
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_with_windows_a_copy_in_a_cold_tier_has_the_same_causes(one: One, is_asked: bool) -> None:
+    names = names_of(12)
+    one.publish(names)
+    one.directory.records.mark_cold(Tier.REDIS, [name.key for name in names], [])
+    fill(one)
+    store = one.store([])
+    if not is_asked:
+        store.costs.of(cold(one)).ask.mean_s, store.costs.of(cold(one)).due_s = 9.0, 1e9
+    blocks = store.fetch(names, pages_from(0, 2), needs=Needs([0, 0, 1])).blocks
+    causes = [block.cause for block in blocks if isinstance(block, Miss)]
+    assert causes == ([Cause.EVICTED, Cause.BEHIND, Cause.BEHIND] if is_asked else [Cause.ELSEWHERE] * 3)
 
 
 def test_found_blocks_that_are_slower_to_read_are_cheaper_to_compute(one: One) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-WIDTHS = (320, 768, 1280, 2560)
+WIDTHS = (320, 768, 1280, 1440, 2560)
 WAIT_MS = 15_000
 DELAYS = """() => {
   window.delays = [];
@@ -23,12 +23,14 @@ DELAYS = """() => {
   }).observe(document.documentElement, { attributes: true, attributeFilter: ["data-shown"] });
 }"""
 FITS = "() => document.documentElement.scrollWidth <= window.innerWidth"
+CUT = """() => [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth)
+  .map((one) => one.getAttribute("aria-label"))"""
 FOCUS = "() => document.activeElement.id || document.activeElement.getAttribute('aria-label')"
 PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime / 1000"
 
 
 def look(settings: dict[str, Any]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"console": [], "outside": [], "fits": {}, "axe": {}}
+    seen: dict[str, Any] = {"console": [], "outside": [], "fits": {}, "cut": {}, "axe": {}}
     as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=as_root)
@@ -55,6 +57,7 @@ def look(settings: dict[str, Any]) -> dict[str, Any]:
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             seen["fits"][width] = page.evaluate(FITS)
+            seen["cut"][width] = page.evaluate(CUT)
         if settings["shots"]:
             shoot(page, Path(settings["shots"]))
         seen["cookies"] = page.context.cookies()

@@ -31,6 +31,13 @@ async def test_script_in_names_is_text(look: Look) -> None:
     assert HOSTILE in seen["one"]
 
 
+async def test_from_1280_pixels_on_no_table_is_cut(look: Look) -> None:
+    async with served(SyntheticOperator(24, 5.0)) as url:
+        seen = await look(url, KEY, "acme/r-3", seconds=1.0, is_judged=False)
+    cut = {width: labels for width, labels in seen["cut"].items() if int(width) >= 1280}
+    assert cut == {"1280": [], "1440": [], "2560": []}
+
+
 async def test_two_hundred_workers_and_fifty_requests_a_second(look: Look) -> None:
     async with served(SyntheticOperator(200, 50.0)) as url:
         seen = await look(url, KEY, "acme/r-90", is_judged=False)

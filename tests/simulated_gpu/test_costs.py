@@ -141,6 +141,6 @@ def test_a_hand_off_of_many_blocks_waits_twice(monkeypatch: pytest.MonkeyPatch) 
     fetching.begin(Fetch(names, pages))
     (fetched,) = fetching.poll()
     asked = counts() - before
-    assert fetched.tiers == [Tier.HOST] * NUM_BLOCKS
+    assert fetched.reading.blocks == [Tier.HOST] * NUM_BLOCKS
     assert (asked.to_host, asked.to_device) == (NUM_BLOCKS, NUM_BLOCKS)
     assert asked.synchronizations == 2

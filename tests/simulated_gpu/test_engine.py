@@ -1,18 +1,24 @@
 """The engine on a simulated GPU: the tokens of a CPU, and no race on the way."""
 
+import gc
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.engine import Engine, EngineCompletion
+from engine.model.batch import Batch
 from engine.model.decoder import Decoder
+from engine.model.programs import CapturedProgram
+from kernels.backend import Angles
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import make_core, prefill, resume
 from tests.harness.node import Node
 from tests.simulated_gpu import device
+from tests.simulated_gpu.device import SIM
 from wire.sampling import SamplingParams
 
 LENGTHS = (1, 16, 17, 40)
@@ -50,6 +56,33 @@ def test_handed_over_from_device_to_device(
     assert hand_over(folder, kv_dtype, is_lazy, monkeypatch) == [
         one.choices[0].token_ids for one in generate(folder, "cpu", GREEDY, kv_dtype)
     ]
+
+
+@pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("failing_pass", [1, 2], ids=["warm-up", "capture"])
+def test_a_capture_that_fails_leaves_nothing_behind(failing_pass: int, is_lazy: bool) -> None:
+    """What a failed pass has launched is over before the memory that it reads is another's."""
+    passes, stream = count(1), torch.accelerator.current_stream(SIM)
+    angles = Angles(*torch.ones(2, 4, 8, device=SIM))
+    device.synchronize()
+    device.commands().set_lazy(is_lazy)
+
+    def forward(batch: Batch, _: Angles) -> torch.Tensor:
+        logits = batch.block_tables.sum(1) + batch.positions
+        if next(passes) == failing_pass:
+            raise RuntimeError("out of memory")
+        return logits
+
+    num_used = device.commands().num_used(SIM.index)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        CapturedProgram(forward, angles, 8, 64, SIM)
+    assert torch.accelerator.current_stream(SIM) == stream
+    for num_words in (3 * 8 + 8 * 65 // 2, 8 * 65):
+        assert torch.zeros(num_words, dtype=torch.int64, device=SIM).sum() == 0
+    gc.collect()
+    device.synchronize()
+    assert device.commands().num_used(SIM.index) == num_used
+    assert next(passes) == failing_pass + 1
 
 
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])

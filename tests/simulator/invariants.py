@@ -169,7 +169,7 @@ class PromptCounts:
                 case Fetched(tokens=tokens):
                     self._num_prompt += tokens.num_found + tokens.computed
                     self._ends[event.attempt_id, event.choice] = tokens.num_found
-                case Jumped(tokens=tokens):
+                case Jumped(span=tokens):
                     if tokens.start < self._ends[event.attempt_id, event.choice]:
                         self._watch.violated("I13", f"{self._worker}: a jump to {tokens} begins before its place")
                     self._ends[event.attempt_id, event.choice] = tokens.stop

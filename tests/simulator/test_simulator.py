@@ -3,24 +3,22 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from engine.events import Jumped
-from engine.kv import split_prefixes
 from engine.kv.prefetch import Find, Prefetch
 from kv_store import node_store
-from kv_store.block_store import BlockStore
+from kv_store.block_store import BlockStore, Reading
 from kv_store.eviction.order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import BlockEventLog
-from kv_store.transfers import BackFetch, Done
+from kv_store.transfers import Done, ReadGroup
 from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -31,7 +29,7 @@ from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
 from wire.block_names import BlockName
-from wire.ids import AttemptId, PageId
+from wire.ids import PageId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.tier import EventKind, Tier
@@ -116,15 +114,13 @@ def note_stored(log: BlockEventLog, kind: EventKind, tier: Tier, key: bytes) -> 
         NOTE(log, kind, tier, key)
 
 
-def jump_counted_twice(
-    attempt_id: AttemptId, choice: int, tokens: range, found: Mapping[str, int], block_size: int
-) -> Jumped:
-    return Jumped(attempt_id, choice, tokens, {tier: 2 * num_tokens for tier, num_tokens in found.items()}, block_size)
+def jump_counted_twice(jump: Jumped) -> int:
+    return 2 * len(jump.span)
 
 
-def whole_group(order: BackFetch, store: BlockStore) -> Done:
-    num_read = len(store.fetch_back(order.back, order.pages))
-    return Done(order, [Tier.PEERS] * max(num_read, len(order.pages)))
+def whole_group(order: ReadGroup, store: BlockStore) -> Done:
+    store.read(order.step, order.pages)
+    return Done(order, Reading([Tier.PEERS] * len(order.pages)))
 
 
 def run_over_holes(prefetch: Prefetch, start: int, find: Find) -> list[PageId]:
@@ -151,9 +147,9 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
-    "a group that came back short counts as whole": (BackFetch, "run", whole_group, {"I4"}),
+    "a group that came back short counts as whole": (ReadGroup, "run", whole_group, {"I4"}),
     "a jump passes over a hole": (Prefetch, "run", run_over_holes, {"I4", "I6"}),
-    "a jump counts its tokens twice": (split_prefixes, "Jumped", jump_counted_twice, {"I13"}),
+    "a jump counts its tokens twice": (Jumped, "num_found", property(jump_counted_twice), {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
 from kv_store.frame import checksum_of
-from kv_store.transfers import BackFetch, Done, Fetch, ThreadTransfers, Transfer
+from kv_store.transfers import Done, Fetch, ReadGroup, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
 from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator.invariants import PromptCounts, Truth, Watch
@@ -26,6 +26,7 @@ from tests.simulator.plan import POISON
 from tests.simulator.redis import SimRedis, SimRedisTier
 from tests.simulator.virtual_time import Process
 from wire.pools import Role
+from wire.tier import Tier
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings
 from worker.loop import MAX_IDLE_S, Inbox, StepReport, WorkerLoop
@@ -253,10 +254,10 @@ class SimTransfers(ThreadTransfers):
         self._worker.world.watch.use(transfer, ledger, pages, self._worker.clock, inf)
         super().begin(transfer)
         delay_s = self._worker.world.draw.choice(COPIES_S)
-        if isinstance(transfer, BackFetch):  # its pages drain for as long as it is read
+        if isinstance(transfer, ReadGroup):  # its pages drain for as long as it is read
             delay_s += len(transfer.names) * self._worker.world.far_block_s
         self._loop.call_later(delay_s + max(0.0, self._worker.lag_s), self.run_next)
-        if isinstance(transfer, BackFetch):
+        if isinstance(transfer, ReadGroup):
             self._worker.world.count("groups")
             self._worker.step("group")
 
@@ -275,21 +276,20 @@ class SimTransfers(ThreadTransfers):
         worker.world.watch.end(transfer)
         if done.error is not None:
             worker.world.watch.violated("bug", f"{worker.name}: a transfer failed: {done.error}")
-        if done.back is not None:
+        if done.reading.later is not None:
             worker.world.count("splits")
-        if isinstance(transfer, Fetch):
-            self._check_fetched(transfer, transfer.places(done.first, len(transfer.names)), done)
-        if isinstance(transfer, BackFetch):
-            self._check_fetched(transfer, range(len(transfer.names)), done)
+        if isinstance(transfer, Fetch | ReadGroup):
+            self._check_fetched(transfer, done)
         worker.world.watch.expect_none("I1", "arena", worker.node.directory.records.check())
         return done
 
-    def _check_fetched(self, fetch: Transfer, places: Sequence[int], done: Done) -> None:
-        """I4, I7 and I9, of the blocks that a fetch has brought; the first of them are at these places of its names."""
+    def _check_fetched(self, fetch: Transfer, done: Done) -> None:
+        """I4, I7 and I9, of the blocks that a fetch has brought."""
         worker, pool = self._worker, self._worker.parts.engine.pool
-        if worker.has_lost_lease and done.tiers:
+        places = [place for place, block in enumerate(done.reading.blocks) if isinstance(block, Tier)]
+        if worker.has_lost_lease and places:
             worker.world.watch.violated("I9", f"{worker.name}: a fetch counts, though its lease had run out")
-        for place, page, _ in zip(places, fetch.pages, done.tiers, strict=False):
+        for place, page in zip(places, fetch.pages, strict=False):
             name = fetch.names[place]
             if not name.is_tail:
                 checksum = checksum_of(pool.page_bytes(page).numpy().data)

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from kv_store import costs
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
+from kv_store.prefix import costs
 from router.block_index import mark_of
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, StreamBounds
 from tests.harness.answer import ChoiceAnswer, Reader

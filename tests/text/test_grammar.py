@@ -5,9 +5,10 @@ from itertools import product
 from typing import TypeVar
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from text import child_processes
+from text.exact_schema import has_own_format
 from text.grammar import GrammarProcesses, new_matcher
 from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
@@ -86,6 +87,108 @@ def test_objects_that_list_properties_have_no_others() -> None:
         {**listed, "$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"b": {"type": "integer"}}}}},
     ):
         assert two in taken(free, [two]), free
+
+
+FORMATS = (
+    *(
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "idn-email",
+        "idn-hostname",
+        "int32",
+        "ipv4",
+        "ipv6",
+        "iri",
+    ),
+    *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "unknown", "uri", "uri-reference"),
+    *("uri-template", "url", "uuid", "x-phone"),
+)
+
+
+def is_built_as_it_is(schema: Mapping[str, object]) -> bool:
+    """Whether llguidance itself has a grammar for a schema."""
+    return not LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(json.dumps(schema))).is_error()
+
+
+def test_a_format_that_no_grammar_holds_is_an_annotation() -> None:
+    for name in FORMATS:
+        schema = {"type": "string", "format": name}
+        is_held = is_built_as_it_is(schema)
+        assert has_own_format(json.dumps({"properties": {"a": schema}})) is not is_held, name
+        assert is_held or taken(schema, ["a", 1]) == ["a"]
+    assert taken({"type": "integer", "format": "int64"}, [1, "a"]) == [1]
+    assert taken({"properties": {"format": {"type": "integer"}}, "required": ["format"]}, [{"format": 1}, {}]) == [
+        {"format": 1}
+    ]
+
+
+def test_words_that_constrain_nothing_are_left_out() -> None:
+    record = {"type": "object", "additionalProperties": {"type": "integer"}}
+    for names in ({"type": "string"}, {}, True):
+        assert taken({**record, "propertyNames": names}, [{"a": 1}, {"a": "b"}]) == [{"a": 1}]
+    assert taken({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, [[1, 1], ["a"]]) == [[1, 1]]
+    described = {"x-rules": {"if": 1, "not": 2}, "example": {"not": 1}, "nullable": False, "deprecated": True}
+    assert taken({"type": "integer", **described}, [1, "a"]) == [1]
+
+
+def test_bounds_at_the_ends_of_numbers_are_no_constraint() -> None:
+    low, high, safe = -(1 << 63), (1 << 63) - 1, (1 << 53) - 1
+    numbers = [low, -safe, -1, 0, 1, safe, high]
+    inner = [low + 1024, high - 1023]
+    for bounds, least in (
+        ({"minimum": low, "maximum": high}, None),
+        ({"exclusiveMinimum": low}, None),
+        ({"minimum": -1e308, "maximum": 1e308}, None),
+        ({"minimum": 0, "maximum": (1 << 64) - 1}, 0),
+        ({"minimum": 1, "maximum": 1e308}, 1),
+    ):
+        for kinds in ("integer", ["integer", "null"]):
+            fit = [one for one in (*numbers[1:-1], *inner) if least is None or one >= least]
+            assert taken({"type": kinds, **bounds}, [*numbers[1:-1], *inner]) == fit, bounds
+    assert taken({"type": "integer", "minimum": -safe, "maximum": safe}, numbers) == numbers[1:-1]
+    for bounds in ({"minimum": -1e308, "maximum": 1e308}, {"minimum": low, "maximum": high}, {"maximum": 1.7e308}):
+        assert taken({"type": "number", **bounds}, [1.5, -3, "a"]) == [1.5, -3]
+
+
+UNHELD: list[tuple[dict[str, object], str]] = [
+    ({"uniqueItems": True}, "uniqueItems"),
+    ({"propertyNames": {"pattern": "^a"}}, "propertyNames"),
+    ({"properties": {"a": {"anyOf": [{"type": "null"}, {"contains": {}}]}}}, "properties.a.anyOf[1].contains"),
+    ({"properties": {"not": {"not": {}}}}, "properties.not.not"),
+    ({"items": {"pattern": r"^(?!\.)a"}}, "items.pattern"),
+    ({"items": {"pattern": r"a(?<=b)"}}, "items.pattern"),
+    ({"type": "number", "maximum": 1e30}, "maximum"),
+    ({"$defs": {"a": {"if": {}, "then": {}}}}, "$defs.a.if"),
+    ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+]
+
+
+@pytest.mark.parametrize(("schema", "path"), UNHELD, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_constraint_that_no_grammar_holds_is_refused_by_its_path(schema: dict[str, object], path: str) -> None:
+    assert "$defs" in schema or not is_built_as_it_is(schema)
+    with pytest.raises(InvalidRequest) as refused:
+        taken(schema, [])
+    assert refused.value.message.startswith(f"response_format: {path}: is a ")
+    assert refused.value.message.endswith("no grammar can hold")
+
+
+def test_a_parenthesis_that_is_escaped_looks_nowhere() -> None:
+    assert taken({"type": "string", "pattern": r"^\(?!$"}, ["(!", "!", "a"]) == ["(!", "!"]
+
+
+async def test_the_path_of_a_constraint_comes_back_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = GrammarProcesses()
+    schema = ResponseFormat(FormatKind.JSON_SCHEMA, '{"properties": {"a": {"uniqueItems": true}}}')
+    try:
+        for sources, param in (({}, "response_format"), ({"tools[0].function.parameters": schema}, "tools[0]")):
+            with pytest.raises(InvalidRequest, match=r"properties.a.uniqueItems: is a constraint") as refused:
+                await processes.check(schema, sources)
+            assert refused.value.ids["param"].startswith(param)
+    finally:
+        await processes.close()
 
 
 async def test_a_schema_too_wide_behind_its_first_bracket_is_refused_before_a_worker_has_it() -> None:

@@ -54,7 +54,7 @@ def test_enums_are_written_by_their_values_and_tuples_as_lists() -> None:
         ),
         (
             {"wheels": [{"name": "left", "colour": []}]},
-            r"cart.wheels\[0\].colour: must be one of red, blue, not a list",
+            r"cart.wheels\[0\].colour: must be one of red, blue, not an empty list",
         ),
         ({"spare": 3}, "cart.spare: must be an object, not 3"),
         ({"spare": {"name": "third", "size": 3}}, "cart.spare.size: unknown"),

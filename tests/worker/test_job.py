@@ -56,13 +56,13 @@ def test_counts_blocks_by_tier_and_preemptions(stopwatch: Stopwatch) -> None:
 
 
 LEFT = PromptTokens({"host": 16}, 70, (MissRun(Miss(Cause.CHEAPER), 16, 4), MissRun(Miss(Cause.PARTIAL), 80, 1)))
-JUMP = Jumped(ID, 1, range(48, 80), {"redis": 32}, 16)
+KEPT = (MissRun(Miss(Cause.CHEAPER), 16, 2), MissRun(Miss(Cause.PARTIAL), 80, 1))
+JUMP = Jumped(ID, 1, range(48, 80), PromptTokens({"host": 16, "redis": 32}, 38, KEPT))
 
 
 def test_blocks_that_were_read_meanwhile_count_as_found_and_have_no_cause(stopwatch: Stopwatch) -> None:
     progress = note(stopwatch, Fetched(ID, 1, LEFT), Started(ID, 1), JUMP, replace(JUMP, choice=2))
-    kept = (MissRun(Miss(Cause.CHEAPER), 16, 2), MissRun(Miss(Cause.PARTIAL), 80, 1))
-    assert progress.tokens == PromptTokens({"host": 16, "redis": 32}, 38, kept)
+    assert progress.tokens == JUMP.tokens
     compute = stopwatch.spans(5.0)[-1]
     assert compute.name == "decode.compute"
     assert dict(compute.counts) == {"tokens_computed": 38, "tokens_redis": 32, "blocks_redis": 2}

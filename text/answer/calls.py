@@ -27,13 +27,13 @@ class Arguments:
 Found = str | CallBegun | Arguments
 MAX_PIECE_CHARS = 1024
 """Length of the pieces that a feed is parsed in: each call copies the text held after it, quadratic in one piece."""
-_BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
+_BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,128})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
 _BEGUN_BARE_HEAD = re.compile(
-    r"\s{0,8}(?:[A-Za-z0-9_-]{1,64}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
+    r"\s{0,8}(?:[A-Za-z0-9_-]{1,128}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
     r"|\[CALL_ID\][A-Za-z0-9]{0,64}(?:\[[A-Z]{0,4}|\[ARGS\]\s{0,8})?)?)?"
 )
 """Matches each text that may still grow into a match of _BARE_HEAD."""
-MAX_HEAD_CHARS = 192
+MAX_HEAD_CHARS = 256
 """Length of a head, and more: a match ends before it, or there is none."""
 
 
@@ -75,7 +75,7 @@ class CallParser:
         self._is_in_list = False
         key = re.escape(call_format.arguments)
         self._head = re.compile(
-            r'\s{0,8}{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\]{1,64})"\s{0,8},'
+            r'\s{0,8}{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\]{1,128})"\s{0,8},'
             rf'\s{{0,8}}"{key}"\s{{0,8}}:\s{{0,8}}(?={{)'
         )
         self._steps = {

@@ -25,7 +25,25 @@ a fused multiply-add gives the same bits as two operations. `GgufPart.read_codes
 `Quantized`, which kernels multiply.
 """
 
+from pathlib import Path
+
+from text.model_file import open_regular
+from wire.errors import ModelError
+
 TABLE_FILE = "tensors.json"
 SUFFIX = ".gguf"
+MAGIC = b"GGUF"
 VERSION = 1
 """Of the folder; another one makes another folder of the same file."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Tells by its first bytes whether a file is a GGUF file. Raises ModelError as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def require_gguf(path: Path) -> None:
+    """Raises ModelError for a file that is missing, or is no GGUF file."""
+    if not is_gguf(path):
+        raise ModelError(f"{path.name[:64]}: not a GGUF file", folder=str(path.parent))

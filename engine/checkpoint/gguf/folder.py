@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoint.fingerprint import DigestCache
-from engine.checkpoint.gguf import SUFFIX, VERSION
-from kernels.user_cache import user_cache
-from text.model_file import open_regular
+from engine.checkpoint.gguf import SUFFIX, VERSION, require_gguf
+from kernels.user_cache import OTHER_CACHE, user_cache
 from wire.errors import ModelError
 
 CONVERSION = "engine.checkpoint.gguf.conversion"
@@ -28,17 +27,20 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def find_parts(path: Path) -> list[Path]:
-    """Finds the files of a model, of which one is given. Raises ModelError for a part that is missing."""
-    match = _PART.fullmatch(path.name)
-    if match is None:
-        return [path.resolve()]
-    stem, _, count = match.groups()
-    if not 0 < int(count) <= MAX_PARTS:
-        raise ModelError(f"{path.name}: a model of {int(count)} parts, expected 1 to {MAX_PARTS}")
-    parts = [path.with_name(f"{stem}-{part + 1:05}-of-{count}{SUFFIX}") for part in range(int(count))]
+    """Finds the files of a model, of which one is given, by its name: a hub's cache has links, to names of digests.
+
+    Raises ModelError for a part that is missing, or is no GGUF file.
+    """
+    names, match = [path.name], _PART.fullmatch(path.name)
+    if match is not None:
+        stem, _, count = match.groups()
+        if not 0 < int(count) <= MAX_PARTS:
+            raise ModelError(f"{path.name}: a model of {int(count)} parts, expected 1 to {MAX_PARTS}")
+        names = [f"{stem}-{part + 1:05}-of-{count}{SUFFIX}" for part in range(int(count))]
+    parts = [path.parent.resolve() / name for name in names]
     for part in parts:
-        open_regular(part).close()
-    return [part.resolve() for part in parts]
+        require_gguf(part)
+    return parts
 
 
 def folder_of(path: Path) -> Path:
@@ -54,7 +56,7 @@ def folder_of(path: Path) -> Path:
         try:
             _make(folder, parts)
         except OSError as error:
-            problem = f"{path.name}: its folder cannot be written: {error.strerror}"
+            problem = f"{path.name}: its folder cannot be written: {error.strerror}: {OTHER_CACHE}"
             raise ModelError(problem, folder=str(folder)) from error
     return folder
 

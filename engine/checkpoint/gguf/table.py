@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf import SUFFIX, TABLE_FILE, VERSION
+from engine.checkpoint.gguf import TABLE_FILE, VERSION, require_gguf
 from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, Floats, StoredTensor, unpack
 from engine.checkpoint.json_fields import JsonFields, parse_object
 from kernels.quantized.matrix import Quantized
@@ -119,8 +119,7 @@ def read_table(folder: Path) -> dict[str, GgufPart]:
         place = row.count("file", most=len(sizes) - 1, least=0)
         entries[place][name] = _entry(row, file_bytes[place])
     for path, num_bytes in sizes.items():
-        if path.suffix != SUFFIX:
-            raise ModelError(f"{TABLE_FILE}: {path.name[:64]} is no GGUF file", folder=str(folder))
+        require_gguf(path)
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
                 raise ModelError(f"{path.name} has changed since its folder was made: start again", folder=str(folder))

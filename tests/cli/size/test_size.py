@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from cli.__main__ import main
 from demo_model import CHECKPOINT
 from tests.cli.size.published_models import DEEPSEEK_V3, LLAMA_3_8B, MISTRAL_7B
+from tests.engine.gguf.files import make_gguf
 
 GIB = 1 << 30
 
@@ -97,6 +98,19 @@ def test_a_gpu_in_units_of_its_maker(model: Path, capsys: pytest.CaptureFixture[
     answer = told(capsys, model, "--gpu", "80GB")
     assert answer["gpu_bytes"] == 80 * 10**9
     assert answer["max_requests"] == (80 * 10**9 - 2 * GIB - 2 * 8_030_261_248) // GIB == 57
+
+
+def test_a_file_is_known_by_its_content(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_gguf(tmp_path, "Q4_0")
+    expected = told(capsys, path)
+    path.rename(tmp_path / "blob")
+    (tmp_path / "link").symlink_to("blob")
+    assert told(capsys, tmp_path / "link") == expected
+    (model / "config.json").rename(tmp_path / "config.gguf")
+    assert told(capsys, tmp_path / "config.gguf")["weight_bytes"] == 2 * 8_030_261_248
 
 
 def test_the_folder_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,10 +202,10 @@ async def test_a_node_whose_files_are_damaged_ends_and_the_next_one_has_new_ones
     assert os.fstat(old).st_blocks == 0
     os.close(old)
     await second.start()
-    assert store.fetch(names, pages_from(40, 3)) == []
-    assert store.fetch(names, pages_from(40, 3)) == []
+    assert store.fetch(names, pages_from(40, 3)).tiers == []
+    assert store.fetch(names, pages_from(40, 3)).tiers == []
     assert publish(store, names) == 3
-    assert store.fetch(names, pages_from(40, 3)) == [Tier.HOST] * 3
+    assert store.fetch(names, pages_from(40, 3)).tiers == [Tier.HOST] * 3
     assert Arena.open(config.arena_path).num_slots == NUM_SLOTS
     client.close()
     await second.stop()
@@ -240,7 +240,8 @@ async def test_what_a_node_had_is_found_in_files_by_the_next_one(config: NodeCon
         client = DirectoryClient(config.store.directory_path, timeout_s=WAIT_S)
         cold = open_tiers(config.store.cold, LAYOUT, config.store.mac_key)
         store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, cold, filled_pool(names))
-        assert await asyncio.to_thread(store.fetch, names, pages_from(NUM_SLOTS, NUM_SLOTS)) == expected
+        reading = await asyncio.to_thread(store.fetch, names, pages_from(NUM_SLOTS, NUM_SLOTS))
+        assert reading.tiers == expected
         assert await asyncio.to_thread(publish, store, names) == NUM_SLOTS
         await node.stop()
         client.close()

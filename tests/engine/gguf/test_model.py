@@ -1,5 +1,6 @@
 """A GGUF model is served as the plain checkpoint of its dequantized weights."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deploy.plan.config import ModelSettings
+from deploy.plan.model import inspect_model, require_folders
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
 from engine.checkpoint.gguf import TABLE_FILE, folder
@@ -102,6 +105,40 @@ def test_parts_are_one_model_whichever_is_named(tmp_path: Path) -> None:
     last = find_folder(str(tmp_path / "model-00003-of-00003.gguf"))
     assert (last / TABLE_FILE).read_bytes() == (found / TABLE_FILE).read_bytes()
     assert {file.name for file in Checkpoint(found).files} >= {f"model-0000{part}-of-00003.gguf" for part in (1, 2, 3)}
+
+
+def in_a_hubs_cache(folder: Path, paths: list[Path]) -> list[Path]:
+    """Moves files into blobs, under names of digests alone, with links to them in their places of a snapshot."""
+    snapshot = folder / "hub" / "snapshots" / "c0ffee"
+    (folder / "hub" / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in paths:
+        blob = folder / "hub" / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(blob)
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", blob.name))
+    return [snapshot / path.name for path in paths]
+
+
+def test_a_link_to_a_file_without_a_suffix_is_the_file(tmp_path: Path) -> None:
+    [link] = in_a_hubs_cache(tmp_path, [make_gguf(tmp_path, "Q4_0")])
+    found = find_folder(str(link))
+    assert found.name.startswith("model-")
+    require_same_weights(found, tmp_path / "plain")
+    assert inspect_model(ModelSettings(str(link)), "cpu").served.name == "model"
+    require_folders(str(link), None)
+    require_same_weights(find_folder(str(link.resolve())), tmp_path / "plain")
+    link.rename(other := link.with_name("its other name"))
+    require_same_weights(find_folder(str(other)), tmp_path / "plain")
+
+
+def test_parts_are_found_by_the_names_that_their_links_have(tmp_path: Path) -> None:
+    make_gguf(tmp_path, "Q4_0", num_parts=3)
+    links = in_a_hubs_cache(tmp_path, sorted(tmp_path.glob("*.gguf")))
+    for link in links:
+        require_same_weights(find_folder(str(link)), tmp_path / "plain")
+    links[1].unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00003\.gguf is missing"):
+        find_folder(str(links[0]))
 
 
 def test_a_folder_is_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,18 @@ def test_settings_name_formats() -> None:
     assert AnswerFormats.of("", "mistral", "off") == AnswerFormats("mistral", "")
 
 
+@pytest.mark.parametrize("spaces", ["", " " * 8])
+def test_a_name_may_have_128_letters(spaces: str) -> None:
+    name = "f" * 128
+    for tool_format, text in (
+        ("qwen", f'<tool_call>{{{spaces}"name"{spaces}:{spaces}"{name}"{spaces},{spaces}"arguments"{spaces}: {{}}}}'),
+        ("mistral-args", f"[TOOL_CALLS]{name}[CALL_ID]{'a' * 64}[ARGS]{spaces}{{}}"),
+    ):
+        parser = AnswerParser(AnswerFormats(tool_format, ""), {name})
+        parts = [part for char in text for part in parser.feed(char)]
+        assert CallBegun(name) in [*parts, *parser.flush()]
+
+
 @pytest.mark.parametrize("tool_format", CALL_FORMATS)
 def test_calls_are_read_as_they_are_written(tool_format: str) -> None:
     form = CALL_FORMATS[tool_format]

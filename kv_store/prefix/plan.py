@@ -1,0 +1,169 @@
+"""The plan of a prefix: found blocks, their sources and costs in, ordered steps out. Pure.
+
+    whole    Read 0:k   Compute k:n
+    split    Read 0:h   Compute h:n   Read h:n      the last step in groups, from its end on, while blocks are computed
+
+h counts the first blocks of the arena, k the blocks from the front that are worth reading. A step that follows a
+Compute of the same blocks is carried out beside it: what it has read when computing gets there is not computed.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from kv_store.prefix.costs import MOST_OF_UNSPLIT, SLACK_S, Costs
+from kv_store.tiers.cold_tier import BlockSource
+from wire.block_names import BlockName
+from wire.tier import Cause, Miss
+
+_PROBED_BLOCKS = 2
+_GROUP_S = 0.2
+_FIRSTS_PER_GROUP = 4
+_CHUNKS_PER_GROUP = 6
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The blocks without which a block is of no use: all before it, which are read, too.
+
+    starts: for each block the place of the first one that it needs, ascending; None: all before it. num_sinks: with
+    `starts`, first blocks that all others need. splits: whether blocks before it may be computed while it is read.
+    """
+
+    starts: Sequence[int] | None = None
+    num_sinks: int = 0
+    splits: bool = False
+
+    def places(self, end: int) -> list[int]:
+        """Lists the blocks to read so that the first `end` can be used."""
+        start = self.starts[end - 1] if self.starts and end else 0
+        return [*range(min(self.num_sinks, start)), *range(start, end)]
+
+    def usable_end(self, from_the_end: Iterable[tuple[int, bool]]) -> int:
+        """Finds the most blocks that can be used. from_the_end: places, and whether the block there was found."""
+        assert self.starts is not None
+        starts = self.starts
+        return usable_end(len(starts), lambda end: starts[end - 1], from_the_end)
+
+
+FRONT = Needs()
+
+
+def usable_end(end: int, first_needed: Callable[[int], int], from_the_end: Iterable[tuple[int, bool]]) -> int:
+    """Goes from hole to hole: blocks before a hole may be used without it.
+
+    end: the number of blocks. first_needed: finds the first place that is needed for the use of as many blocks.
+    """
+    start = first_needed(end) if end else 0
+    for place, is_found in from_the_end:
+        if place < start:
+            break
+        if not is_found:
+            end, start = place, first_needed(place) if place else 0
+    return end
+
+
+@dataclass(frozen=True)
+class Read:
+    """A step that reads blocks in order, each from its source: None is the node's arena. costs: of the sources."""
+
+    names: Sequence[BlockName]
+    sources: Sequence[BlockSource | None]
+    costs: Costs
+
+    def at(self, places: Iterable[int]) -> "Read":
+        """Returns the step of the blocks at these places alone."""
+        found = [(self.names[place], self.sources[place]) for place in places]
+        return replace(self, names=[name for name, _ in found], sources=[source for _, source in found])
+
+    def part(self, start: int, stop: int) -> "Read":
+        return self.at(range(start, stop))
+
+    @property
+    def num_here(self) -> int:
+        """Blocks of the arena before the first from elsewhere."""
+        return sum(1 for _ in takewhile(lambda source: source is None, self.sources))
+
+    def num_worth_reading(self, probes: Collection[BlockSource] = ()) -> int:
+        """Returns how many blocks from the front are worth reading, as the rest is computed.
+
+        The most blocks that lose at most 10 ms to the best division: computing holds up others, reading does not.
+        probes: sources of which two blocks are read whatever they cost.
+        """
+        gains_s = [0.0]
+        num_read = dict.fromkeys(self.sources, 0)
+        for source in self.sources:
+            is_free = source is None or (source in probes and num_read[source] < _PROBED_BLOCKS)
+            read_s = 0.0 if is_free else self._read_s(source, num_read[source] > 0)
+            gains_s.append(gains_s[-1] + self.costs.compute_s - read_s)
+            num_read[source] += 1
+        enough_s = max(gains_s) - SLACK_S
+        return max(place for place, gain_s in enumerate(gains_s) if gain_s >= enough_s)
+
+    def num_in_group(self, num_before: Sequence[int]) -> int:
+        """Returns how many of these blocks, from the last one on, to read while the blocks before them are computed.
+
+        num_before: for each block, the blocks to compute before it.
+        """
+        reads = zip(self.reads_s(reversed(self.sources)), reversed(num_before), strict=True)
+        most_s, compute_s = self.group_s, self.costs.compute_s
+        return sum(1 for _ in takewhile(lambda read: read[0] <= min(most_s, read[1] * compute_s), reads))
+
+    @property
+    def num_in_chunk(self) -> int:
+        """The blocks to compute in one step beside these: a sixth of a group's time."""
+        return max(1, int(self.group_s / _CHUNKS_PER_GROUP / self.costs.compute_s))
+
+    @property
+    def group_s(self) -> float:
+        """The most seconds that a group may take: a fifth, or four latencies if they are longer."""
+        firsts_s = (self._read_s(source, False) for source in {*self.sources})
+        return max(_GROUP_S, _FIRSTS_PER_GROUP * max(firsts_s, default=0.0))
+
+    def reads_s(self, sources: Iterable[BlockSource | None]) -> Iterator[float]:
+        """Yields for each block the seconds until it is read, in one call of each source."""
+        read_s, begun = 0.0, set[BlockSource | None]()
+        for source in sources:
+            read_s += self._read_s(source, source in begun)
+            begun.add(source)
+            yield read_s
+
+    def _read_s(self, source: BlockSource | None, has_begun: bool) -> float:
+        if source is None:
+            return 0.0
+        costs = self.costs.of(source)
+        return costs.rest.mean_s if has_begun else costs.first.mean_s
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A step that computes blocks, though they were found."""
+
+    num_blocks: int
+
+    @property
+    def misses(self) -> list[Miss]:
+        return [Miss(Cause.CHEAPER)] * self.num_blocks
+
+
+def plan_whole(found: Read, probes: Collection[BlockSource]) -> tuple[Read, Compute]:
+    """Reads the front that is worth it, and computes the rest."""
+    num_first = found.num_worth_reading(probes)
+    return found.part(0, num_first), Compute(len(found.names) - num_first)
+
+
+def plan_split(found: Read, probes: Collection[BlockSource]) -> tuple[Read, Compute, Read] | tuple[Read, Compute]:
+    """Reads the first blocks of the arena, and the others while they are computed; a tail is computed in any case.
+
+    Does so where it beats all else by 10 ms and a tenth, and plans the whole elsewhere.
+    """
+    num_blocks, num_here, compute_s = len(found.names), found.num_here, found.costs.compute_s
+    whole = plan_whole(found, probes)
+    whole_s = [0.0, *found.reads_s(found.sources)][len(whole[0].names)] + whole[1].num_blocks * compute_s
+    back_s = [0.0, *found.reads_s(reversed(found.sources[num_here:]))]
+    split_s = min(max((num_blocks - num_here - num) * compute_s, took_s) for num, took_s in enumerate(back_s))
+    if split_s >= min(whole_s - SLACK_S, MOST_OF_UNSPLIT * whole_s):
+        return whole
+    front, rest = found.part(0, num_here), Compute(num_blocks - num_here)
+    back = found.part(num_here, num_blocks - found.names[-1].is_tail)
+    return (front, rest, back) if back.names else (front, rest)
