@@ -83,6 +83,12 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
         "--host-names": ("http.host_names", "NAME", str, _HOST_NAMES),
+        "--cors-origins": (
+            "http.cors_origins",
+            "ORIGIN",
+            str,
+            "origins whose pages may use the model, like https://a.example; * where calls need a key (default: none)",
+        ),
         "--gateways": ("http.gateways", "N", int, _GATEWAYS),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--metrics-compat": ("router.metrics_compat", None, str, _COMPAT),
@@ -99,6 +105,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
 OTHERS = {
+    "--allowed-origins": "--cors-origins",
     "--api-key": "`baton key create`",
     "--gpu-memory-utilization": "--pool-bytes",
     "--kv-cache-dtype": "--kv-dtype",
@@ -136,7 +143,7 @@ def add_parser(commands: Subparsers) -> None:
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():
             choices = CHOICES.get(setting)
-            nargs = "+" if setting in ("model.served_name", "http.host_names") else None
+            nargs = "+" if setting in ("model.served_name", "http.host_names", "http.cors_origins") else None
             group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, nargs=nargs, help=text)
         if title == "services":
             help_text = "start no HTTP gateway: gRPC only"

@@ -42,7 +42,7 @@ class GatewayActor:
         folder = Path(config.metrics_folder) if config.metrics_folder else None
         metrics = Metrics(config.name, folder, config.metrics_address)
         operator = OperatorClient(config.operator_address)
-        app = Gateway(tuple(self._clients), self._keys, metrics, ClusterWatch(operator))
+        app = Gateway(tuple(self._clients), self._keys, metrics, ClusterWatch(operator), config.cors_origins)
         self._clients.append(operator)  # that `stop` closes, too
         self._server = server = HttpServer(app, config.hosts, tls)
         if config.joined_port is None:

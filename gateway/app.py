@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -15,7 +15,7 @@ from baton import AsyncClient
 from baton.release import release
 from baton.request import OF_CHATS, Options
 from baton.results import Model
-from gateway import fields, formats, messages
+from gateway import exchange, fields, formats, messages
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send, Streamed
@@ -28,7 +28,7 @@ from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trace_context import TRACEPARENT, TraceContext
@@ -44,6 +44,7 @@ MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 MAX_ANSWER_BYTES = 512 << 20
 """Bound on all answers that are not streamed, until each is sent. One may have as many bytes as are free beside it."""
 READY_TIMEOUT_S = 2.0
+NO_ROUTER = "this gateway answers, but its router does not, or the connection to it broke: `baton status` tells of it"
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 MODEL_PATH = "/v1/models/"
@@ -67,11 +68,17 @@ class Gateway:
     """The ASGI application; spreads requests over several clients of one router."""
 
     def __init__(
-        self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics, watch: ClusterWatch | None = None
+        self,
+        clients: Sequence[AsyncClient],
+        keys: KeyRing,
+        metrics: Metrics,
+        watch: ClusterWatch | None = None,
+        cors_origins: Collection[str] = (),
     ) -> None:
-        """watch: of the page; None without one."""
+        """watch: of the page; None without one. cors_origins: as of GatewayConfig."""
         self._clients = itertools.cycle(clients)
         self._keys = keys
+        self._cors_origins = frozenset(cors_origins)
         self._metrics = metrics
         self._pace = Pace(SMALL_BYTES, PARSED_BYTES_PER_S)
         self.reading = Limit(MAX_READING_BYTES, "bytes of bodies may be on their way")
@@ -107,11 +114,14 @@ class Gateway:
         reply = Reply(request, send, messages.envelope if request.path in openapi.ERRORS else envelope)
         with self._metrics.open.track_inprogress():
             try:
+                request.told += exchange.leave_to_read(request, self._origins)
                 self._admit(request)
                 handler = self._handler(request)
                 if request.method == "POST":
                     await self._read(request)
                 await _answer_until_gone(request, _answer(handler, request, reply))
+            except Unreachable:
+                await reply.fail(Unavailable(NO_ROUTER))
             except Exception as error:
                 # No name here outlives it: with its traceback, and this frame in that, it would keep the body.
                 await reply.fail(
@@ -124,9 +134,9 @@ class Gateway:
     def _admit(self, request: Request) -> None:
         """Refuses a request without a key. Raises Unauthenticated or PermissionDenied.
 
-        Checks of health need none; the operator's service checks the keys of the page.
+        Checks of health and preflights need none; the operator's service checks the keys of the page.
         """
-        if request.path not in (HEALTH, READY) and not request.path.startswith(PAGE):
+        if request.path not in (HEALTH, READY) and not (request.path.startswith(PAGE) or request.is_preflight):
             scope = key_ring.Scope.METRICS if request.path == METRICS else key_ring.Scope.GENERATE
             self._keys.admit(request.credentials, scope)
 
@@ -141,10 +151,18 @@ class Gateway:
         method, handler = ("GET", self._show_model) if is_model else known.get(path, ("", None))
         if handler is None:
             raise HttpError(HTTPStatus.NOT_FOUND, "no such path; /v1/chat/completions is one")
-        allowed = ("GET", "HEAD") if method == "GET" else (method,)
-        if request.method not in allowed:
-            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"this path wants {method}", allow=", ".join(allowed))
+        allowed = "GET, HEAD" if method == "GET" else method
+        if request.is_preflight:
+            request.told += exchange.leave_to_send(request, self._origins, allowed)
+            return self._health
+        if request.method not in allowed.split(", "):
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"this path wants {method}", allow=allowed)
         return handler
+
+    @property
+    def _origins(self) -> frozenset[str]:
+        """Origins whose pages may use the model: not any, while a page needs no key for it."""
+        return self._cors_origins - {exchange.ANY_ORIGIN} if self._keys.is_open else self._cors_origins
 
     async def _read(self, request: Request) -> None:
         try:

@@ -17,8 +17,9 @@ class GatewayConfig:
 
     name: among the gateways of the cluster. joined_port: that of the others, which this one shares instead of `port`.
     metrics_folder: where each of them leaves its metrics for the others; "" for one alone.
-    host_names: that requests may ask for, beside OWN_HOSTS. tls: of its own port; towards the router, which is on this
-    machine, it speaks none. keys: of clients; the router checks them again.
+    host_names: that requests may ask for, beside OWN_HOSTS. cors_origins: whose pages may ask, and read answers.
+    tls: of its own port; towards the router, which is on this machine, it speaks none. keys: of clients; the router
+    checks them again.
     """
 
     address: str = ""
@@ -30,6 +31,7 @@ class GatewayConfig:
     joined_port: int | None = None
     metrics_folder: str = ""
     host_names: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     tls: TlsFiles | None = None
     keys: KeyList = field(default_factory=KeyList)
 

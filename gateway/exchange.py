@@ -3,7 +3,7 @@
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -53,6 +53,13 @@ FENCES = (
 )
 """Headers of a page: it runs and loads nothing but its own files, and no other page frames it."""
 
+ANY_ORIGIN = "*"
+MAX_PREFLIGHT_AGE_S = 600
+"""Time for which a browser need not ask again."""
+CLOSED = ("/ui", "/metrics")
+"""Beginnings of the operator's paths, which no page of another origin reads."""
+
+Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -119,6 +126,15 @@ class Request:
     def key(self) -> str:
         """Returns the key that the request shows, "" without one; it may not be valid."""
         return bearer(self.credentials)
+
+    @property
+    def is_preflight(self) -> bool:
+        """Tells whether a browser asks, without the key, what a page of another origin may send."""
+        return (
+            self.method == "OPTIONS"
+            and self.header("access-control-request-method") is not None
+            and not self.path.startswith(CLOSED)
+        )
 
     async def read(self, admit_bytes: Callable[[int], None]) -> None:
         """Reads the body. Raises HttpError or InvalidRequest, and what `admit_bytes` raises.
@@ -270,6 +286,31 @@ class Reply:
             *self.told,
         ]
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
+
+
+def leave_to_read(request: Request, origins: Collection[str]) -> Headers:
+    """Lists the headers by which a browser lets a page of these origins read the answer."""
+    if not origins or request.path.startswith(CLOSED):
+        return []
+    origin = request.header("origin") or ""
+    allowed = [(b"access-control-allow-origin", one.encode()) for one in (origin, ANY_ORIGIN) if one in origins]
+    return [(b"vary", b"origin"), *allowed[:1], (b"access-control-expose-headers", b"*")]
+
+
+def leave_to_send(request: Request, origins: Collection[str], methods: str) -> Headers:
+    """Lists what a page may send to the path of a preflight. Raises HttpError for an origin that is not listed."""
+    if not {request.header("origin"), ANY_ORIGIN} & {*origins}:
+        raise HttpError(
+            HTTPStatus.METHOD_NOT_ALLOWED,
+            f"this path wants {methods}; pages of another origin may call it where http.cors_origins lists theirs"
+            " (`*` counts where calls need a key)",
+            allow=methods,
+        )
+    return [
+        (b"access-control-allow-methods", methods.encode()),
+        (b"access-control-allow-headers", b"authorization, *"),
+        (b"access-control-max-age", b"%d" % MAX_PREFLIGHT_AGE_S),
+    ]
 
 
 def joined(pieces: Pieces) -> Iterator[bytes]:

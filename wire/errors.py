@@ -13,7 +13,8 @@ BatonError                INTERNAL             500
 ├── PermissionDenied      PERMISSION_DENIED    403   a key without the scope
 ├── PairRefused           FAILED_PRECONDITION  400   workers that do not fit together
 ├── Unavailable           UNAVAILABLE          503
-│   └── WorkerLeaving                                of its own accord; others serve what it gives back
+│   ├── WorkerLeaving                                of its own accord; others serve what it gives back
+│   └── Unreachable                                  no server of ours has said it
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    504
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
@@ -178,6 +179,10 @@ class Unavailable(BatonError):
 
 class WorkerLeaving(Unavailable):
     """The worker drains or goes away: it has nothing against the request, and another will serve it."""
+
+
+class Unreachable(Unavailable):
+    """The server that was called does not answer, or the connection to it broke."""
 
 
 class DeadlineExceeded(BatonError):

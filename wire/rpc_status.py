@@ -60,7 +60,7 @@ def _from_code(code: grpc.StatusCode) -> BatonError:
         grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded("the server did not answer in time"),
         grpc.StatusCode.CANCELLED: errors.Cancelled("the call was cancelled"),
         grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded("the server refused the call, or it is too large"),
-        grpc.StatusCode.UNAVAILABLE: errors.Unavailable("the server cannot be reached, or its connection broke"),
+        grpc.StatusCode.UNAVAILABLE: errors.Unreachable("the server cannot be reached, or its connection broke"),
     }
     return by_code.get(code, BatonError(f"the call failed: {code.name}"))
 

@@ -251,6 +251,7 @@ def make_plan(
             host=config.router.host,
             port=config.http_port,
             host_names=config.http.host_names,
+            cors_origins=config.http.cors_origins,
             tls=config.tls.files,
         ),
         key_file=key_file,

@@ -57,6 +57,9 @@ _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+")
 _RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_ORIGIN = re.compile(
+    r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+)
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+/?")
 _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]+")
 
@@ -191,12 +194,13 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 class HttpSettings:
     """The port of the gateways, at `router.host`: 0 is any free one, `off` starts no gateway.
 
-    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names: of GatewayConfig.
+    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names, cors_origins: of GatewayConfig.
     """
 
     port: int | str | None = None
     gateways: int = 1
     host_names: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,10 @@ PLACES: dict[str, tuple[Callable[[Any], object], str]] = {
     "ray.address": (
         lambda address: _RAY_ADDRESS.fullmatch(address) and _names_a_host(f"ray://{address}"),
         "HOST:PORT or auto (without it, Ray is started)",
+    ),
+    "http.cors_origins": (
+        lambda origins: all(_ORIGIN.fullmatch(one) and _names_a_host(one) for one in origins),
+        "* or origins as browsers write them, like https://chat.example.org: lower case, no path, no default port",
     ),
     "http.host_names": (lambda names: all(map(_HOST_NAME.fullmatch, names)), "names without ports"),
     "traces.endpoint": (

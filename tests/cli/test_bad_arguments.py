@@ -132,6 +132,12 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["up", *TLS], CONFIGURATION, "/none, /none: not a certificate with its key"),
     (["up", *TLS[:2]], CONFIGURATION, "tls must be given with both certificate and key"),
     (["up", "--tls-client-ca", "/none"], CONFIGURATION, "tls must be given with both certificate and key"),
+    (
+        ["up", "--cors-origins", "https://a", "https://a/"],
+        CONFIGURATION,
+        "--cors-origins must be * or origins as browsers",
+    ),
+    (["up", "--host-names", "a.example:80"], CONFIGURATION, "--host-names must be names without ports"),
     (["up", "--host", "::"], CONFIGURATION, "--host must be an IPv4 address, not '::'"),
     (["up", "--insecure", "--host", "localhost"], CONFIGURATION, "--host must be an IPv4 address"),
     (["up", "--ray-address", ""], CONFIGURATION, "--ray-address must be text without control characters"),

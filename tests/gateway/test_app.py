@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import weakref
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from importlib.metadata import Distribution, PackageNotFoundError
 from typing import Any
@@ -11,7 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from baton import AsyncClient
+from baton import AsyncClient, Chunk
+from baton.client import AsyncStream
 from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
@@ -19,7 +21,7 @@ from gateway.observe.metrics import Metrics
 from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG
-from wire.errors import Overloaded, Unavailable
+from wire.errors import Overloaded, Unavailable, Unreachable
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import KeyRing
 
@@ -368,7 +370,25 @@ async def test_a_router_that_is_down_is_told_without_its_address(gateway: LocalG
         ):
             answer = await asking
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            assert answer.error["message"] == "the server cannot be reached, or its connection broke"
+            assert answer.error["message"] == app_module.NO_ROUTER
+            assert answer.error["message"].startswith("this gateway answers, but its router does not")
+            assert answer.error["code"] == "unavailable"
+
+
+async def test_a_router_that_goes_amid_a_stream_is_told_as_its_last_event(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = AsyncStream.pieces
+
+    async def broken(stream: AsyncStream) -> AsyncIterator[Chunk]:
+        async for piece in pieces(stream):
+            yield piece
+            raise Unreachable("the server cannot be reached, or its connection broke")
+
+    monkeypatch.setattr(AsyncStream, "pieces", broken)
+    answer = await gateway.post(COMPLETIONS, {**BODY, "max_tokens": 9, "stream": True})
+    assert (answer.status, answer.is_whole, len(answer.events)) == (200, False, 2)
+    assert answer.events[-1]["error"]["message"] == app_module.NO_ROUTER
 
 
 async def test_a_router_that_is_full(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ async def test_from_start_to_stop() -> None:
     await router.stop()
     status, answer = await ask(address, "/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert "this gateway answers, but its router does not" in answer["error"]["message"]
     await actor.stop()
     with pytest.raises(urllib.error.URLError):
         await ask(address, "/health", None)
@@ -82,6 +83,20 @@ async def test_a_stream_begins_before_its_first_token(monkeypatch: pytest.Monkey
     connection.close()
     await actor.stop()
     await router.stop()
+
+
+async def test_a_host_is_checked_before_an_origin() -> None:
+    origin = "https://chat.example.org"
+    actor = GatewayActor(to_json(GatewayConfig("127.0.0.1:1", cors_origins=(origin,))))
+    connection = http.client.HTTPConnection(json.loads(await actor.start())["http"], timeout=WAIT_S)
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    for host, status, allowed in (("localhost", 200, origin), ("chat.example.org", 400, None)):
+        connection.request("OPTIONS", "/v1/messages", headers={"host": host, **asked})
+        answer = await asyncio.to_thread(connection.getresponse)
+        answer.read()
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, allowed)
+    connection.close()
+    await actor.stop()
 
 
 async def ask(address: str, path: str, body: object, host: str = "localhost") -> tuple[int, Any]:

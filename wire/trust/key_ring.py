@@ -104,7 +104,10 @@ NO_CALLER = KeyList((Key("", "", DEFAULT_TENANT, (), is_revoked=True),))
 
 
 class KeyRing:
-    """The keys in force. Where no key was ever made, every caller comes in, as the tenant `default`. Thread-safe."""
+    """The keys in force. `is_open`: no key was ever made, and every caller comes in, as the tenant `default`.
+
+    Thread-safe.
+    """
 
     def __init__(self, listed: KeyList = NO_KEYS) -> None:
         self.replace(listed)
@@ -112,7 +115,7 @@ class KeyRing:
     def replace(self, listed: KeyList) -> None:
         """Goes by these keys from now on."""
         self._by_id = {key.id: key for key in listed.keys if not key.is_revoked}
-        self._is_open = not listed.keys
+        self.is_open = not listed.keys
         self.tenants, self.shares = {key.tenant for key in listed.keys}, listed.shares
 
     def admit(self, credentials: Sequence[str], scope: Scope) -> Key:
@@ -120,7 +123,7 @@ class KeyRing:
 
         credentials: the call's `authorization` fields. A missing, a wrong and an unknown one take the same time.
         """
-        if self._is_open and scope in ANYONE.scopes:
+        if self.is_open and scope in ANYONE.scopes:
             return ANYONE
         matched = _KEY.fullmatch(bearer(credentials))
         key_id, secret = matched.groups() if matched else ("", "")

@@ -6,7 +6,7 @@ from cryptography import x509
 
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
-from deploy.plan.config import ClusterConfig, RouterSettings
+from deploy.plan.config import ClusterConfig, HttpSettings, RouterSettings
 from deploy.plan.machine import Machine, RayNode
 from deploy.plan.model import DraftFacts, ModelFacts
 from router.config import AdmissionBounds, ServedModel, StreamBounds
@@ -63,6 +63,12 @@ def test_what_is_not_set_is_as_each_part_has_it() -> None:
     assert plan.router.admission == AdmissionBounds()
     assert plan.router.streams == StreamBounds()
     assert worker_of(plan).batch == BatchSettings()
+
+
+def test_gateways_know_hosts_and_origins() -> None:
+    gateway = planned(ClusterConfig(http=HttpSettings(host_names=("a.example",), cors_origins=("*",)))).gateway
+    assert gateway is not None
+    assert (gateway.host_names, gateway.cors_origins) == (("a.example",), ("*",))
 
 
 def test_a_public_door_without_keys_lets_no_caller_in() -> None:

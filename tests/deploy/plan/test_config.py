@@ -230,6 +230,33 @@ def test_a_port_for_metrics_that_is_none(port: object) -> None:
         ClusterConfig.load(None, {"router": {"metrics_port": port}})
 
 
+ORIGINS = ("https://chat.example.org", "http://localhost:3000", "http://[::1]:8080", "app://obsidian.md", "*")
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_an_origin_is_taken_as_browsers_write_it(origin: str) -> None:
+    assert ClusterConfig.load(None, {"http": {"cors_origins": [origin]}}).http.cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("", "null", "chat.example.org", "https://", "https://*.example.org", "https://chat.example.org/"),
+        *("https://Chat.example.org", "https://chat.example.org:443", "http://chat.example.org:80"),
+        *(
+            "http://chat.example.org:0",
+            "http://chat.example.org:70000",
+            "https://a@chat.example.org",
+            "http://a b",
+            "**",
+        ),
+    ],
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"http\.cors_origins must be \* or origins as browsers write them"):
+        ClusterConfig.load(None, {"http": {"cors_origins": ["https://chat.example.org", origin]}})
+
+
 def test_http_and_metrics_may_both_be_off() -> None:
     config = ClusterConfig.load(None, {"router": {"metrics_port": "off"}, "http": {"port": "off"}})
     assert config.http.port == config.router.metrics_port == "off"
