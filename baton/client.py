@@ -42,7 +42,7 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc import CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
+from wire.rpc import ADAPTED_METADATA, CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
 from wire.trace_context import TRACEPARENT, TraceContext
 
 
@@ -196,6 +196,10 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
     async def admitted(self) -> int:
         """Waits until a worker is there for the prompt; returns its tokens, 0 where reading the answer raises."""
         return int(dict(await self._call.initial_metadata()).get(PROMPT_TOKENS_METADATA, 0))
+
+    async def adapted(self) -> str:
+        """Waits as `admitted`; returns what messages were changed in for the model's chat template, "" for nothing."""
+        return str(dict(await self._call.initial_metadata()).get(ADAPTED_METADATA, ""))
 
     async def pieces(self) -> AsyncGenerator[Chunk, None]:
         """Yields the parts of the prompt, then the chunks, as they come. Raises BatonError."""

@@ -73,7 +73,7 @@ def tune() -> int:
     from benchmarks.gpu_tiles import try_on_device, write_tuned
     from kernels.tiles import architecture_of
 
-    write_tuned(architecture_of(torch.device("cuda")), try_on_device)
+    write_tuned(architecture_of(torch.device("cuda")), try_on_device, torch.cuda.get_device_name())
     return 0
 
 

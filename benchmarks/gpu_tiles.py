@@ -5,7 +5,9 @@
 Rows of float32 stay as they are. Other architectures' rows stay, too.
 """
 
+import datetime
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -64,6 +66,8 @@ class Trial:
 
 
 Try = Callable[[Row, Tile], Trial]
+Timed = dict[str, str]
+"""The device and the date of the times that chose a row's tiles, by its architecture, role and kind."""
 
 
 def choose_fastest(trials: list[Trial], present: Tile) -> Tile:
@@ -93,23 +97,39 @@ def candidates(role: str, present: Tile) -> list[Tile]:
     return [present, *(one for one in shapes if one != present)]
 
 
-def format_table(table: Table) -> str:
-    """Formats a table as kernels/tiles.toml: one line a kind, a tile for each size of heads."""
+def read_timed(path: Path = TABLE) -> Timed:
+    """Reads the comments behind rows of the table."""
+    timed, section = Timed(), ""
+    for line in path.read_text().splitlines():
+        if found := re.fullmatch(r"\[(.+)\]|(\w+) = [^#]*# (.*)", line):
+            section = found[1] or section
+            if found[2]:
+                timed[f"{section}.{found[2]}"] = found[3]
+    return timed
+
+
+def format_table(table: Table, timed: Timed) -> str:
+    """Formats a table as kernels/tiles.toml: one line a kind, a tile for each size of heads, and what timed it."""
     lines = [NOTE]
     for architecture, roles in table.items():
         for role, kinds in roles.items():
             lines.append(f"\n[{architecture}.{role}]\n")
             for kind, heads in kinds.items():
                 tiles = ", ".join(f"{head_dim} = {numbers}" for head_dim, numbers in heads.items())
-                lines.append(f"{kind} = {{ {tiles} }}\n")
+                note = timed.get(f"{architecture}.{role}.{kind}")
+                lines.append(f"{kind} = {{ {tiles} }}{f'  # {note}' if note else ''}\n")
     return "".join(lines)
 
 
-def write_tuned(architecture: str, try_tile: Try, path: Path = TABLE) -> None:
-    """Tunes an architecture's rows and writes the table after each, so that an interrupted run keeps what it found."""
-    table = read_table(path)
+def write_tuned(architecture: str, try_tile: Try, device: str, path: Path = TABLE) -> None:
+    """Tunes an architecture's rows and writes the table after each, so that an interrupted run keeps what it found.
+
+    device: its name, which rows get with the date.
+    """
+    table, timed = read_table(path), read_timed(path)
     for row, before, after in tune(table, architecture, try_tile):
-        path.write_text(format_table(table))
+        timed[f"{architecture}.{row.role}.{row.kind}"] = f"{device}, {datetime.datetime.now(datetime.UTC).date()}"
+        path.write_text(format_table(table, timed))
         print(f"{row.role} {row.kind} {row.size}: {before} -> {after}", flush=True)
 
 

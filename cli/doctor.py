@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from functools import cached_property
-from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import psutil
 from cryptography import x509
 
 from baton import Client, Completion
+from baton.release import release
 from baton.request import API_KEY, Options, credentials
 from cli.bench.schedule import PROMPT_IDS
 from cli.status import COLD_STATES, state_with_advice
@@ -186,7 +186,7 @@ def check_ports(live: Live) -> Finding:
 
 def check_versions(live: Live) -> Finding:
     """Compares this command with the gateway."""
-    own = version("baton-serve")
+    own = release()
     if not live.http_address:
         return skipped(f"this command is {own}; no gateway tells the cluster's release", "nothing")
     served = str(json.loads(live.fetch("/version")[0])["version"])

@@ -280,7 +280,7 @@ class EngineCore:
         for sequence in [one for one in self._table.running if one.prefetch is not None]:
             pages = self._cache.allocator.available
             num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
-            jump = self._cache.split_prefixes.follow(sequence, pages.num_allocatable - num_lacking)
+            jump = self._cache.prefixes.follow(sequence, pages.num_allocatable - num_lacking)
             if jump is not None:
                 self._num["cached"] += jump.num_found
                 self._events.append(jump)
@@ -298,7 +298,7 @@ class EngineCore:
         decoding, chunks = self._make_room(plan)
         for handle in plan.admit:
             choice = self._table[handle].choice
-            if not self._cache.admit(self._table[handle], self._table.siblings(choice.attempt_id)):
+            if not self._cache.prefixes.admit(self._table[handle], self._table.siblings(choice.attempt_id)):
                 break
             self._events.append(Scheduled(choice.attempt_id, choice.index))
         if len(decoding) < len(self._rows):

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 from baton import AsyncClient
+from baton.release import release
 from baton.request import OF_CHATS, Options
 from baton.results import Model
 from gateway import exchange, fields, formats, messages
@@ -195,7 +195,8 @@ class Gateway:
         if returns_ids:
             taken["echo"] = True
         options = cast(Options, taken)
-        generation = Generation(request.id, model, prompts, options, usage or {}, timeline, returns_ids, hides_prompt)
+        settings = (options, usage or {}, timeline, returns_ids, hides_prompt)
+        generation = Generation(request.id, model, prompts, *settings, request.told)
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)
@@ -236,10 +237,12 @@ class Gateway:
 
     async def _find(self, client: AsyncClient, name: str | None) -> Model:
         """Returns the model of a name; without a name, the served model. Raises ModelNotFound."""
-        for model in await client.list_models():
+        models = await client.list_models()
+        for model in models:
             if name in (None, model.name):
                 return model
-        raise ModelNotFound("model: no model of that name is served", param="model")
+        served = ", ".join(model.name for model in models)
+        raise ModelNotFound(f"model: no model of that name is served, but {served}", param="model")
 
     async def _served_model(self, client: AsyncClient) -> Model:
         """Returns what a request without a name means; asks the router once, as a cluster never changes its model."""
@@ -259,7 +262,7 @@ class Gateway:
         return b"{}"
 
     async def _version(self, _: Request) -> bytes:
-        return json.dumps({"version": version("baton-serve")}).encode()
+        return json.dumps({"version": release()}).encode()
 
     async def _openapi(self, _: Request) -> bytes:
         readable = (path for path, (method, _) in self._routes.items() if method == "GET")

@@ -1,6 +1,7 @@
 """Chats in all dialects: settings of an answer, its parts as they stream, and the dialects that answer in blocks."""
 
 import json
+import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from text.answer.answer import AnswerParser, Part, Reasoning
 from text.answer.calls import Arguments, CallBegun
 from text.answer.formats import NO_FORMATS, AnswerFormats
 from wire.sampling import FinishReason
-from wire.typed_reader import Read
+from wire.typed_reader import Read, list_of
 
 Event = Mapping[str, Any]
 MAX_CALLS = 128
@@ -30,6 +31,7 @@ FIELDS: dict[str, Read] = {
     "thinking_token_budget": fields.int32,
 }
 """The fields of chats in several dialects."""
+_DATE = re.compile(r"_20\d{2}_?\d{2}_?\d{2}$")
 _OF_CHOICES = ("n", "max_tokens", "return_token_ids", "stream_options", "timeline")
 ONE_ANSWER = FIELDS | {name: read for name, read in fields.COMMON.items() if name not in _OF_CHOICES}
 """The fields of endpoints whose answers are blocks."""
@@ -107,6 +109,19 @@ class AnswerParts:
         return kept
 
 
+def tools_of(read: Read, others: Collection[str]) -> Read:
+    """Reads tools, each into a list of functions by `read`; leaves out the ones of other kinds."""
+
+    def read_one(value: Any) -> Any:
+        kind = _DATE.sub("", str(value.get("type"))) if isinstance(value, dict) else ""
+        if kind not in others:
+            return read(value)
+        leave_out(kind)
+        return []
+
+    return list_of(read_one)
+
+
 def new_call_id() -> str:
     """Draws nine letters and digits: templates of Mistral take no other ids."""
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
@@ -155,6 +170,16 @@ class BlocksDialect(Dialect):
         self.sent: dict[str, str] = {}
         self._conversation = Conversation(answer_formats)
         self._blocks: list[AnswerBlock] = []
+
+    def _list_tools(self, taken: dict[str, Any]) -> None:
+        """Makes one list of the functions that tools_of has read, and notes where each stands among the client's."""
+        tools = {
+            f"tools[{place}].tools[{inner}]" if "namespace" in tool else f"tools[{place}]": tool
+            for place, functions in enumerate(taken.pop("tools", []))
+            for inner, tool in enumerate(functions)
+        }
+        self.sent |= {f"tools[{place}]": name for place, name in enumerate(tools)}
+        taken["tools"] = [*tools.values()]
 
     @abstractmethod
     def first_events(self) -> list[Event]:

@@ -73,13 +73,15 @@ def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
 def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
     """Returns an error with the client's names of fields in place of the router's. sent: the client's by the router's.
 
-    In `sent` a list's [] stands for any index, and a name for all that is within its field, too.
+    In `sent` a list's [] stands for any index, and a name for all that is within its field, too. An entry with an index
+    says where its item stands among the client's.
     """
-    param = error.ids.get("param", "")
+    given = error.ids.get("param", "")
+    param = re.sub(r"\w+\[\d+\]", lambda place: sent.get(place[0], place[0]), given, count=1)
     shape, places = _PLACE.sub("[]", param), iter(_PLACE.findall(param))
     known = max((one for one in sent if re.match(rf"{re.escape(one)}(?![^.\[])", shape)), key=len, default="")
     name = re.sub(r"\[\]", lambda _: next(places), sent[known] + shape[len(known) :]) if known else param
-    message, told = error.message.removeprefix(f"{param}: "), copy(error)
+    message, told = error.message.removeprefix(f"{given}: "), copy(error)
     told.message = f"{name}: " * (message != error.message) + _WORD.sub(lambda one: sent.get(one[0], one[0]), message)
     told.ids = {**error.ids, "param": name} if param else error.ids
     return told
@@ -165,7 +167,7 @@ def _message(value: Any) -> dict[str, Any]:
     taken = _TURN(value)
     if "reasoning" in taken:
         taken.setdefault("reasoning_content", taken.pop("reasoning"))
-    if taken.get("tool_calls"):
+    if taken.get("tool_calls") or "reasoning_content" in taken:
         taken.setdefault("content", "")
     return require(taken, "role", "content")
 
@@ -195,10 +197,18 @@ def _call(value: Any) -> str:
 def arguments(value: Any) -> dict[str, Any]:
     """Reads the arguments of a call: an object, as JSON in a text."""
     try:
-        read = json.loads(text(value) or "{}", parse_constant=_refuse_constant)
+        read = json.loads(text(value).strip() or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Misfit("must be JSON") from error
     return free_object(read)
+
+
+def past_arguments(value: Any) -> dict[str, Any]:
+    """Reads the arguments of a call that was made. What is no object, as of a cut answer, is a text in one."""
+    try:
+        return arguments(value)
+    except Misfit:  # many templates take nothing but an object
+        return {"arguments": text(value)}
 
 
 def _tool(value: Any) -> dict[str, Any]:
@@ -245,7 +255,7 @@ _CALL = object_of(
         "id": text,
         "type": function_type,
         "index": int32,
-        "function": object_of({"name": text, "arguments": arguments}, "name", "arguments"),
+        "function": object_of({"name": text, "arguments": past_arguments}, "name", "arguments"),
     },
     "function",
 )

@@ -72,7 +72,8 @@ class Generation:
 
     usage: `include_usage` and `continuous_usage_stats`, whether a stream ends with usage, and has it in each event.
     timeline: whether usage has the timeline of each prompt, which a stream then ends with, too. returns_ids: of tokens;
-    prompts are echoed for them, and hides_prompt leaves the echoed text out.
+    prompts are echoed for them, and hides_prompt leaves the echoed text out. headers: of the answer, to which
+    `x-baton-adapted` is added.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class Generation:
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
@@ -165,6 +167,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
     drafts = [ChoiceDraft() for _ in range(len(generation.prompts) * generation.num_choices)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+        await _admitted(generation, streams)
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
         async for numbers, chunk in slices:
             ids = ids_of(chunk) if generation.returns_ids else {}
@@ -189,7 +192,7 @@ async def _events(generation: Generation, dialect: Dialect, client: AsyncClient,
     """Yields events as tokens come. Raises BatonError. Sets `admitted` unless a prompt is refused."""
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-        prompt_lens = [await stream.admitted() for stream in streams]
+        prompt_lens = await _admitted(generation, streams)
         dialect.num_prompt_tokens = sum(prompt_lens)
         if all(prompt_lens):
             admitted.set()
@@ -198,6 +201,13 @@ async def _events(generation: Generation, dialect: Dialect, client: AsyncClient,
             for event in dialect.events(chunk, numbers):
                 yield event
     yield dialect.end([generation.told(stream.completion) for stream in streams])
+
+
+async def _admitted(generation: Generation, streams: Sequence[AsyncStream]) -> list[int]:
+    """Waits until a worker is there for each prompt; returns their tokens, and adds what a chat was changed in."""
+    if adapted := await streams[0].adapted():
+        generation.headers.append((b"x-baton-adapted", adapted.encode()))
+    return [await stream.admitted() for stream in streams]
 
 
 def ids_of(chunk: Chunk) -> dict[str, list[int]]:

@@ -1,6 +1,7 @@
 """/v1/messages: Anthropic's fields, objects and errors."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
@@ -8,8 +9,9 @@ from typing import Any, Literal
 from baton.results import Choice
 from gateway import conversation, fields, formats
 from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
+from gateway.unread import BILLING, SERVICES, leave_out
 from httpd.errors import describe
-from wire.errors import BatonError
+from wire.errors import BatonError, ContextLengthExceeded
 from wire.typed_reader import Misfit, Read, list_of, reader_of
 
 
@@ -35,9 +37,21 @@ def thinking(value: Any) -> dict[str, Any]:
 
 def envelope(error: BatonError) -> bytes:
     """Writes an error as the object that Anthropic's clients read."""
-    told = describe(error)
-    kind = _ERRORS.get(error.status.http, told["type"])
-    return json.dumps({"type": "error", "error": {"type": kind, "message": told["message"]}}).encode()
+    kind = _ERRORS.get(error.status.http, describe(error)["type"])
+    return json.dumps({"type": "error", "error": {"type": kind, "message": _words(error)}}).encode()
+
+
+def _words(error: BatonError) -> str:
+    """Writes the message. That of a context puts Anthropic's words in front of ours: clients read their numbers."""
+    lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
+    if lengths is None:
+        return error.message
+    if not lengths.output:
+        return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum: {error.message}"
+    known = (
+        f"{lengths.prompt} + {lengths.output} > {lengths.limit}, decrease input length or `max_tokens` and try again"
+    )
+    return f"input length and `max_tokens` exceed context limit: {known}: {error.message}"
 
 
 def _message(value: Any) -> list[dict[str, Any]]:
@@ -66,10 +80,19 @@ def _turn(role: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _tool(value: Any) -> dict[str, Any]:
+def _tool(value: Any) -> list[dict[str, Any]]:
     taken = _TOOL(value)
     function = {name: taken[name] for name in ("name", "description", "strict") if name in taken}
-    return {"type": "function", "function": {**function, "parameters": taken["input_schema"]}}
+    return [{"type": "function", "function": {**function, "parameters": taken["input_schema"]}}]
+
+
+def _system(value: Any) -> str:
+    """Reads the system prompt, without the line of billing before it: it would change all that follows."""
+    whole: str = _texts(value)
+    line = _BILLING_LINE.match(value if isinstance(value, str) else value[0]["text"])
+    if line:
+        leave_out(BILLING)
+    return whole[line.end() :] if line else whole
 
 
 _DELTAS = {
@@ -79,6 +102,7 @@ _DELTAS = {
 }
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _texts = fields.content_of("text")
+_BILLING_LINE = re.compile(rf"{BILLING}:( ?[\w.-]+=[^;\s]*;)+ *(\n+|$)")
 _ERRORS = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 _BLOCKS = {
     "text": fields.object_of({"type": fields.text, "text": fields.text}, "text"),
@@ -132,8 +156,8 @@ FIELDS: dict[str, Read] = {
     "max_tokens": fields.int64,
     "stop_sequences": list_of(fields.text),
     "messages": turns,
-    "system": _texts,
-    "tools": list_of(_tool),
+    "system": _system,
+    "tools": conversation.tools_of(_tool, SERVICES),
     "tool_choice": tool_choice,
     "thinking": thinking,
     "output_config": fields.object_of(
@@ -166,6 +190,7 @@ class MessagesDialect(BlocksDialect):
         variables = {**taken.get("thinking", {}).get("variables", {}), **taken.pop("chat_template_kwargs", {})}
         self.sent |= _SENT | fields.rename(taken, _ROUTERS)
         taken |= {"chat_template_kwargs": variables, **taken.pop("tool_choice", {})}
+        self._list_tools(taken)
         self._conversation.take(taken)
         system, said = taken.pop("system", None), taken.pop("messages")
         if said and said[-1]["role"] == "assistant":

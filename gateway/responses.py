@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any, Literal
 
 from baton.results import Choice
 from gateway import conversation, fields, formats
 from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
+from gateway.unread import PROGRAMS_OWN, SERVICES
 from httpd.errors import describe
 from wire.errors import BatonError
 from wire.sampling import FinishReason
@@ -22,12 +24,30 @@ def input_items(value: Any) -> list[dict[str, Any]]:
 
 def tool_choice(value: Any) -> str | dict[str, Any]:
     """Reads a word, or the function to call."""
-    return {"name": _NAMED(value)["name"]} if isinstance(value, dict) else str(fields.choice_word(value))
+    return {"name": _flat_name(_NAMED(value))} if isinstance(value, dict) else str(fields.choice_word(value))
 
 
-def _tool(value: Any) -> dict[str, Any]:
+def _function(value: Any) -> list[dict[str, Any]]:
     taken = _TOOL(value)
-    return {"type": taken.pop("type"), "function": taken}
+    return [{"type": taken.pop("type"), "function": taken}]
+
+
+def _namespace(value: Any) -> list[dict[str, Any]]:
+    """Reads the functions of a namespace, under the names that a model calls; the first is described by it, too."""
+    taken = _NAMESPACE(value)
+    tools: list[dict[str, Any]] = [tool for functions in taken["tools"] for tool in functions]
+    for tool in tools:
+        tool["namespace"] = {"namespace": taken["name"], "name": tool["function"]["name"]}
+        tool["function"]["name"] = _flat_name(tool["namespace"])
+    for function in (tool["function"] for tool in tools[:1] if "description" in taken):
+        function["description"] = "\n".join(filter(None, (taken["description"], function.get("description"))))
+    return tools
+
+
+def _flat_name(named: Mapping[str, str]) -> str:
+    """Returns the name by which a model calls a function: of a namespace both names, in at most 64 letters."""
+    whole = "__".join(named[part] for part in ("namespace", "name") if part in named)
+    return whole if len(whole) <= 64 else f"{whole[:55]}_{sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _turn(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,11 +56,11 @@ def _turn(item: Mapping[str, Any]) -> dict[str, Any]:
         case {"role": role}:
             return {"role": role, "content": item["content"]}
         case {"arguments": given}:
-            call = fields.call_json(item["name"], given, id=item["call_id"])
+            call = fields.call_json(_flat_name(item), given, id=item["call_id"])
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case {"output": output}:
             return {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
-        case {"content": thoughts}:
+        case {"content": thoughts} if thoughts:
             return {"role": "assistant", "content": "", "reasoning_content": thoughts}
     return {}
 
@@ -61,6 +81,7 @@ _UNUSED: dict[str, Any] = {
     "truncation": "disabled",
     "usage": None,
 }
+_thoughts = fields.content_of("reasoning_text")
 _OF_ITEMS: dict[str, Read] = dict.fromkeys(("type", "id", "status"), fields.text)
 _ITEMS = {
     "message": fields.object_of(
@@ -74,7 +95,11 @@ _ITEMS = {
         "content",
     ),
     "function_call": fields.object_of(
-        {**_OF_ITEMS, "call_id": fields.text, "name": fields.text, "arguments": fields.arguments},
+        {
+            **dict.fromkeys(("call_id", "name", "namespace"), fields.text),
+            **_OF_ITEMS,
+            "arguments": fields.past_arguments,
+        },
         *("call_id", "name", "arguments"),
     ),
     "function_call_output": fields.object_of(
@@ -84,20 +109,33 @@ _ITEMS = {
         {
             **_OF_ITEMS,
             "summary": list_of(fields.free_object),
-            "content": fields.content_of("reasoning_text"),
+            "content": lambda value: "" if value == [] else _thoughts(value),
             "encrypted_content": fields.text,
         }
     ),
 }
 _READ_ITEMS = fields.turns_of(fields.by_type(_ITEMS, "message"), "items, or a text")
 _TOOL = fields.object_of({"type": fields.function_type, **fields.FUNCTION}, "type", "name")
-_NAMED = fields.object_of({"type": fields.function_type, "name": fields.function_name}, "name")
+_NAMESPACE = fields.object_of(
+    {
+        **dict.fromkeys(("type", "description"), fields.text),
+        "name": fields.function_name,
+        "tools": list_of(fields.by_type({"function": _function})),
+    },
+    "name",
+    "tools",
+)
+_NAMED = fields.object_of(
+    {"type": fields.function_type, **dict.fromkeys(("name", "namespace"), fields.function_name)}, "name"
+)
 FIELDS: dict[str, Read] = {
     **conversation.ONE_ANSWER,
     "input": input_items,
     "instructions": fields.text,
     "max_output_tokens": fields.int64,
-    "tools": list_of(_tool),
+    "tools": conversation.tools_of(
+        fields.by_type({"function": _function, "namespace": _namespace}), SERVICES | PROGRAMS_OWN
+    ),
     "tool_choice": tool_choice,
     "text": fields.object_of({"format": formats.text_format}),
     "reasoning": fields.object_of({"effort": fields.reasoning_effort}),
@@ -105,7 +143,12 @@ FIELDS: dict[str, Read] = {
 }
 
 
-_SENT = {"messages": "input", "prompt": "input", "tools[].function": "tools[]"}
+_SENT = {
+    "messages": "input",
+    "prompt": "input",
+    "tools[].function": "tools[]",
+    "tools[].tools[].function": "tools[].tools[]",
+}
 _ROUTERS = {
     "max_output_tokens": "max_tokens",
     "reasoning.effort": "reasoning_effort",
@@ -121,7 +164,9 @@ class ResponsesDialect(BlocksDialect):
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         self._num_events = 0
+        self._list_tools(taken)
         self._echoed = _echo(taken)
+        self._namespaces = {one["function"]["name"]: one.pop("namespace", {}) for one in taken["tools"]}
         self.sent |= _SENT | fields.rename(taken, _ROUTERS)
         self._conversation.take(taken)
         instructions = taken.pop("instructions", None)
@@ -190,7 +235,7 @@ class ResponsesDialect(BlocksDialect):
         named["status"] = "incomplete" if block.is_cut else "completed"
         if block.kind is BlockKind.CALL:
             called = {"call_id": block.id, "name": block.name, "arguments": block.text}
-            return {**named, "type": "function_call", **called}
+            return {**named, "type": "function_call", **called, **self._namespaces.get(block.name, {})}
         if block.kind is BlockKind.REASONING:
             return {**named, "type": "reasoning", "summary": [], "content": [_part(block)]}
         return {**named, "type": "message", "role": "assistant", "content": [_part(block)]}
@@ -204,7 +249,10 @@ def _echo(taken: Mapping[str, Any]) -> dict[str, Any]:
         **{name: taken.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
         "parallel_tool_calls": taken.get("parallel_tool_calls", True),
         "tool_choice": {"type": "function", **choice} if isinstance(choice, dict) else choice,
-        "tools": [{"type": "function", "parameters": None, "strict": None, **one["function"]} for one in tools],
+        "tools": [
+            {"type": "function", "parameters": None, "strict": None, **one["function"], **one.get("namespace", {})}
+            for one in tools
+        ],
     }
 
 

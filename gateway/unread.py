@@ -215,5 +215,16 @@ IGNORED = frozenset(
     )
 )
 """Fields that may be left out wherever no path reads them."""
-TOLD = IGNORED | {"schema.format", "thinking_token_budget", "tools"}
+SERVICES = frozenset(
+    (
+        *("code_execution", "code_interpreter", "file_search", "image_generation", "mcp", "mcp_toolset"),
+        *("tool_search", "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch", "web_search"),
+        "web_search_preview",
+    )
+)
+"""Kinds of tools that a service beside the model runs, as none does here; they are left out by their names."""
+PROGRAMS_OWN = frozenset(("custom", "local_shell"))
+"""Kinds of tools that agent programs send to /v1/responses, beside functions, and run: no template can ask for them."""
+BILLING = "x-anthropic-billing-header"
+TOLD = IGNORED | SERVICES | PROGRAMS_OWN | {"schema.format", "thinking_token_budget", BILLING}
 """Names by which fields that are left out are told and counted: the further ones where a path reads them in vain."""

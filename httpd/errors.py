@@ -45,7 +45,21 @@ def describe(error: BatonError) -> dict[str, str | None]:
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
-    return {"message": error.message, "type": kind, "param": error.ids.get("param") or None, "code": code}
+    return {"message": _message(error), "type": kind, "param": error.ids.get("param") or None, "code": code}
+
+
+def _message(error: BatonError) -> str:
+    """Writes the message. That of a context puts OpenAI's words in front of ours: clients look for them."""
+    lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
+    if lengths is None:
+        return error.message
+    resulted = (
+        f"you requested {lengths.prompt + lengths.output} tokens"
+        f" ({lengths.prompt} in the messages, {lengths.output} in the completion)"
+        if lengths.output
+        else f"your messages resulted in {lengths.prompt} tokens"
+    )
+    return f"This model's maximum context length is {lengths.limit} tokens. However, {resulted}. {error.message}"
 
 
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:

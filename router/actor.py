@@ -19,7 +19,7 @@ from router.router import Router
 from router.workers.controller_port import KEYS_TIMEOUT_S, ORDER_TIMEOUT_S, REPORT_TIMEOUT_S, ControllerReport
 from router.workers.grpc_transport import GrpcTransport
 from text.chat import NoRenderer
-from text.template_processes import Template, TemplateProcesses
+from text.template.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId

@@ -14,32 +14,12 @@ from typing import Any, Protocol
 
 from text.answer.formats import NO_FORMATS, AnswerFormats
 from text.answer.frame import NO_FRAME, NO_TOOLS, AnswerFrame, ToolUse
+from text.template.turns import TAKES_ALL, ChatTurn, TurnRules
 from text.tokenizer_protocol import TextCodec
 from wire.errors import InvalidRequest, Unsupported
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode's noncharacters, which are for use within a program only."""
-
-
-@dataclass(frozen=True)
-class ChatTurn:
-    """A turn of a conversation. `role` is one of ROLES.
-
-    tool_calls: of an assistant, as templates take them: arguments are an object. more: further fields as texts, like
-    `name`, the `tool_call_id` of a tool, and the `reasoning_content` of an assistant.
-    """
-
-    role: str
-    content: str
-    tool_calls: tuple[Mapping[str, Any], ...] = ()
-    more: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The message as templates take it: what it has not is left out."""
-        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
-        return {"role": self.role, "content": self.content, **calls, **self.more}
 
 
 @dataclass(frozen=True)
@@ -72,12 +52,15 @@ class Chat:
         if self.max_reasoning_tokens is not None and not renderer.formats.reasoning:
             param = "thinking_token_budget"
             raise Unsupported(f"{param}: the model's chat template knows no channel of reasoning", param=param)
+        rules = await renderer.turn_rules()
         marked, mark = await asyncio.to_thread(self._marked, special_tokens)
-        text = await renderer.render(marked, max_added_chars)
+        fitted, adapted = rules.fit(marked.messages)
+        text = await renderer.render(replace(marked, messages=fitted), max_added_chars)
         frame_of, before = (
             (AnswerFrame.within, self.messages[-1].content) if self.continues else (AnswerFrame.behind, text)
         )
-        return Rendered(text, mark, frame_of(before, renderer.formats, self.tool_use, self.max_reasoning_tokens))
+        frame = frame_of(before, renderer.formats, self.tool_use, self.max_reasoning_tokens)
+        return Rendered(text, mark, frame, adapted)
 
     def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
         """Returns the chat with marks in it, and the mark. Takes as long as it and the tokens are many."""
@@ -102,11 +85,15 @@ class Chat:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template wrote it, with marks in it. frame: of its answer."""
+    """A conversation as its template wrote it, with marks in it.
+
+    frame: of its answer. adapted: words for what its turns were changed in, as TurnRules.fit has them.
+    """
 
     text: str
     mark: str
     frame: AnswerFrame = NO_FRAME
+    adapted: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.text)
@@ -126,6 +113,9 @@ class Renderer(Protocol):
     def formats(self) -> AnswerFormats:
         """The formats that it asks for; one without that of calls knows no tools."""
 
+    async def turn_rules(self) -> TurnRules:
+        """Returns the roles and orders of turns that it does not take. Raises Unavailable."""
+
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         """Renders a chat up to the assistant's next turn. Raises InvalidRequest for what the template does not take.
 
@@ -139,6 +129,9 @@ class PlainRenderer:
     """The in-memory twin: a line for each tool and turn."""
 
     formats = AnswerFormats("qwen", "think")
+
+    async def turn_rules(self) -> TurnRules:
+        return TAKES_ALL
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         tools = "".join(f"tool: {json.dumps(one)}\n" for one in chat.tool_use.tools)
@@ -160,6 +153,9 @@ class NoRenderer:
     """The template of a model that has none."""
 
     formats = NO_FORMATS
+
+    async def turn_rules(self) -> TurnRules:
+        return TAKES_ALL
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         raise Unsupported("messages: the model has no chat template; send a text prompt", param="messages")

@@ -29,7 +29,7 @@ BatonError                INTERNAL             500
 
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,27 @@ class InvalidRequest(BatonError):
         super().__init__(f"{param}: {message}", param=param)
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a prompt, at least; of the output asked for, 0 where the prompt alone is too long; of the limit."""
+
+    prompt: int
+    output: int
+    limit: int
+
+
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and output do not fit into the model's context, or into the smallest pool."""
+
+    def __init__(self, param: str, message: str, lengths: Lengths) -> None:
+        super().__init__(param, message)
+        self.ids |= {f"{name}_tokens": str(number) for name, number in asdict(lengths).items()}
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The numbers, which travel as ids; None from a process that tells none."""
+        told = [self.ids.get(f"{one.name}_tokens") for one in fields(Lengths)]
+        return Lengths(*map(int, filter(None, told))) if all(told) else None
 
 
 class Unsupported(BatonError):

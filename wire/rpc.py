@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 TOKEN_METADATA = "baton-cluster-token"
 NONCE_METADATA = "baton-nonce-bin"
-PROMPT_TOKENS_METADATA = "baton-prompt-tokens"
+PROMPT_TOKENS_METADATA, ADAPTED_METADATA = "baton-prompt-tokens", "baton-adapted"
 """In the initial metadata of Generate, which come once a request is admitted, tokenized and has a worker."""
 MAX_PROOF_S = 10.0
 """How long a line may take to prove the token."""

@@ -24,7 +24,7 @@ from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from kernels.quantized.matrix import Quantized
 from text.model_file import read_regular
-from text.template_processes import Template, render_ended
+from text.template.template_processes import Template, render_ended
 from text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerConfig
 from text.tokenizer_protocol import TokenKind
 from wire.errors import InvalidRequest, ModelError, Unavailable

@@ -67,6 +67,13 @@ class PageAllocator:
         """Gives some full pages of a sequence back."""
         self.free(sequence.kv.table.drop(places, self.layout.block_size))
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Frees all pages of a sequence, which has no KV then; pages with a transfer under way drain first."""
+        self.free(sequence.kv.table.present)
+        self.free(sequence.kv.reserved)
+        sequence.kv.reserved = []
+        sequence.leave()
+
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
         """Lends a page without an owner; None if none is free."""

@@ -1,13 +1,13 @@
 """The pages of an engine's sequences: the fetch of known blocks, and the writing of new ones.
 
     PageAllocator    pages that sequences write
-    SplitPrefixes    pages that are filled while their sequences compute
-    KVCache          prefix lookups, fetches from the store, write-through
+    PrefixReads      prefix lookups, fetches from the store, split prefixes
+    KVCache          write-through, hand-offs, purges, hints
 
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,19 +16,14 @@ import torch
 from engine.events import Fetched
 from engine.kv.allocator import PageAllocator
 from engine.kv.dropping import gather_tokens
-from engine.kv.lookup import Lookup
-from engine.kv.prefetch import Prefetch
+from engine.kv.prefix_reads import PrefixReads
 from engine.kv.retention import BlockTable
-from engine.kv.split_prefixes import SplitPrefixes
 from engine.request import HandOff
-from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
-from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Keep, Purge, Transfer, Transfers, WriteThrough
+from kv_store.transfers import Keep, Purge, Transfer, Transfers, WriteThrough
 from wire.block_names import BlockName
 from wire.ids import BlockKey, PageId
-from wire.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -40,74 +35,19 @@ class HandOffStored:
 
 
 class KVCache:
-    """Looks up prefixes, fetches missing blocks, and writes filled ones through."""
+    """Writes filled blocks through, and collects the ends of transfers."""
 
     def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
         self.allocator = PageAllocator(pool)
-        self.split_prefixes = SplitPrefixes(self.allocator, self._begin)
+        self.prefixes = PrefixReads(pool, self.allocator, self._begin)
         self._pool = pool
         self._ledger = pool.ledger
         self._transfers = transfers
-        self._block_size = pool.layout.block_size
-        self._waiting: dict[Transfer, tuple[Sequence, Lookup | None]] = {}
+        self._handing_off: dict[Transfer, Sequence] = {}
 
     @property
     def num_in_flight(self) -> int:
         return self._transfers.pending
-
-    def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
-        """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
-
-        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
-        Allocates reserved pages now: at a prompt's end all its blocks still have theirs.
-        """
-        prefix = sequence.prefix
-        names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
-        found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        taken = self._take(Lookup(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
-        if taken is None:
-            return False
-        lookup, pages = taken
-        sequence.kv.reserved, to_fill = pages[: prefix.num_reserved], pages[prefix.num_reserved :]
-        sequence.kv.begin(BlockTable([*lookup.hits, *to_fill], num_dropped=prefix.num_dropped))
-        sequence.phase = Phase.FETCHING
-        self._fetch(sequence, lookup, to_fill, siblings)
-        return True
-
-    def _take(self, lookup: Lookup) -> tuple[Lookup, list[PageId]] | None:
-        """Acquires the pages found, and allocates reserved ones and ones to fill; None, and no change, without room.
-
-        Windows that begin later may have no room beside the one on the device: they are cut from the search.
-        """
-        for page in lookup.hits:
-            self._ledger.acquire(page)
-        try:
-            return lookup, self._ledger.allocate(lookup.prefix.num_reserved + lookup.num_to_fill)
-        except OutOfBlocks:
-            self.allocator.free(lookup.hits)
-            return self._take(lookup.cut()) if lookup.starts else None
-
-    def _fetch(self, sequence: Sequence, lookup: Lookup, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
-        """Begins a fetch; a tail is copied from a sibling's page instead, if all else is on the device."""
-        if len(lookup.missing) == 1 and lookup.names[-1].is_tail:
-            [place] = lookup.missing
-            if self._copy_tail(sequence, place, to_fill[0], siblings):
-                lookup.found[place], lookup.blocks[place] = to_fill[0], Tier.DEVICE
-                lookup.missing, to_fill = [], []
-        may_jump = sequence.kv.is_plain and not sequence.wants_scores  # all rows of a scored prompt run
-        fetch = lookup.fetch(to_fill, sequence.request.peers, may_jump)
-        self._waiting[fetch] = sequence, lookup
-        self._begin(fetch)
-
-    def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
-        """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
-        for one in siblings:
-            is_same = sequence.num_known - 1 == sequence.request.num_prompt <= one.num_computed
-            if is_same and place not in one.kv.table.behind:
-                [source] = one.kv.table[place : place + 1]
-                self._pool.page_bytes(page).copy_(self._pool.page_bytes(source))
-                return True
-        return False
 
     def cache_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
         """Indexes the blocks that sequences have filled since they had `start` tokens with KV, and writes them through.
@@ -158,7 +98,7 @@ class KVCache:
         places = kv.window.needed(len(names), num_prompt)
         pages = [kv.table[place : place + 1][0] for place in places]
         write = WriteThrough([names[place] for place in places], pages, sequence.request.attempt_id)
-        self._waiting[write] = sequence, None
+        self._handing_off[write] = sequence
         self._begin(write)
         self._write_delayed(sequence)
 
@@ -200,47 +140,18 @@ class KVCache:
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._write_delayed(sequence)
-        self.allocator.free(sequence.kv.table.present)
-        self.allocator.free(sequence.kv.reserved)
-        sequence.kv.reserved = []
-        sequence.leave()
+        self.allocator.take_back(sequence)
 
     def poll(self) -> list[Fetched | HandOffStored]:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
         ended: list[Fetched | HandOffStored] = []
         for done in self._transfers.poll():
-            self.split_prefixes.index_group(done)
+            fetched, sequence = self.prefixes.take(done), self._handing_off.pop(done.transfer, None)
+            ended += [] if fetched is None else [fetched]
+            ended += [] if sequence is None else [HandOffStored(sequence, done.num_resident)]
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
-            sequence, lookup = self._waiting.pop(done.transfer, (None, None))
-            if sequence is not None and lookup is None:
-                ended.append(HandOffStored(sequence, done.num_resident))
-            elif sequence is not None and lookup is not None and sequence.phase is Phase.FETCHING:
-                fetched = self._fetched(sequence, lookup, done)
-                ended += [] if fetched is None else [fetched]
         return ended
-
-    def _fetched(self, sequence: Sequence, lookup: Lookup, done: Done) -> Fetched | None:
-        """Makes the block table of the longest usable prefix, and gives the other pages back.
-
-        None, and the sequence waits again, if it cannot begin with that.
-        """
-        for name, page in lookup.take(done):
-            self._ledger.index(page, name.key)
-        (end, behind), prefix = lookup.usable(), lookup.prefix
-        if not sequence.kv.accepts(prefix, end):
-            self.free(sequence)
-            sequence.phase = Phase.WAITING
-            return None
-        pages = lookup.pages(end, behind)
-        kept = {*pages}
-        self.allocator.free([page for page in sequence.kv.table.present if page not in kept])
-        sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
-        sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
-        lookup.settle(end, behind)
-        later = done.reading.later
-        sequence.prefetch = None if later is None else Prefetch(lookup, later)
-        return Fetched(sequence.choice.attempt_id, sequence.choice.index, lookup.tokens)
 
     def _write_delayed(self, sequence: Sequence) -> None:
         """Writes the delayed blocks of a sequence's prompt through."""

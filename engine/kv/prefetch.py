@@ -8,6 +8,7 @@ A group has pages that no sequence owns: they drain while they are filled, and a
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine.events import PromptTokens
 from engine.kv.lookup import Lookup
@@ -41,13 +42,8 @@ class Prefetch:
 
     def run(self, start: int, find: Find) -> list[PageId]:
         """Lists the pages of the blocks from `start` on that are on the device, without a gap."""
-        pages: list[PageId] = []
-        for name in self.names[start:]:
-            page = find(name.key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        pages = (find(name.key) for name in self.names[start:])
+        return [*iter(partial(next, pages, None), None)]
 
     def acquired(self, start: int, stop: int) -> PromptTokens:
         """Notes that these blocks were acquired, by the tiers that they were read from; returns the prompt's tokens."""

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
+from baton.release import release
 from gateway import fields, formats, messages, responses, unread
 from wire.typed_reader import Read
 
@@ -14,7 +14,7 @@ def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tup
     """Writes the page: each path that takes a body with its fields, and paths without one."""
     posted = {path: {"post": _post(path, known)} for path, known in path_to_fields.items()}
     got = {path: {"get": _get(path)} for path in paths_to_get}
-    info = {"title": "Baton", "version": version("baton-serve")}
+    info = {"title": "Baton", "version": release()}
     schemas = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     page = {"openapi": "3.1.0", "info": info, "paths": posted | got, "components": {"schemas": schemas}}
     return json.dumps(page).encode()

@@ -130,7 +130,7 @@ def _version_of(compiler: str) -> str:
 
 def _compile(compiler: str, units: Sequence[Path], flags: Sequence[str], path: Path) -> None:
     """Compiles the units side by side, aside, and renames: a reader never sees half a library."""
-    logger.warning("compiling kernels for this machine, once: a minute or less (%s)", path.parent)
+    logger.warning("compiling kernels for this machine, once, about a minute (%s)", path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
         objects = [Path(folder) / f"{unit.name}.o" for unit in units]
         commands = [

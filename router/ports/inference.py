@@ -14,7 +14,7 @@ from wire.errors import Cancelled, Overloaded
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
-from wire.rpc import PROMPT_TOKENS_METADATA
+from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
 from wire.rpc_status import to_status
 from wire.trace_context import TRACEPARENT
 
@@ -39,7 +39,10 @@ class InferenceApi(InferenceServicer):
         watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
         try:
             if num_prompt_tokens := await opened.outbox.begun:
-                await context.send_initial_metadata(((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)),))
+                adapted = ", ".join(opened.outbox.adapted)
+                await context.send_initial_metadata(
+                    ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, adapted))
+                )
             async for response in opened.outbox:
                 await context.write(response)
         finally:

@@ -68,7 +68,9 @@ class Flow:
         valid = request.valid
         if isinstance(valid.prompt, Chat):
             self.timeline.set_current_span("render")
-            valid = replace(valid, prompt=await services.prompts.render(valid.prompt, request.limits))
+            rendered = await services.prompts.render(valid.prompt, request.limits)
+            valid = replace(valid, prompt=rendered)
+            self.reply.adapt(rendered.adapted)
             self._record_span("render")
         self.timeline.set_current_span("grammar")
         valid = await services.prompts.check_grammar(valid, request.limits)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.observe.metrics import TokenTiming
 from wire.errors import BatonError, Overloaded
@@ -15,7 +15,8 @@ class Outbox:
     """A bounded queue for one reader, ended by one last message or one error.
 
     A reader that falls behind gets fewer and larger messages: a chunk joins the one of its choice that still waits.
-    `begun` has the tokens of the prompt once a worker is there for it, 0 if the end came first.
+    `begun` has the tokens of the prompt once a worker is there for it, 0 if the end came first; `adapted` then has what
+    its messages were changed in, as Rendered has it.
     `max_tokens` bounds the tokens that wait here; a message without any counts as one. Messages that gRPC took and the
     client did not read are seen by `writing_since`: the loop's time when the reader last took a message, which it may
     still be writing; None while it waits for one.
@@ -30,6 +31,7 @@ class Outbox:
         self._error: Exception | None = None
         self._closed = False
         self._reader: asyncio.Future[None] | None = None
+        self.adapted: Sequence[str] = ()
         self.begun: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def begin(self, num_prompt_tokens: int) -> None:
@@ -119,6 +121,10 @@ class ReplyWriter:
         self._on_first_token = on_first_token
         self._stop = stop
         self._loop = asyncio.get_running_loop()
+
+    def adapt(self, words: Sequence[str]) -> None:
+        """Tells the client, with `begin`, what its messages were changed in."""
+        self._outbox.adapted = words
 
     def begin(self, num_prompt_tokens: int) -> None:
         """Tells the client that a worker is there for its prompt."""

@@ -44,10 +44,8 @@ class PromptPreparer:
         await self.renderer.close()
         await self.grammars.close()
 
-    async def render(self, prompt: ValidPrompt, limits: ServingLimits) -> ValidPrompt:
-        """Renders a chat; returns any other prompt as it is. Raises InvalidRequest or Unsupported."""
-        if not isinstance(prompt, Chat):
-            return prompt
+    async def render(self, prompt: Chat, limits: ServingLimits) -> Rendered:
+        """Renders a chat. Raises InvalidRequest or Unsupported."""
         max_added_chars = MAX_ADDED_CHARS_PER_TOKEN * limits.max_context_len
         return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
 
@@ -82,7 +80,7 @@ class PromptPreparer:
 
     async def tokenize(self, prompt: ValidPrompt, limits: ServingLimits, root: NamespaceRoot) -> pb.TokenizeResponse:
         """Returns the tokens of a text or a chat. Raises InvalidRequest or Unsupported."""
-        rendered = await self.render(prompt, limits)
+        rendered = await self.render(prompt, limits) if isinstance(prompt, Chat) else prompt
         return await self.threads.run(len(rendered), partial(self._tokens_of, rendered, root))
 
     def _tokens_of(self, prompt: ValidPrompt, root: NamespaceRoot) -> pb.TokenizeResponse:

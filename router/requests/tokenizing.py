@@ -18,7 +18,8 @@ from itertools import takewhile
 from typing import Any, TypeVar
 
 from router.config import RouterConfig
-from text.chat import Chat, ChatTurn, Rendered, Renderer
+from text.chat import Chat, Rendered, Renderer
+from text.template.turns import ChatTurn
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import PublicPart
 from wire.errors import ConfigError, InvalidRequest, Unsupported

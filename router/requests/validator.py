@@ -9,11 +9,12 @@ from typing import Any
 
 from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes
 from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
-from text.chat import ROLES, Chat, ChatTurn, Rendered
+from text.chat import Chat, Rendered
+from text.template.turns import ROLES, ChatTurn
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import NameChain, PublicPart
 from wire.convert import sampling_from_pb
-from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from wire.errors import ContextLengthExceeded, InvalidRequest, Lengths, ModelNotFound
 from wire.ids import MAX_SESSION_LEN, REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout, Window
@@ -197,10 +198,11 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
         # An answer with log-probabilities has many entries a token, which the gateway counts beforehand.
         is_chat = isinstance(valid.prompt, Rendered) and sampling.logprobs is None
         sampling = replace(sampling, max_tokens=min(limits.max_chat_tokens if is_chat else sampling.max_tokens, room))
+    lengths = Lengths(len(prompt_ids), sampling.max_tokens, limits.max_sequence_len)
     _require_length(
-        sampling.max_tokens <= room,
         "max_tokens",
-        f"{len(prompt_ids)} prompt tokens and {sampling.max_tokens} more exceed the {limits.max_sequence_len} that fit",
+        f"{lengths.prompt} prompt tokens and {lengths.output} more exceed the {lengths.limit} that fit",
+        lengths,
     )
     for param, is_told in (("prompt_logprobs", sampling.prompt_logprobs is not None), ("echo", sampling.echo)):
         fits = not is_told or len(prompt_ids) <= MAX_TOLD_PROMPT_LEN
@@ -224,20 +226,21 @@ def _room(prompt_ids: Sequence[int], limits: ServingLimits) -> int:
 
 def _require_room(num_tokens: int, limits: ServingLimits, at_least: str = "") -> None:
     _require_length(
-        num_tokens < limits.max_context_len,
         "prompt",
         f"{at_least}{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
+        Lengths(num_tokens, 0, limits.max_context_len),
     )
     _require_length(
-        num_tokens < limits.max_sequence_len,
         "prompt",
         f"{at_least}{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
+        Lengths(num_tokens, 0, limits.max_sequence_len),
     )
 
 
 def _require_model(message: pb.GenerateRequest, limits: ServingLimits) -> None:
     if message.HasField("model") and message.model not in (limits.model, *limits.aliases):
-        raise ModelNotFound("model: no model of that name is served")
+        served = ", ".join((limits.model, *limits.aliases))
+        raise ModelNotFound(f"model: no model of that name is served, but {served}", param="model")
 
 
 def _dropping(message: pb.GenerateRequest, limits: ServingLimits) -> Dropping | None:
@@ -385,13 +388,8 @@ def _token_ids(ids: Sequence[int], limits: ServingLimits) -> tuple[int, ...]:
 
 def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: ServingLimits) -> SamplingParams:
     sampling.require_in_range(limits.vocab_size)
-    if given.HasField("max_tokens"):
-        _require(
-            sampling.max_tokens < limits.max_context_len,
-            "max_tokens",
-            f"must be below the context's length, {limits.max_context_len}",
-        )
-        _require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
+    within = not given.HasField("max_tokens") or sampling.min_tokens <= sampling.max_tokens
+    _require(within, "min_tokens", "must not be more than max_tokens")
     return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
 
 
@@ -400,6 +398,7 @@ def _require(valid: bool, param: str, message: str) -> None:
         raise InvalidRequest(param, message)
 
 
-def _require_length(fits: bool, param: str, message: str) -> None:
-    if not fits:
-        raise ContextLengthExceeded(param, message)
+def _require_length(param: str, message: str, lengths: Lengths) -> None:
+    """Raises ContextLengthExceeded unless prompt and output fit; a prompt alone leaves room for one token."""
+    if lengths.prompt + max(lengths.output, 1) > lengths.limit:
+        raise ContextLengthExceeded(param, message, lengths)

@@ -11,6 +11,7 @@ from benchmarks.gpu_tiles import (
     candidates,
     choose_fastest,
     format_table,
+    read_timed,
     write_tuned,
 )
 from kernels.tiles import TABLE, Tile, read_table
@@ -34,7 +35,7 @@ def test_products_are_tried_with_the_rows_that_they_have() -> None:
 
 
 def test_a_table_is_written_as_it_is_read() -> None:
-    assert format_table(read_table()) == TABLE.read_text()
+    assert format_table(read_table(), read_timed()) == TABLE.read_text()
 
 
 def test_tuning_rewrites_the_rows_of_its_architecture_alone(tmp_path: Path) -> None:
@@ -49,8 +50,10 @@ def test_tuning_rewrites_the_rows_of_its_architecture_alone(tmp_path: Path) -> N
             return Trial(tile, math.inf)
         return Trial(tile, 1.0 if tile == chosen else 2.0)
 
-    write_tuned("sm_90", try_tile, path)
-    after = read_table(path)
+    write_tuned("sm_90", try_tile, "a device", path)
+    after, timed = read_table(path), read_timed(path)
+    assert timed["sm_90.prompts.plain"].startswith("a device, 20")
+    assert "sm_80.prompts.plain" not in timed
     for architecture in before.keys() - {"sm_90"}:
         assert after[architecture] == before[architecture]
     assert after["sm_90"]["decode"] == before["sm_90"]["decode"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.metadata import version
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,17 @@ def findings(capsys: pytest.CaptureFixture[str], status: int) -> dict[str, dict[
     assert told["ok"] == (status == 0)
     checks: dict[str, dict[str, str]] = told["checks"]
     return checks
+
+
+def test_a_source_tree_that_nothing_was_installed_from(
+    patient: Patient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> Distribution:
+        raise PackageNotFoundError(name)
+
+    installed = version("baton-serve")
+    monkeypatch.setattr(Distribution, "from_name", find)
+    assert installed in findings(capsys, 0)["versions"]["found"]
 
 
 def test_a_healthy_cluster(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:

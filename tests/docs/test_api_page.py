@@ -12,7 +12,7 @@ from router.ports.interceptors import reserved_names
 from wire.pb import inference_pb2 as pb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
-NAMED = set(re.findall(r"`([A-Za-z0-9_.]+)`", PAGE)) | {"logprobs"}
+NAMED = set(re.findall(r"`([A-Za-z0-9_.-]+)`", PAGE)) | {"logprobs"}
 
 
 def test_fields_of_http_are_named() -> None:

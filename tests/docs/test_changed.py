@@ -70,7 +70,7 @@ def test_tests_that_a_fault_fails_are_chosen(sources: changed.Sources, tmp_path:
 
 
 def test_a_program_is_a_source_of_the_test_that_starts_it_by_its_name(sources: changed.Sources) -> None:
-    assert "text/template_child.py" in sources.of("tests/text/test_chat.py")
+    assert "text/template/template_child.py" in sources.of("tests/text/test_chat.py")
     assert "cli/operate/drain.py" in sources.of("tests/cli/test_cli.py")
     assert "examples/prefix_store.py" in sources.of("tests/examples/test_examples.py")
 

@@ -89,7 +89,7 @@ def test_sampling_is_what_generation_config_advises(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "advised", [{"temperature": 3}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": "a"}, {"repetition_penalty": -1}]
+    "advised", [{"temperature": 3}, {"top_p": 1.5}, {"top_k": 1.5}, {"min_p": "a"}, {"repetition_penalty": -1}]
 )
 def test_sampling_out_of_its_range_is_refused_by_name(folder: Path, advised: dict[str, Any]) -> None:
     replaced(folder / "generation_config.json").write_text(json.dumps(advised))

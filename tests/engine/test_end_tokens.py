@@ -9,7 +9,7 @@ import pytest
 from engine.checkpoint.checkpoint import Checkpoint
 from tests.harness.checkpoints import make_checkpoint
 from tests.text.backends import byte_level, write_folder
-from text import template_processes
+from text.template import template_processes
 from text.tokenizer import Tokenizer
 from wire.errors import ModelError
 

@@ -9,7 +9,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from tests.engine.hub_server import Finder, HubServer, serving
 from tests.harness.checkpoints import shard
-from text.template_processes import Template
+from text.template.template_processes import Template
 from wire.errors import ModelError
 
 

@@ -31,10 +31,11 @@ from router.requests.dispatch import OpenRequest
 from router.router import Router
 from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, FakeCluster, running
+from text.chat import Renderer
 from wire.errors import BatonError, Cancelled
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc import PROMPT_TOKENS_METADATA
+from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
 from wire.trace_context import TRACEPARENT
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
@@ -107,10 +108,12 @@ class LocalCall:
 
     async def initial_metadata(self) -> Metadata:
         try:
-            num_prompt_tokens = await self._open().outbox.begun
+            outbox = self._open().outbox
+            num_prompt_tokens = await outbox.begun
         except BatonError:  # which reading raises, as gRPC has it
             return ()
-        return ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)),) if num_prompt_tokens else ()
+        told = (PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, ", ".join(outbox.adapted))
+        return told if num_prompt_tokens else ()
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         async for response in self._open().outbox:
@@ -238,9 +241,11 @@ class LocalGateway(LocalDoor):
 
 
 @asynccontextmanager
-async def serving(keys: KeyList = NO_KEYS, config: RouterConfig = CONFIG) -> AsyncIterator[LocalGateway]:
+async def serving(
+    keys: KeyList = NO_KEYS, config: RouterConfig = CONFIG, renderer: Renderer | None = None
+) -> AsyncIterator[LocalGateway]:
     """A gateway before a prefill and a decode worker; the model is called `fake`."""
-    async with running(1, 1, replace(config, keys=keys)) as cluster:
+    async with running(1, 1, replace(config, keys=keys), renderer) as cluster:
         gateway = LocalGateway(cluster)
         yield gateway
         await gateway.client.close()

@@ -6,7 +6,9 @@ import json
 import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib.metadata import Distribution, PackageNotFoundError
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,6 +67,7 @@ async def test_unknown_models(gateway: LocalGateway, name: str) -> None:
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
     asked = await gateway.post(COMPLETIONS, {**BODY, "model": name})
     assert (asked.status, asked.error["code"]) == (404, "model_not_found")
+    assert answer.error["message"] == asked.error["message"] == "model: no model of that name is served, but fake"
     assert len(asked.body) < 300
 
 
@@ -304,10 +307,14 @@ async def test_tokens_of_texts_and_chats(gateway: LocalGateway) -> None:
         assert (await gateway.post(path, body)).error["param"] == param
 
 
-async def test_signs_of_life(gateway: LocalGateway) -> None:
+@pytest.mark.parametrize("is_installed", [True, False])
+async def test_signs_of_life(gateway: LocalGateway, is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_installed:
+        monkeypatch.setattr(Distribution, "from_name", Mock(side_effect=PackageNotFoundError("baton-serve")))
     assert (await gateway.get("/health")).json == {}
     assert (await gateway.get("/ready")).json == {}
     assert (await gateway.get("/version")).json == {"version": "1.0.0"}
+    assert (await gateway.get("/openapi.json")).json["info"]["version"] == "1.0.0"
     metrics = await gateway.get("/metrics")
     assert b'baton_http_requests_total{gateway="gateway-0",path="/health",status="200"} 1.0' in metrics.body
     assert metrics.headers["content-type"].startswith("text/plain")

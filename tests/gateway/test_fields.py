@@ -162,7 +162,7 @@ MESSAGES: dict[str, tuple[object, str]] = {
         "messages[0].content[0].text",
     ),
     "half a surrogate pair in a call": (
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "\ud800"}}]}],
         "messages[0].tool_calls[0].function.arguments",
     ),
 }
@@ -214,12 +214,33 @@ def test_tools_that_are_refused(fields_of_chat: dict[str, Any], named: str) -> N
     assert refused.value.ids["param"] == named
 
 
-@pytest.mark.parametrize("arguments", ["[]", "{", "1", '{"a": NaN}', {"a": 1}])
-def test_arguments_that_are_no_object(arguments: object) -> None:
+@pytest.mark.parametrize("arguments", ["[]", "{", "1", "null", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": ' * 2000, "go"])
+def test_arguments_that_are_no_object_are_taken_as_a_text(arguments: str) -> None:
+    """As what was written before max_tokens: an object, for many templates list the items of one."""
     call = {**CALLED, "function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(InvalidRequest) as refused:
-        fields.take({"messages": [{"role": "assistant", "tool_calls": [call]}]}, ChatDialect.fields)
-    assert refused.value.ids["param"] == "messages[0].tool_calls[0].function.arguments"
+    [turn] = fields.take({"messages": [{"role": "assistant", "tool_calls": [call]}]}, ChatDialect.fields)["messages"]
+    assert json.loads(turn["tool_calls"][0])["function"]["arguments"] == {"arguments": arguments}
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "{}"])
+def test_no_arguments_are_an_empty_object(arguments: str) -> None:
+    call = {**CALLED, "function": {"name": "f", "arguments": arguments}}
+    [turn] = fields.take({"messages": [{"role": "assistant", "tool_calls": [call]}]}, ChatDialect.fields)["messages"]
+    assert json.loads(turn["tool_calls"][0])["function"]["arguments"] == {}
+
+
+def test_arguments_are_a_text() -> None:
+    call = {**CALLED, "function": {"name": "f", "arguments": {"a": 1}}}
+    said = [{"role": "assistant", "tool_calls": [call]}]
+    assert refusal({"messages": said}, ChatDialect.fields) == "messages[0].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_turn_of_reasoning_needs_no_content(content: dict[str, Any]) -> None:
+    [turn] = fields.take(
+        {"messages": [{"role": "assistant", "reasoning_content": "a", **content}]}, ChatDialect.fields
+    )["messages"]
+    assert turn == {"role": "assistant", "content": "", "reasoning_content": "a"}
 
 
 def test_a_history_with_calls_is_read() -> None:

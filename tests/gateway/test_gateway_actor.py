@@ -20,6 +20,8 @@ from tests.harness.fake_cluster import CONFIG, FakeCluster
 from wire.errors import ConfigError
 from wire.typed_reader import to_json
 
+HI = {"role": "user", "content": "hi"}
+
 
 async def test_from_start_to_stop() -> None:
     cluster = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=0)))
@@ -34,8 +36,18 @@ async def test_from_start_to_stop() -> None:
     assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "top_p", "invalid_value")
     status, answer = await ask(address, "/v1/completions", {"prompt": "a" * 5000})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    known = (
+        "This model's maximum context length is 2000 tokens. However, your messages resulted in 5000 tokens. prompt: "
+    )
+    assert answer["error"]["message"].startswith(known)  # the numbers come over gRPC
+    status, answer = await ask(address, "/v1/messages", {"messages": [HI], "max_tokens": 2000})
+    known = (
+        "input length and `max_tokens` exceed context limit: 19 + 2000 > 2000, decrease input length or `max_tokens` "
+    )
+    assert (status, answer["error"]["message"].partition("and try again: ")[0]) == (400, known)
     status, answer = await ask(address, "/v1/completions", {"prompt": "a", "model": "b"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert answer["error"]["message"].endswith("is served, but fake")
     status, answer = await ask(address, "/health", None, host="evil.example")
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     metrics = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read())

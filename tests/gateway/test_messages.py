@@ -12,6 +12,7 @@ from tests.gateway.test_tool_calls import QWEN_F, say
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = {"role": "user", "content": "hi"}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 SAID: dict[str, Any] = {"messages": [HI], "tools": [TOOL], "max_tokens": 400}
 
@@ -154,6 +155,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "surrogates": ({"system": "\ud800"}, "system"),
     "a tool of theirs": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    "a choice of a tool that was left out": (
+        {"tools": [TOOL, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tool_choice",
+    ),
+    "a schema behind a tool that was left out": (
+        {"tools": [SEARCH, {"name": "g", "input_schema": {"type": "array"}, "strict": True}]},
+        "tools[1].input_schema",
+    ),
     "a choice without a name": ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     "a choice of no tool": ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     "thinking without a budget": ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

@@ -131,11 +131,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "input[0].call_id",
     ),
     "arguments": (
-        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}]},
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": {}}]},
         "input[0].arguments",
     ),
     "surrogates": ({"instructions": "\ud800"}, "instructions"),
-    "a tool of theirs": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool of no kind": ({"tools": [{"type": "web"}]}, "tools[0].type"),
+    "a tool of a namespace that is no function": (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "web_search"}]}]},
+        "tools[0].tools[0].type",
+    ),
+    "a choice of a tool that was left out": (
+        {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type",
+    ),
+    "a choice of any tool, of none": ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    "the parameters of a tool behind one that was left out": (
+        {"tools": [{"type": "mcp"}, {**TOOL, "strict": True, "parameters": {"type": "array"}}]},
+        "tools[1].parameters",
+    ),
+    "the parameters of a tool of a namespace": (
+        {
+            "tools": [
+                TOOL,
+                {
+                    "type": "namespace",
+                    "name": "a",
+                    "tools": [TOOL, {**TOOL, "name": "g", "strict": True, "parameters": {"type": "array"}}],
+                },
+            ]
+        },
+        "tools[1].tools[1].parameters",
+    ),
     "a nested function": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     "allowed tools": ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
     "a format": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),

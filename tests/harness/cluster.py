@@ -16,7 +16,7 @@ from router.workers.local_transport import WorkerPort
 from tests.harness.answer import Reader
 from tests.harness.faulty_transport import Faults, FaultyTransport
 from text.byte_tokenizer import ByteTokenizer
-from text.chat import PlainRenderer
+from text.chat import PlainRenderer, Renderer
 from text.tokenizer_protocol import TextCodec
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
@@ -32,13 +32,18 @@ class Cluster(ABC, Generic[W]):
     """Workers are named p0, p1, ... and d0, d1, ...; to the router, a name is an address too."""
 
     def __init__(
-        self, config: RouterConfig, codec: TextCodec | None = None, prefixes: PublicPrefixes = NO_PREFIXES
+        self,
+        config: RouterConfig,
+        codec: TextCodec | None = None,
+        prefixes: PublicPrefixes = NO_PREFIXES,
+        renderer: Renderer | None = None,
     ) -> None:
         self.port = LocalController(PoolSizes(0, 0))
         self.workers: dict[str, W] = {}
         self.transports: dict[str, FaultyTransport] = {}
         self.faults: dict[str, Faults] = {}
-        self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port, PlainRenderer(), prefixes)
+        parts = config, codec or ByteTokenizer(), self._connect, self.port, renderer or PlainRenderer(), prefixes
+        self.router = Router(*parts)
 
     async def start(self, num_prefill: int, num_decode: int) -> None:
         self.router.start()

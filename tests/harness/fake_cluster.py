@@ -9,6 +9,7 @@ from router.config import ClusterAccess, RouterConfig, ServedModel
 from router.requests.dispatch import OpenRequest
 from tests.harness.cluster import WAIT_S, Cluster, role_of, until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
+from text.chat import Renderer
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 
@@ -57,9 +58,11 @@ class FakeCluster(Cluster[FakeWorker]):
 
 
 @asynccontextmanager
-async def running(num_prefill: int, num_decode: int, config: RouterConfig = CONFIG) -> AsyncIterator[FakeCluster]:
+async def running(
+    num_prefill: int, num_decode: int, config: RouterConfig = CONFIG, renderer: Renderer | None = None
+) -> AsyncIterator[FakeCluster]:
     """A cluster that is checked for leaks in the end."""
-    cluster = FakeCluster(config)
+    cluster = FakeCluster(config, renderer=renderer)
     await cluster.start(num_prefill, num_decode)
     try:
         yield cluster

@@ -18,7 +18,7 @@ from router.router import Router
 from router.workers.grpc_transport import GrpcTransport
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
-from text.template_processes import Template, TemplateProcesses
+from text.template.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.typed_reader import to_json
 from worker.assembly import Assembly, Tiers

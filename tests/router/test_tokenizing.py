@@ -14,7 +14,8 @@ from router.requests.validator import encode
 from tests.harness.cluster import WAIT_S, until
 from tests.text.backends import byte_level
 from text.byte_tokenizer import ByteTokenizer
-from text.chat import Chat, ChatTurn, PlainRenderer, Rendered
+from text.chat import Chat, PlainRenderer, Rendered
+from text.template.turns import ChatTurn
 from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot

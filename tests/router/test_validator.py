@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from router.ports.interceptors import ErrorInterceptor
 from router.requests.validator import ServingLimits, ValidRequest, resolve, validate
 from text.chat import Rendered
-from wire.errors import BatonError, InvalidRequest, ModelNotFound
+from wire.errors import BatonError, ContextLengthExceeded, InvalidRequest, Lengths, ModelNotFound
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
@@ -124,18 +124,23 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
 }
 
 
-NEED_TOKENS = {"prompt + max_tokens beyond the pool", "min_tokens > default max_tokens"}
+NEED_TOKENS = {
+    "prompt + max_tokens beyond the pool",
+    "max_tokens 2^63 - 1",
+    "max_tokens at the context",
+    "min_tokens > default max_tokens",
+}
 
 
 @pytest.mark.parametrize("row", INVALID)
 def test_refused(row: str) -> None:
-    """All but two without tokenizing, which is the expensive part."""
+    """All without tokenizing, which is the expensive part, but for lengths that are told beside the prompt's."""
     make, param = INVALID[row]
     check = admit if row in NEED_TOKENS else lambda message: validate(message, LIMITS)
     with pytest.raises(InvalidRequest) as caught:
         check(make())
     assert caught.value.message.startswith(f"{param}: ")
-    assert caught.value.ids == {"param": param}
+    assert caught.value.ids["param"] == param
     assert caught.value.status.grpc == "INVALID_ARGUMENT"
 
 
@@ -149,8 +154,9 @@ def test_a_prompt_that_is_told_is_bounded(sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["other", "", "demo ", "DEMO", "../../etc/passwd", "m" * 10_240, "demo\0"])
 def test_unknown_model(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=r"^model: ") as caught:
-        validate(pb.GenerateRequest(model=name, text="hi"), LIMITS)
+    limits = replace(LIMITS, aliases=("other name",))
+    with pytest.raises(ModelNotFound, match=r"^model: .*, but demo, other name$") as caught:
+        validate(pb.GenerateRequest(model=name, text="hi"), limits)
     assert caught.value.status.grpc == "NOT_FOUND"
 
 
@@ -264,20 +270,23 @@ class TestLengths:
 
     def test_a_given_one_is_never_clamped(self) -> None:
         assert admit(text(max_tokens=246), num_prompt_tokens=10).max_tokens == 246
-        with pytest.raises(InvalidRequest, match=r"^max_tokens: 10 prompt tokens and 247 more exceed the 256"):
+        with pytest.raises(ContextLengthExceeded, match=r"^max_tokens: 10 prompt tokens and 247 more exceed") as raised:
             admit(text(max_tokens=247), num_prompt_tokens=10)
+        assert raised.value.lengths == Lengths(10, 247, 256)
 
     def test_context_binds_where_the_pool_is_larger(self) -> None:
         small = ServingLimits("demo", 1000, max_context_len=32, num_blocks=16, layout=LAYOUT)
         assert admit(text(max_tokens=22), num_prompt_tokens=10, limits=small).max_tokens == 22
         with pytest.raises(InvalidRequest, match="max_tokens"):
             admit(text(max_tokens=23), num_prompt_tokens=10, limits=small)
-        with pytest.raises(InvalidRequest, match="leave no room in a context of 32"):
+        with pytest.raises(ContextLengthExceeded, match="leave no room in a context of 32") as raised:
             admit(text(), num_prompt_tokens=32, limits=small)
+        assert raised.value.lengths == Lengths(32, 0, 32)
 
     def test_a_prompt_larger_than_the_pool(self) -> None:
-        with pytest.raises(InvalidRequest, match="need more blocks than the 16 of the smallest pool"):
+        with pytest.raises(ContextLengthExceeded, match="need more blocks than the 16 of the smallest") as raised:
             admit(text(), num_prompt_tokens=256)
+        assert raised.value.lengths == Lengths(256, 0, 256)
 
     def test_text_without_a_token(self) -> None:
         with pytest.raises(InvalidRequest, match="prompt: has no tokens"):

@@ -14,11 +14,13 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
-from text import child_processes, template_processes
+from text import child_processes
 from text.answer.formats import AnswerFormats
 from text.answer.frame import ToolUse
-from text.chat import Chat, ChatTurn, PlainRenderer, Rendered, Renderer
-from text.template_processes import Template, TemplateProcesses
+from text.chat import Chat, PlainRenderer, Rendered, Renderer
+from text.template import template_processes
+from text.template.template_processes import Template, TemplateProcesses
+from text.template.turns import ChatTurn
 from text.tokenizer import Tokenizer
 from text.tokenizer_protocol import TokenKind
 from wire.errors import InvalidRequest, ModelError, Unavailable, Unsupported
@@ -169,7 +171,7 @@ async def test_a_process_that_was_ended_is_replaced() -> None:
 
 def template_children() -> list[psutil.Process]:
     living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if "text.template_child" in child.cmdline()]
+    return [child for child in living if "text.template.template_child" in child.cmdline()]
 
 
 async def test_a_process_without_processor_time_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
@@ -99,6 +99,7 @@ TEXTS = st.lists(PIECES | st.text(max_size=8), max_size=30).map("".join)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
 @given(text=TEXTS, slice_chars=st.integers(2, 40))
 @example(text="x" + "e\u0301" * 64, slice_chars=2)
 @example(text=(" " + "a" * 24) * 20, slice_chars=1000)

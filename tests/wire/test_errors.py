@@ -5,7 +5,16 @@ import grpc
 import pytest
 
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelError, Overloaded, RequestNotFound, reached
+from wire.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    Lengths,
+    ModelError,
+    Overloaded,
+    RequestNotFound,
+    reached,
+)
 
 
 def subclasses(kind: type[BatonError]) -> list[type[BatonError]]:
@@ -51,7 +60,21 @@ def test_a_limit_that_is_reached_is_told_with_its_setting() -> None:
     assert reached(64, "texts are being tokenized") == "64 texts are being tokenized, the limit (fixed)"
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("n", "bad"), Overloaded("full", 2.0, worker="w"), ModelError("none")])
+TOO_LONG = ContextLengthExceeded("prompt", "too long", Lengths(20, 0, 16))
+
+
+def test_lengths_travel_with_an_error_as_ids() -> None:
+    again = errors.rebuild(TOO_LONG.reason, TOO_LONG.message, dict(TOO_LONG.ids))
+    assert isinstance(again, ContextLengthExceeded)
+    assert again.lengths == Lengths(20, 0, 16)
+    untold = errors.rebuild(TOO_LONG.reason, TOO_LONG.message, {"param": "prompt"})  # of an older process
+    assert isinstance(untold, ContextLengthExceeded)
+    assert untold.lengths is None
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("n", "bad"), Overloaded("full", 2.0, worker="w"), ModelError("none"), TOO_LONG]
+)
 def test_an_error_survives_the_way_between_actors(error: BatonError) -> None:
     again = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert type(again) is type(error)

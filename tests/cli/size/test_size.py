@@ -9,6 +9,7 @@ from cli.__main__ import main
 from demo_model import CHECKPOINT
 from tests.cli.size.published_models import DEEPSEEK_V3, LLAMA_3_8B, MISTRAL_7B
 from tests.engine.gguf.files import make_gguf
+from tests.kernels.backends import lend_kernels
 
 GIB = 1 << 30
 
@@ -103,6 +104,7 @@ def test_a_gpu_in_units_of_its_maker(model: Path, capsys: pytest.CaptureFixture[
 def test_a_file_is_known_by_its_content(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lend_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = make_gguf(tmp_path, "Q4_0")
     expected = told(capsys, path)

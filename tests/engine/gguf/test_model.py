@@ -23,7 +23,7 @@ from tests.engine.gguf.files import SHAPE, llama3_divisors, make_gguf, write_ggu
 from tests.harness.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint
 from tests.harness.model_alone import generate
 from tests.kernels.backends import lend_kernels
-from text.template_processes import Template
+from text.template.template_processes import Template
 from wire.errors import ModelError
 from wire.sampling import SamplingParams
 

@@ -1,5 +1,6 @@
 """A chat template from a model's folder, and the processes that render it."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,14 @@ from text.answer.formats import AUTO, AnswerFormats
 from text.chat import Chat
 from text.child_processes import Child, ChildProcesses, Task
 from text.model_file import read_text
+from text.template.turns import TurnRules, tried
 from wire.errors import ModelError
 
 NUM_PROCESSES = 2
 MEMORY_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TRIED_CHARS = 1 << 20
+"""Characters that a template may write in a trial."""
 MAX_CONFIG_BYTES = 8 << 20
 
 
@@ -63,6 +67,15 @@ class TemplateProcesses:
         self._variables = dict(template.variables)
         self._processes = ChildProcesses(_task(template), NUM_PROCESSES)
         self._processes.start()
+        self._trying = asyncio.Lock()
+        self._rules: TurnRules | None = None
+
+    async def turn_rules(self) -> TurnRules:
+        """Tries the template before its first chat, with MAX_WAIT_S for each trial."""
+        async with self._trying:
+            if self._rules is None:
+                self._rules = await tried(lambda turns: self.render(Chat(tuple(turns)), MAX_TRIED_CHARS))
+        return self._rules
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         """Raises Unavailable where no process can be had."""
@@ -96,4 +109,4 @@ def render_ended(template: Template, messages: Sequence[Mapping[str, str]]) -> s
 def _task(template: Template) -> Task:
     first = {"template": template.source, "memory_bytes": MEMORY_BYTES}
     too_long = "the model's chat template takes too long for them"
-    return Task("text.template_child", first, "renders chat templates", "messages", too_long)
+    return Task("text.template.template_child", first, "renders chat templates", "messages", too_long)

@@ -1,4 +1,4 @@
-"""A process that renders a model's chat template, with transformers' own renderer: `python -m text.template_child`.
+"""A process that renders a chat template with transformers' own renderer: `python -m text.template.template_child`.
 
 first   {"template", "memory_bytes"}
 task    {"messages", "tools", "variables", "continues", "opens", "max_chars"}, answered by {"text"} or {"failure"};

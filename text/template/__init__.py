@@ -1,0 +1,1 @@
+"""A model's chat template: its processes, and the turns that it takes."""

@@ -1,0 +1,120 @@
+"""The turns of a conversation as a chat template takes them: roles that it leaves out, orders that it refuses.
+
+A template is tried once, with turns that have a marker in them. Its rules then decide about each turn by the turns
+before it, never by later ones: a conversation that grows keeps the prefix that it had.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wire.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_INSTRUCTING = ("system", "developer")
+_MARKER = "kestrel 4711"
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """A turn of a conversation. `role` is one of ROLES.
+
+    tool_calls: of an assistant, as templates take them: arguments are an object. more: further fields as texts, like
+    `name`, the `tool_call_id` of a tool, and the `reasoning_content` of an assistant.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    more: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The message as templates take it: what it has not is left out."""
+        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+        return {"role": self.role, "content": self.content, **calls, **self.more}
+
+
+def _marked(*roles: str) -> tuple[ChatTurn, ...]:
+    return tuple(ChatTurn(role, _MARKER) for role in roles)
+
+
+_CALLED = {"id": "calla0001", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Rome"}}}
+TRIALS: Mapping[str, tuple[ChatTurn, ...]] = {
+    "user": _marked("user"),
+    "assistant": _marked("user", "assistant", "user"),
+    "system": _marked("system", "user"),
+    "developer": _marked("developer", "user"),
+    "tool": (
+        *_marked("user"),
+        ChatTurn("assistant", "", (_CALLED,)),
+        ChatTurn("tool", _MARKER, more={"tool_call_id": "calla0001"}),
+    ),
+    "first": _marked("system", "developer", "user"),
+    "late": _marked("user", "system", "assistant", "developer", "user"),
+    "users": _marked("user", "user"),
+    "assistants": _marked("user", "assistant", "assistant", "user"),
+}
+"""Conversations that a template is tried with: of each role, of instructions first and late, of turns in a row."""
+
+
+@dataclass(frozen=True)
+class TurnRules:
+    """The rules of one chat template.
+
+    untaken: the trials that it does not take; of each, whether it left a turn's text out, which it else refused.
+    """
+
+    untaken: Mapping[str, bool] = field(default_factory=dict)
+
+    def fit(self, turns: Sequence[ChatTurn]) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:
+        """Returns the turns as the template takes them, and words for the changes.
+
+        A system or developer turn behind others stays in its place as a user's; results of tools and turns with calls
+        are never joined. Raises InvalidRequest for a role whose text the template leaves out.
+        """
+        made, changes, is_first = list[ChatTurn](), list[str](), True
+        for turn in turns:
+            is_first = is_first and turn.role in _INSTRUCTING
+            fitted = replace(turn, role=self._role(turn.role, is_first))
+            if self.untaken.get(fitted.role):
+                problem = f"the model's chat template leaves out the text of messages of the role {turn.role}"
+                raise InvalidRequest("messages", problem)
+            changes += [f"{turn.role}-as-{fitted.role}"] if fitted.role != turn.role else []
+            if made and self._is_joined(made[-1], fitted, is_first):
+                last = made.pop()
+                fitted = replace(last, content="\n\n".join(filter(None, (last.content, fitted.content))))
+                changes.append("joined")
+            made.append(fitted)
+        return tuple(made), tuple(dict.fromkeys(changes))
+
+    def _role(self, role: str, is_first: bool) -> str:
+        if role in _INSTRUCTING and not is_first and "late" in self.untaken:
+            return "user"
+        return "system" if role == "developer" and role in self.untaken else role
+
+    def _is_joined(self, last: ChatTurn, turn: ChatTurn, is_first: bool) -> bool:
+        trial = "first" if is_first else f"{turn.role}s"
+        is_alike = last.more == turn.more and (is_first or last.role == turn.role)
+        return trial in self.untaken and is_alike and not (last.tool_calls or turn.tool_calls)
+
+
+TAKES_ALL = TurnRules()
+
+
+async def tried(render: Callable[[Sequence[ChatTurn]], Awaitable[str]]) -> TurnRules:
+    """Tries a template. render: raises InvalidRequest for turns that it refuses.
+
+    A template that refuses a user's turn alone has no rules: it says what it wants at each chat.
+    """
+    untaken: dict[str, bool] = {}
+    for trial, turns in TRIALS.items():
+        try:
+            prompt = await render(TurnRules(untaken).fit(turns)[0])
+            if prompt.count(_MARKER) < sum(turn.content == _MARKER for turn in turns):
+                untaken[trial] = True
+        except InvalidRequest:
+            if trial == "user":
+                break
+            untaken[trial] = False
+    return TurnRules(untaken)
