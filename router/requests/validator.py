@@ -240,7 +240,7 @@ def _require_room(num_tokens: int, limits: ServingLimits, at_least: str = "") ->
 def _require_model(message: pb.GenerateRequest, limits: ServingLimits) -> None:
     if message.HasField("model") and message.model not in (limits.model, *limits.aliases):
         served = ", ".join((limits.model, *limits.aliases))
-        raise ModelNotFound(f"model: no model of that name is served, but {served}", param="model")
+        raise ModelNotFound(f"model: no model of that name is served, but {served}")
 
 
 def _dropping(message: pb.GenerateRequest, limits: ServingLimits) -> Dropping | None:
