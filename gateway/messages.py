@@ -10,8 +10,8 @@ from baton.results import Choice
 from gateway import conversation, fields, formats
 from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
 from gateway.unread import BILLING, SERVICES, leave_out
-from httpd.errors import describe
-from wire.errors import BatonError, ContextLengthExceeded
+from httpd.errors import describe, message_of
+from wire.errors import BatonError, Lengths
 from wire.typed_reader import Misfit, Read, list_of, reader_of
 
 
@@ -40,19 +40,16 @@ def thinking(value: Any) -> dict[str, Any]:
 def envelope(error: BatonError) -> bytes:
     """Writes an error as the object that Anthropic's clients read."""
     kind = _ERRORS.get(error.status.http, describe(error)["type"])
-    return json.dumps({"type": "error", "error": {"type": kind, "message": _words(error)}}).encode()
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message_of(error, _words)}}).encode()
 
 
-def _words(error: BatonError) -> str:
-    """Writes the message. That of a context puts Anthropic's words in front of ours: clients read their numbers."""
-    lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
-    if lengths is None:
-        return error.message
+def _words(lengths: Lengths) -> str:
+    """Writes Anthropic's words for a context that is too short: clients read the numbers in them."""
     if not lengths.output:
-        return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum: {error.message}"
+        return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum: "
     return (
         f"input length and `max_tokens` exceed context limit: {lengths.prompt} + {lengths.output} > {lengths.limit},"
-        f" decrease input length or `max_tokens` and try again: {error.message}"
+        f" decrease input length or `max_tokens` and try again: "
     )
 
 
