@@ -79,7 +79,7 @@ def tune() -> int:
 
 def run_tests() -> int:
     """The exit status of the kernels' tests, compiled for the GPU of this machine."""
-    at_once = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    at_once = ["-n", "12", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", *PYTEST, *at_once, *TESTS]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1"}

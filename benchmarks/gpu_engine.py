@@ -144,13 +144,13 @@ class Load:
 def measure() -> Iterator[Row]:
     """Rows of decode steps and of prompts, wall time of the whole engine, Python included."""
     ceilings = Ceilings()
-    _, bytes_s, operations_s = ceilings.time({})
+    times = ceilings.time({})
     for shape in (SMALL, LARGE):
         model = make_decoder(shape)
         for _, num_seqs, context_len in (one for one in LOADS if one[0] is shape):
-            yield _measure_decode(model, shape, num_seqs, context_len, bytes_s)
+            yield _measure_decode(model, shape, num_seqs, context_len, times.read)
         for _, prompt_len in (one for one in PROMPTS if one[0] is shape):
-            yield _measure_prompt(model, shape, prompt_len, operations_s)
+            yield _measure_prompt(model, shape, prompt_len, times.operations)
         del model
         torch.cuda.empty_cache()
 
@@ -165,7 +165,7 @@ def _measure_decode(model: Decoder, shape: Shape, num_seqs: int, context_len: in
     seconds = [load.step()[0] for _ in range(NUM_WARM_UPS + NUM_STEPS)][NUM_WARM_UPS:]
     num_bytes = 2 * shape.num_weights + num_seqs * context_len * shape.kv_bytes
     name = f"step {shape.name}"
-    return Row(name, f"{num_seqs} x {context_len}", median(seconds), num_bytes / bytes_s, "copy")
+    return Row(name, f"{num_seqs} x {context_len}", median(seconds), num_bytes / bytes_s, "read")
 
 
 def _measure_prompt(model: Decoder, shape: Shape, prompt_len: int, operations_s: float) -> Row:

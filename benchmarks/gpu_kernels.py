@@ -1,4 +1,4 @@
-"""The Triton kernels at the sizes of Llama 3 8B in bfloat16, against a copy or a product, and against torch.
+"""The Triton kernels at the sizes of Llama 3 8B in bfloat16, against reading, a copy or a product, and against torch.
 
 As many layers take turns as it needs to leave the cache, as they do in a step of a model.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu_timing import Copy, Product, Row, time_in_turn
+from benchmarks.gpu_timing import Copy, Product, Read, Row, time_in_turn
 from kernels import paged_attention, row_operations
 from kernels.backend import Angles, AttentionVariant, Heads, KVPages
 from kernels.reference import quantize
@@ -75,16 +75,34 @@ PROMPT_SHAPES = [PromptShape(*one) for one in ((1, 0, 512), (1, 0, 2048), (4, 0,
 ROWS = [64, 8192]
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of works, and what the device did in a second of the same rounds: bytes read, bytes copied, operations.
+
+    Copied bytes count twice.
+    """
+
+    seconds: dict[str, float]
+    read: float
+    copied: float
+    operations: float
+
+
 class Ceilings:
-    """The works that others are timed beside, and their rates."""
+    """The works that others are timed beside."""
 
     def __init__(self) -> None:
-        self.copy, self.product = Copy(), Product()
+        self._read, self._copy, self._product = Read(), Copy(), Product()
 
-    def time(self, works: dict[str, Callable[[], object]]) -> tuple[dict[str, float], float, float]:
-        """Times works in turn with the ceilings; returns their seconds, bytes a second and operations a second."""
-        seconds = time_in_turn({"copy": self.copy, "product": self.product, **works})
-        return seconds, self.copy.num_bytes / seconds["copy"], self.product.num_operations / seconds["product"]
+    def time(self, works: dict[str, Callable[[], object]]) -> Times:
+        """Times works in turn with the ceilings."""
+        seconds = time_in_turn({"read": self._read, "copy": self._copy, "product": self._product, **works})
+        return Times(
+            seconds,
+            self._read.num_bytes / seconds["read"],
+            self._copy.num_bytes / seconds["copy"],
+            self._product.num_operations / seconds["product"],
+        )
 
 
 def measure() -> Iterator[Row]:
@@ -120,12 +138,12 @@ def _measure_decode(shape: DecodeShape, ceilings: Ceilings, kept: torch.dtype | 
         for key, value in zip(keys, values, strict=True):
             F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
 
-    seconds, rate, _ = ceilings.time({"paged": paged, "contiguous": contiguous})
+    times = ceilings.time({"paged": paged, "contiguous": contiguous})
     num_bytes = shape.layer_bytes if kept is None else shape.layer_bytes // 2 + shape.layer_bytes // HEAD_DIM
     name = "decode" if kept is None else f"decode {str(kept).removeprefix('torch.')[:6]}"
     scale = 1 / shape.num_layers
-    own, other = seconds["paged"] * scale, seconds["contiguous"] * scale
-    return Row(name, str(shape), own, num_bytes / rate, "copy", "SDPA, contiguous bf16", other)
+    own, other = times.seconds["paged"] * scale, times.seconds["contiguous"] * scale
+    return Row(name, str(shape), own, num_bytes / times.read, "read", "SDPA, contiguous bf16", other)
 
 
 def _measure_prompt(shape: PromptShape, ceilings: Ceilings) -> Row:
@@ -148,10 +166,10 @@ def _measure_prompt(shape: PromptShape, ceilings: Ceilings) -> Row:
         for _ in layers:
             F.scaled_dot_product_attention(own_query, keys, values, attn_mask=seen, is_causal=seen is None)
 
-    seconds, _, rate = ceilings.time({"paged": paged, "contiguous": contiguous})
-    own, other = seconds["paged"] / num_layers, seconds["contiguous"] / num_layers
+    times = ceilings.time({"paged": paged, "contiguous": contiguous})
+    own, other = times.seconds["paged"] / num_layers, times.seconds["contiguous"] / num_layers
     peer = "SDPA, contiguous" if seen is None else "SDPA, mask"
-    return Row("prefill", str(shape), own, shape.num_operations / rate, "product", peer, other)
+    return Row("prefill", str(shape), own, shape.num_operations / times.operations, "product", peer, other)
 
 
 def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
@@ -189,9 +207,11 @@ def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
     }
     for name, (own, rows, other, share) in works.items():
         peer = {"other": each(other, rows)} if other is not None else {}
-        seconds, rate, _ = ceilings.time({"own": each(own, rows), **peer})
-        floor_s, other_s = 2 * share * rows[0].nbytes / rate, seconds.get("other", 0.0) / num_turns
-        yield Row(name, f"{num_rows} rows", seconds["own"] / num_turns, floor_s, "copy", "torch" * len(peer), other_s)
+        times = ceilings.time({"own": each(own, rows), **peer})
+        floor_s, other_s = 2 * share * rows[0].nbytes / times.copied, times.seconds.get("other", 0.0) / num_turns
+        yield Row(
+            name, f"{num_rows} rows", times.seconds["own"] / num_turns, floor_s, "copy", "torch" * len(peer), other_s
+        )
 
 
 def make_pool(

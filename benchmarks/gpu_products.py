@@ -1,4 +1,4 @@
-"""Products with packed weights at the sizes of Llama 3 8B, against a copy or a product, and against torch in bfloat16.
+"""Products with packed weights at the sizes of Llama 3 8B, against reading or a product, and against torch in bfloat16.
 
 As many copies of a matrix take turns as it needs to leave the cache. A row's bits are compared beside the times: among
 few rows and among many, at these sizes.
@@ -64,11 +64,11 @@ def _measure(name: str, states: Tensor, weights: Sequence[Weight], plain: Tensor
             F.linear(states, one)
 
     works: dict[str, Callable[[], object]] = {"packed": multiply_in_turn(states, weights), "bf16": in_bfloat16}
-    seconds, bytes_s, operations_s = ceilings.time(works)
-    own, other = seconds["packed"] / len(weights), seconds["bf16"] / len(plain)
+    times = ceilings.time(works)
+    own, other = times.seconds["packed"] / len(weights), times.seconds["bf16"] / len(plain)
     num_rows, (columns, depth) = len(states), plain[0].shape
-    by_bytes, by_products = weights[0].data.nbytes / bytes_s, 2 * num_rows * columns * depth / operations_s
-    ceiling = "copy" if by_bytes > by_products else "product"
+    by_bytes, by_products = weights[0].data.nbytes / times.read, 2 * num_rows * columns * depth / times.operations
+    ceiling = "read" if by_bytes > by_products else "product"
     return Row(name, f"{num_rows} rows", own, max(by_bytes, by_products), ceiling, "torch, bf16 weights", other)
 
 

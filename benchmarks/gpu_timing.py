@@ -14,8 +14,8 @@ NUM_ROUNDS = 15
 class Row:
     """A piece of work on one layer, beside its ceiling and its peer, all timed in the same rounds.
 
-    floor_s: the least time it can take, at the rate of its ceiling: of a copy for what moves bytes, of a product for
-    what computes. A time under a few microseconds is launches.
+    floor_s: the least time it can take, at the rate of its ceiling: of reading or a copy for what moves bytes, of a
+    product for what computes. A time under a few microseconds is launches.
     """
 
     name: str
@@ -36,16 +36,27 @@ class Row:
         return self.peer_s / self.seconds
 
 
-class Copy:
-    """A ceiling: a device-to-device copy far larger than any cache."""
+class Read:
+    """A ceiling: a sum over memory far larger than any cache."""
 
     def __init__(self, num_bytes: int = 1 << 30) -> None:
-        self._source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        self._source = torch.ones(num_bytes // 8, dtype=torch.int64, device="cuda")
+        self.num_bytes = num_bytes
+
+    def __call__(self) -> None:
+        self._source.sum()
+
+
+class Copy:
+    """A ceiling: an operator that reads and writes memory far larger than any cache; the driver's copy is slower."""
+
+    def __init__(self, num_bytes: int = 1 << 30) -> None:
+        self._source = torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda")
         self._target = torch.empty_like(self._source)
         self.num_bytes = 2 * num_bytes
 
     def __call__(self) -> None:
-        self._target.copy_(self._source)
+        torch.bitwise_not(self._source, out=self._target)
 
 
 class Product:

@@ -139,19 +139,24 @@ class NodeStore:
     ) -> Reading:
         """Reads blocks up to the first that no tier has, as planned."""
         with self._leased(names) as lease:
-            holes = [place for place, entry in enumerate(lease.entries) if entry is None]
+            missing = [name for name, entry in zip(names, lease.entries, strict=True) if entry is None]
             lookup_s = SourceCosts.split_lookup_s if needs.splits else SourceCosts.lookup_s
-            lookup = FarLookup(self._far, [names[hole] for hole in holes], peers, lookup_s)
-            far = dict(zip(holes, takewhile(lambda source: source is not None, lookup), strict=False))
-            end = next((hole for hole in holes if hole not in far), len(names))
-            unasked = lookup.unasked if end < len(names) else None
-            found = Read(names[:end], [far.get(place) for place in range(end)], self.costs)
+            lookup = FarLookup(self._far, missing, peers, lookup_s)
+            found = self._locate(names, lease.entries, lookup)
+            unasked = lookup.unasked if len(found.names) < len(names) else None
             front, rest, *later = (plan_split if needs.splits else plan_whole)(found, lookup.probes)
             tiers = self._copy(front, pages, lease.entries, lambda: lookup.is_late)
             failed = failures(front.sources[len(tiers) :], lookup.is_late)
         read = tiers if lease.has_held else [LEASE_LOST] * len(tiers)
-        unknown = self._causes(names[end:], unasked)
+        unknown = self._causes(names[len(found.names) :], unasked)
         return Reading([*read, *failed, *rest.misses, *unknown], later[0] if later else None)
+
+    def _locate(self, names: Sequence[BlockName], entries: Sequence[Entry | None], lookup: FarLookup) -> Read:
+        """Finds the source of each block, up to the first that no tier has; asks for no block behind it in vain."""
+        far = iter(lookup)
+        where = takewhile(lambda one: one is not None, (next(far) if entry is None else entry for entry in entries))
+        sources = [None if isinstance(one, Entry) else one for one in where]
+        return Read(names[: len(sources)], sources, self.costs)
 
     def _fetch_window(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs

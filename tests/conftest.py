@@ -34,7 +34,9 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Makes a process run whole groups (pytest -n 3)."""
+    """Makes a process run whole groups (pytest -n 3), unless tests are to be dealt one by one (--dist worksteal)."""
+    if config.getvalue("dist") == "worksteal":
+        return None
     from xdist.scheduler import LoadScopeScheduling  # here, for a machine with a GPU may have no such package
 
     class Grouped(LoadScopeScheduling):  # type: ignore[misc]

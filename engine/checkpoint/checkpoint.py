@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 1 << 25
 SINGLE_FILE = "model.safetensors"
+ONLY_SHARD = "model-00001-of-00001.safetensors"
+"""The name that some programs give the only file, without an index."""
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -223,11 +225,12 @@ def _parse_sampling(fields: JsonFields, vocab_size: int) -> SamplingParams:
 def _open_weights(folder: Path) -> Mapping[str, TensorFile | GgufPart]:
     if os.path.lexists(folder / TABLE_FILE):
         return read_table(folder)
-    if os.path.lexists(folder / SINGLE_FILE):
-        file = TensorFile(folder / SINGLE_FILE)
-        return dict.fromkeys(file.entries, file)
-    if os.path.lexists(folder / INDEX_FILE):
+    if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
         return _open_shards(folder)
+    for name in (SINGLE_FILE, ONLY_SHARD):
+        if os.path.lexists(folder / name):
+            file = TensorFile(folder / name)
+            return dict.fromkeys(file.entries, file)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise ModelError("the weights are pickles (.bin, .pt), which are never read: convert them to safetensors")
     raise ModelError(f"the model folder has neither {SINGLE_FILE} nor {INDEX_FILE}", folder=str(folder))

@@ -66,7 +66,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["generate", "--token-ids", LONG], USAGE, "token_ids: must be whole numbers"),
     (["generate", "--token-ids", NO_UTF8], USAGE, "argument --token-ids: must be UTF-8"),
     (generate("--stop", NO_UTF8), USAGE, "argument --stop: must be UTF-8"),
-    (generate(*["--stop", "a"] * 5), USAGE, "stop: at most 4 strings"),
+    (generate(*["--stop", "a"] * 9), USAGE, "stop: at most 8 strings"),
     (generate(*["--stop", "a"] * 4), FAILED, NOT_RUNNING),
     (
         generate("--seed", "1e3"),

@@ -55,9 +55,10 @@ def _copy(folder: Path) -> None:
 def _passes(test: str, folder: Path) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=100).returncode == 0
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=200).returncode == 0
 
 
+@pytest.mark.timeout(300)
 def test_tests_that_a_fault_fails_are_chosen(sources: changed.Sources, tmp_path: Path) -> None:
     pairs = _mirrored(sources)
     drawn = random.Random(2026).sample(sorted(pairs), NUM_DRAWN)

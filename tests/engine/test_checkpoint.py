@@ -282,6 +282,19 @@ def test_pickles_beside_the_weights_are_not_even_opened(folder: Path) -> None:
     load(folder)
 
 
+def test_the_only_shard_wants_no_index(folder: Path) -> None:
+    known = Checkpoint(folder).unread
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert Checkpoint(folder).unread == known
+    load(folder)
+
+
+def test_a_shard_of_several_without_an_index_is_no_model(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelError, match="has neither"):
+        Checkpoint(folder)
+
+
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has neither"):

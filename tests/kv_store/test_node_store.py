@@ -17,6 +17,7 @@ from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import HOLD_TTL_S, NodeStore
+from kv_store.prefix.plan import Read
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
@@ -299,6 +300,16 @@ def test_a_lease_that_runs_out_while_reading_gives_nothing(node: Node) -> None:
     node.publish(names)
     assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)).tiers == []
     assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 4
+
+
+@pytest.mark.parametrize(("block_s", "num_read"), [(100.0, 0), (0.01, 4)])
+def test_a_step_that_was_left_gives_nothing_once_its_lease_has_run_out(
+    node: Node, block_s: float, num_read: int
+) -> None:
+    names = names_of(16)
+    node.publish(names)
+    store = node.store(SlowPool(node.clock, block_s))
+    assert store.read(Read(names, [None] * 4, store.costs), pages_from(0, 4)).tiers == [Tier.HOST] * num_read
 
 
 class SlowSource(MemoryTier):

@@ -22,6 +22,8 @@ from wire.errors import Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
+"""The schema of a function that declares no parameters, which in OpenAI's dialect has none."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ToolUse:
         functions = {one["function"]["name"]: one["function"] for one in self.tools}
         names = [self.only] if self.only else [*functions]
         held = names if self.required else self.strict
-        given = {name: functions[name].get("parameters") or {} if name in held else {} for name in names}
+        given = {name: functions[name].get("parameters") or NO_ARGUMENTS if name in held else {} for name in names}
         return {name: {**ANY_OBJECT, **schema} for name, schema in given.items()}
 
 

@@ -23,7 +23,7 @@ A_NUMBER = {
 }
 TOOLS: tuple[dict[str, Any], ...] = (
     {"type": "function", "function": {"name": "f", "parameters": A_NUMBER}},
-    {"type": "function", "function": {"name": "g"}},
+    {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
 )
 REQUIRED, STRICT = ToolUse(TOOLS, required=True), ToolUse(TOOLS, strict=frozenset({"f"}))
 NUMBER = ResponseFormat(FormatKind.JSON_SCHEMA, '{"type": "integer"}')
@@ -71,6 +71,15 @@ def test_required_calls_are_all_of_an_answer(form: str) -> None:
     assert takes(only, written(form, G))
     assert not takes(only, written(form, F))
     assert not takes(only, written(form, G, G))
+
+
+@pytest.mark.parametrize("declared", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_has_no_arguments_where_a_call_is_held(declared: dict[str, Any]) -> None:
+    tools = ({"type": "function", "function": {"name": "g", **declared}},)
+    for use in (ToolUse(tools, required=True), ToolUse(tools, strict=frozenset({"g"}))):
+        assert takes(frame_of("qwen", use), written("qwen", ("g", "{}")))
+        assert not takes(frame_of("qwen", use), written("qwen", G))
+    assert takes(frame_of("qwen", ToolUse(tools, parallel=False)), written("qwen", G))
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)

@@ -1,0 +1,311 @@
+"""Questions to a GPU beside the product's own figures, each a command of its own that ends in a minute.
+
+    python3 benchmarks/gpu_lab.py step          a decode step of 8B, kernel by kernel, and what lies idle between them
+    python3 benchmarks/gpu_lab.py splits        decoding rows cut into fewer splits, or more
+    python3 benchmarks/gpu_lab.py products      products of one order beside cuBLAS; bits of a row among others
+    python3 benchmarks/gpu_lab.py attention     prompts with loops split over warps beside cuDNN's and the product's own
+    python3 benchmarks/gpu_lab.py pages         pages to pinned memory with sums of each, beside copies and a product
+
+Needs what benchmarks/gpu.py needs. Prints as it goes.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, mode
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_prototypes import (
+    NUM_KEYS,
+    OrderedProduct,
+    ProductTile,
+    PromptTile,
+    attend_contiguous,
+    sum_and_copy,
+)
+from benchmarks.gpu_timing import time_in_turn
+from kernels.backend import KVPages
+
+Work = Callable[[], object]
+STEPS = [(1, 1024), (16, 1024), (64, 2048)]
+DECODES = [(1, 1024), (1, 8192), (1, 32_768), (16, 1024), (16, 8192), (64, 2048), (128, 1024)]
+SPLITS = [(32, 128), (32, 256), (32, 512), (16, 256), (16, 512), (8, 512), (64, 128)]
+"""The most splits of a row, and the fewest tokens of one."""
+MATRICES = {"qkv": (6144, 4096, 2), "o": (4096, 4096, 4), "gate up": (28_672, 4096, 1), "down": (4096, 14_336, 8)}
+"""Columns, depth and splits."""
+PRODUCT_TILES = {
+    16: [ProductTile(16, *one, is_turned=True) for one in ((64, 128, 4, 4), (128, 128, 4, 4), (128, 64, 4, 6))],
+    64: [
+        ProductTile(64, 64, 128, 4, 4, is_turned=True),
+        ProductTile(64, 128, 64, 4, 5, is_turned=True),
+        ProductTile(64, 128, 64, 4, 5),
+    ],
+    512: [ProductTile(*one) for one in ((128, 128, 64, 8, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 5))],
+    8192: [ProductTile(*one) for one in ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (256, 128, 64, 8, 3))],
+}
+"""Candidates by the most rows that they are for. No loop is split over warps: with one, Triton 3.6's product hung."""
+NUM_ROWS = (1, 16, 64, 256, 2048)
+PROMPT_LENS = (2048, 8192)
+PROMPT_TILES = [
+    PromptTile(128, 128, 8, 2, False),
+    PromptTile(128, 64, 8, 3, False),
+    PromptTile(128, 128, 4, 2, True),
+    PromptTile(128, 64, 4, 3, True),
+]
+NUM_BLOCKS, BLOCK_BYTES = 256, 2 << 20
+SQUARE = 4096
+"""The size of products beside hand-offs."""
+NUM_PROGRAMS = (4, 8, 16, 32)
+WORKING_SET_BYTES = 1 << 28
+NUM_ROUNDS = 15
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing to measure")
+        return 0
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    questions = {one.__name__: one for one in (step, splits, products, attention, pages)}
+    for name in sys.argv[1:] or questions:
+        for line in questions[name]():
+            print(line, flush=True)
+    return 0
+
+
+def step() -> Iterator[str]:
+    """Times the kernels of decode steps of 8B by their places in a layer."""
+    from benchmarks.gpu_engine import LARGE, Load, make_decoder
+
+    model = make_decoder(LARGE)
+    for num_seqs, context_len in STEPS:
+        load = Load(model, num_seqs * (context_len + 256))
+        for _ in range(num_seqs):
+            load.add(context_len, 200)
+        while load.step()[1] < num_seqs:
+            pass
+        seconds = median([load.step()[0] for _ in range(30)][10:])
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            for _ in range(6):
+                load.step()
+            torch.cuda.synchronize()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profiler.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        yield f"8B, {num_seqs} x {context_len}: {seconds * 1e6:.0f} us a step"
+        yield from describe_layers(events)
+        del load
+        torch.cuda.empty_cache()
+
+
+def describe_layers(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Describes the kernels from one layer's attention to the next one's, and between the attention of two steps."""
+    kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels.sort(key=lambda one: one["ts"])
+    places = [place for place, one in enumerate(kernels) if one["name"] == "attend"]
+    spans = [kernels[begin : end + 1] for begin, end in pairwise(places)]
+    size = mode(len(one) for one in spans)
+    layers = [one for one in spans if len(one) == size]
+    for place in range(size - 1):
+        yield f"  {_describe([one[place : place + 2] for one in layers])}"
+    yield f"  a layer: {median(one[-1]['ts'] - one[0]['ts'] for one in layers):.1f} us"
+    longer = [one for one in spans if len(one) > size]
+    for span in longer[2:3]:
+        yield f"  from the last layer of a step to the first of the next: {span[-1]['ts'] - span[0]['ts']:.1f} us"
+        for pair in pairwise(span[size - 1 :]):
+            yield f"    {_describe([pair])}"
+
+
+def _describe(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    took = median(first["dur"] for first, _ in pairs)
+    idle = median(second["ts"] - first["ts"] - first["dur"] for first, second in pairs)
+    return f"{took:7.2f} us, then {idle:5.2f} idle  {pairs[0][0]['name'][:80]}"
+
+
+def splits() -> Iterator[str]:
+    """Times attention of decoding rows whose splits are fewer or more."""
+    from benchmarks.gpu_kernels import BYTES_PER_TOKEN, HEAD_DIM, NUM_HEADS, VARIANT, make_pool, make_random
+    from kernels import paged_attention
+
+    for num_seqs, context_len in DECODES:
+        num_bytes = num_seqs * context_len * BYTES_PER_TOKEN
+        layers, tables = make_pool(max(1, min(32, WORKING_SET_BYTES // num_bytes)), num_seqs, context_len)
+        query = make_random(num_seqs, NUM_HEADS, HEAD_DIM)
+        lens = torch.full((num_seqs,), context_len, dtype=torch.int32, device="cuda")
+
+        def decode(most: int, least: int, layers: Sequence[KVPages], *rows: Tensor) -> None:
+            query, tables, lens = rows
+            with mock.patch.multiple(paged_attention, MAX_SPLITS=most, MIN_SPLIT_LEN=least):
+                for layer in layers:
+                    paged_attention.paged_decode_attention(query, layer, tables, lens, VARIANT)
+
+        works = {
+            f"{most} of {least}": _bind(decode, most, least, layers, query, tables, lens) for most, least in SPLITS
+        }
+        seconds = time_in_turn(works)
+        each = {name: one / len(layers) for name, one in seconds.items()}
+        told = (f"{name}: {one * 1e6:.1f} us, {num_bytes / one / 1e12:.2f} TB/s" for name, one in each.items())
+        yield f"{num_seqs} x {context_len}: {'; '.join(told)}"
+        del layers, tables, works
+        torch.cuda.empty_cache()
+
+
+def products() -> Iterator[str]:
+    """Times products of one order beside cuBLAS's, and compares the first row's bits among any number of rows."""
+    totals = dict.fromkeys(NUM_ROWS, (0.0, 0.0))
+    for name, (columns, depth, num_splits) in MATRICES.items():
+        copies = max(2, -(-WORKING_SET_BYTES // (2 * columns * depth)))
+        weights = [
+            torch.empty(columns, depth, dtype=torch.bfloat16, device="cuda").normal_(std=depth**-0.5)
+            for _ in range(copies)
+        ]
+        ordered = [OrderedProduct(one, num_splits) for one in weights]
+        states = torch.empty(max(NUM_ROWS), depth, dtype=torch.bfloat16, device="cuda").normal_()
+        first: Tensor | None = None
+        for num_rows in NUM_ROWS:
+            rows = states[:num_rows].contiguous()
+            works: dict[str, Work] = {"cuBLAS": _bind(_each, weights, F.linear, rows)}
+            for tile in PRODUCT_TILES[min(most for most in PRODUCT_TILES if most >= num_rows)]:
+                for at_once in (True, False) if num_rows <= 512 and num_splits > 1 else (False,):
+                    out = ordered[0](rows, tile, at_once)
+                    first = out[0].clone() if first is None else first
+                    if not torch.equal(out[0], first):
+                        yield f"{name}, {num_rows} rows: OTHER BITS with {tile}"
+                    works[f"{tile}, {'at once' if at_once else 'in turn'}"] = _bind(_run, ordered, rows, tile, at_once)
+            seconds = {key: one / copies for key, one in time_in_turn(works).items()}
+            theirs = seconds.pop("cuBLAS")
+            best = min(seconds, key=lambda key: seconds[key])
+            ours, before = seconds[best], totals[num_rows]
+            totals[num_rows] = before[0] + ours, before[1] + theirs
+            rate = 2 * columns * depth / ours / 1e12
+            yield f"{name}, {num_rows} rows: {ours * 1e6:.1f} us, {rate:.2f} TB/s, cuBLAS {theirs * 1e6:.1f}; {best}"
+        del weights, ordered
+        torch.cuda.empty_cache()
+    for num_rows, (ours, theirs) in totals.items():
+        yield f"all four, {num_rows} rows: {ours * 1e6:.1f} us, cuBLAS {theirs * 1e6:.1f}: {theirs / ours:.2f}"
+
+
+def _each(weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> None:
+    for one in weights:
+        multiply(rows, one)
+
+
+def _run(ordered: Sequence[OrderedProduct], rows: Tensor, tile: ProductTile, at_once: bool) -> None:
+    for one in ordered:
+        one(rows, tile, at_once)
+
+
+def attention() -> Iterator[str]:
+    """Times attention of prompts without graphs, each work alone: a graph of one of them read illegal memory once."""
+    from benchmarks.gpu_kernels import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VARIANT, make_pool, make_random
+    from kernels import paged_attention
+
+    for length in PROMPT_LENS:
+        query = make_random(length, NUM_HEADS, HEAD_DIM)
+        key, value = (make_random(length, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        (pages,), tables = make_pool(1, 1, length)
+        lens = torch.full((1,), length, dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        paged = query, pages, tables, lens, starts, VARIANT
+        works: dict[str, Work] = {"paged": _bind(paged_attention.paged_prefill_attention, *paged)}
+        works["cuDNN"] = _bind(_attend_by_cudnn, query, key, value)
+        works |= {str(tile): _bind(attend_contiguous, query, key, value, tile) for tile in PROMPT_TILES}
+        expected = _attend_by_cudnn(query, key, value).float()
+        for name, work in works.items():
+            seconds, num_operations = _time_alone(work), 2 * NUM_HEADS * HEAD_DIM * length * (length + 1)
+            wrong = "" if name in ("paged", "cuDNN") else f", off by {_distance(work(), expected):.1e}"
+            yield f"{length}: {seconds * 1e6:.0f} us, {num_operations / seconds / 1e12:.0f} TFLOP/s{wrong}  {name}"
+
+
+def _attend_by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    heads = [one[None].transpose(1, 2) for one in (query, key, value)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
+def _distance(out: object, expected: Tensor) -> float:
+    assert isinstance(out, Tensor)
+    return float((out.float() - expected).abs().max())
+
+
+def pages() -> Iterator[str]:
+    """Times hand-offs of pages by copies and by programs, alone and beside products of another stream."""
+    words = BLOCK_BYTES // 8
+    memory = torch.randint(-(2**62), 2**62, (2 * NUM_BLOCKS, words), device="cuda")
+    keys = torch.randint(-(2**31), 2**31 - 1, (NUM_KEYS,), dtype=torch.int32, device="cuda").view(torch.uint32)
+    sources = torch.randperm(2 * NUM_BLOCKS, device="cuda")[:NUM_BLOCKS].int()
+    targets = torch.arange(NUM_BLOCKS, dtype=torch.int32, device="cuda")
+    pinned = torch.zeros(NUM_BLOCKS, words, dtype=torch.int64, pin_memory=True)
+    sums = torch.zeros(NUM_BLOCKS, words // 128, 2, dtype=torch.int64, device="cuda")
+    places = sources.tolist()
+
+    def launch(num_programs: int, out: Tensor | None, parts: int, chunks: int, num_warps: int) -> None:
+        blocks = memory, out, sums, keys, sources, targets, NUM_BLOCKS * parts
+        sum_and_copy[(num_programs,)](*blocks, words, parts, chunks, num_warps=num_warps)
+
+    def copy() -> None:
+        for slot, place in enumerate(places):
+            pinned[slot].copy_(memory[place], non_blocking=True)
+
+    def copy_and_sum() -> None:
+        copy()
+        launch(NUM_BLOCKS * 8, None, 8, 8, 4)
+
+    works: dict[str, Work] = {
+        "one pinned copy": _bind(pinned.copy_, memory[:NUM_BLOCKS], True),
+        "256 copies": copy,
+        "sums": _bind(launch, NUM_BLOCKS * 8, None, 8, 8, 4),
+        "256 copies, then sums": copy_and_sum,
+    }
+    works |= {f"{one} programs that copy and sum": _bind(launch, one, pinned, 1, 32, 16) for one in NUM_PROGRAMS}
+    left, right = (torch.empty(SQUARE, SQUARE, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    side = torch.cuda.Stream()
+
+    def multiply(beside: Work | None) -> None:
+        if beside is not None:
+            with torch.cuda.stream(side):
+                beside()
+        for _ in range(40):
+            torch.mm(left, right)
+
+    yield f"40 products alone: {_time_alone(_bind(multiply, None)) * 1e3:.2f} ms"
+    for name, work in works.items():
+        alone = _time_alone(work)
+        rate, both = NUM_BLOCKS * BLOCK_BYTES / alone / 1e9, _time_alone(_bind(multiply, work))
+        yield f"{name}: {alone * 1e3:.2f} ms, {rate:.1f} GB/s; 40 products beside it {both * 1e3:.2f} ms"
+
+
+def _time_alone(work: Work) -> float:
+    """Median device seconds of a work on the current stream, without a graph."""
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_ROUNDS + 1)]
+    for event in events[:-1]:
+        event.record()
+        work()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return median(float(begin.elapsed_time(end)) for begin, end in pairwise(events)) / 1e3
+
+
+def _bind(work: Callable[..., object], *args: object) -> Work:
+    return lambda: work(*args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

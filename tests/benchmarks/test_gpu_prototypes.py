@@ -1,0 +1,89 @@
+"""The numbers of candidate kernels, interpreted where there is no GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.gpu_lab import PRODUCT_TILES, PROMPT_TILES, describe_layers
+from benchmarks.gpu_prototypes import NUM_KEYS, OrderedProduct, ProductTile, PromptTile, attend_contiguous, sum_and_copy
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FEW, SOME = PRODUCT_TILES[16][0], PRODUCT_TILES[64][-1]
+
+
+@pytest.mark.parametrize(("depth", "num_splits"), [(512, 1), (512, 4), (640, 3)])
+@pytest.mark.parametrize(("num_rows", "tile"), [(1, FEW), (16, FEW), (40, SOME), (70, SOME)])
+def test_products_of_one_order(depth: int, num_splits: int, num_rows: int, tile: ProductTile) -> None:
+    """All splits at once and in turn have the same bits, and leave the counters as they were."""
+    states, weight = torch.randn(num_rows, depth, device=DEVICE).half(), torch.randn(192, depth, device=DEVICE).half()
+    product = OrderedProduct(weight, num_splits)
+    expected = states.double() @ weight.double().T
+    for splits_at_once in (True, False, True):
+        out = product(states, tile, splits_at_once)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-2)
+    assert torch.equal(out, product(states, tile, False))
+
+
+def test_more_sums_than_there_is_memory_for_are_refused() -> None:
+    states, weight = torch.empty(4096, 256, device=DEVICE).half(), torch.empty(2048, 256, device=DEVICE).half()
+    with pytest.raises(ValueError, match="2 splits of 4096 rows are too many at once"):
+        OrderedProduct(weight, 2)(states, SOME, True)
+
+
+@pytest.mark.parametrize("tile", PROMPT_TILES, ids=str)
+def test_prompts_over_contiguous_keys(tile: PromptTile) -> None:
+    query, key, value = (torch.randn(256, heads, 64, device=DEVICE).half() for heads in (4, 2, 2))
+    heads = [one.float().transpose(0, 1) for one in (query, key, value)]
+    expected = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
+    out = attend_contiguous(query, key, value, tile)
+    torch.testing.assert_close(out.float(), expected.transpose(0, 1), rtol=2e-2, atol=2e-3)
+
+
+def test_sums_of_blocks_equal_a_hosts() -> None:
+    words, num_blocks = 1024, 3
+    blocks = torch.randint(-(2**63), 2**63 - 1, (8, words), dtype=torch.int64)
+    keys = torch.randint(-(2**31), 2**31 - 1, (NUM_KEYS,), dtype=torch.int32)
+    sources, targets = torch.tensor([5, 0, 7], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32)
+    on_device = [one.to(DEVICE) for one in (blocks, keys.view(torch.uint32), sources, targets)]
+    copied = torch.zeros(num_blocks, words, dtype=torch.int64, device=DEVICE)
+    sums = torch.zeros(num_blocks, words // 128, 2, dtype=torch.int64, device=DEVICE)
+    memory, own_keys, places, slots = on_device
+    sum_and_copy[(2,)](memory, copied, sums, own_keys, places, slots, 2 * num_blocks, words, 2, 2)
+    assert torch.equal(copied[targets.long()].cpu(), blocks[sources.long()])
+    assert np.array_equal(sums.cpu().numpy(), _sums(blocks[sources.long()].numpy(), keys.numpy()))
+    sums.zero_()
+    sum_and_copy[(6,)](memory, None, sums, own_keys, places, slots, 2 * num_blocks, words, 2, 4)
+    assert np.array_equal(sums.cpu().numpy(), _sums(blocks[sources.long()].numpy(), keys.numpy()))
+
+
+def test_kernels_of_a_step_are_told_by_their_places_in_a_layer() -> None:
+    events: list[dict[str, object]] = [{"cat": "cpu_op", "name": "attend", "ts": 0, "dur": 9}]
+    time = 0.0
+    for _ in range(5):
+        for name, took in (*[("attend", 8.0), ("product", 20.0)] * 4, ("choose", 5.0)):
+            events.append({"cat": "kernel", "name": name, "ts": time, "dur": took})
+            time += took + 0.5
+    lines = list(describe_layers(events[::-1]))
+    assert lines[:3] == [
+        "     8.00 us, then  0.50 idle  attend",
+        "    20.00 us, then  0.50 idle  product",
+        "  a layer: 29.0 us",
+    ]
+    assert lines[3] == "  from the last layer of a step to the first of the next: 34.5 us"
+    assert lines[4:] == ["       5.00 us, then  0.50 idle  choose"]
+
+
+def _sums(blocks: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    words = blocks.view(np.uint64).reshape(len(blocks), -1, 128)
+    low, high = words & np.uint64(2**32 - 1), words >> np.uint64(32)
+    even, odd = keys.view(np.uint32).astype(np.uint64).reshape(2, 2, 128).transpose(1, 0, 2)
+
+    def halves(part: np.ndarray, own: np.ndarray) -> Any:
+        return (part + own) & np.uint64(2**32 - 1)
+
+    pairs = [(halves(low, even[i]) * halves(high, odd[i])).sum(-1, dtype=np.uint64) for i in range(2)]
+    sums: np.ndarray = np.stack(pairs, -1).view(np.int64)
+    return sums
