@@ -18,7 +18,7 @@ from baton.results import Model
 from gateway import exchange, fields, formats, messages
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send, Streamed
+from gateway.exchange import ClientGone, Pieces, Receive, Reply, Request, Scope, Send, Streamed
 from gateway.generation import Dialect, Generation, answer, events
 from gateway.messages import MessagesDialect
 from gateway.observe import openapi
@@ -59,7 +59,7 @@ PATH_TO_FIELDS = {
 }
 
 T = TypeVar("T")
-Handler = Callable[["Request"], Awaitable["bytes | Pieces | Events | Streamed"]]
+Handler = Callable[[Request], Awaitable[bytes | Pieces | Streamed]]
 
 log = logging.getLogger(__name__)
 
@@ -174,14 +174,14 @@ class Gateway:
 
     async def _chat(
         self, make_dialect: Callable[[AnswerFormats], Dialect], request: Request
-    ) -> "bytes | Pieces | Events | Streamed":
+    ) -> bytes | Pieces | Streamed:
         return await self._generate(await self._dialect(make_dialect, request), request)
 
     async def _dialect(self, make: Callable[[AnswerFormats], T], request: Request) -> T:
         model = await self._served_model(self._client(request))
         return make(AnswerFormats(model.tool_format, model.reasoning_format))
 
-    async def _generate(self, dialect: Dialect, request: Request) -> "bytes | Pieces | Events | Streamed":
+    async def _generate(self, dialect: Dialect, request: Request) -> bytes | Pieces | Streamed:
         client = self._client(request)
         taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         prompts = dialect.take_prompts(taken)
@@ -194,9 +194,17 @@ class Gateway:
         hides_prompt = returns_ids and not taken.get("echo")
         if returns_ids:
             taken["echo"] = True
-        options = cast(Options, taken)
-        settings = (options, usage or {}, timeline, returns_ids, hides_prompt)
-        generation = Generation(request.id, model, prompts, *settings, request.told)
+        generation = Generation(
+            request_id=request.id,
+            model=model,
+            prompts=prompts,
+            options=cast(Options, taken),
+            usage=usage or {},
+            timeline=timeline,
+            returns_ids=returns_ids,
+            hides_prompt=hides_prompt,
+            headers=request.told,
+        )
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)
@@ -278,9 +286,8 @@ async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
         if isinstance(answered, bytes | list):
             await reply.whole([answered] if isinstance(answered, bytes) else answered)
             return
-        streamed = answered if isinstance(answered, Streamed) else Streamed(answered)
-        async with aclosing(streamed.events):
-            await reply.stream(streamed)
+        async with aclosing(answered.events):
+            await reply.stream(answered)
 
 
 async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, None]) -> None:

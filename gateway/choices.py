@@ -48,8 +48,7 @@ class ChoicesDialect(Dialect):
         is_plain = isinstance(chunk, PromptPart) or not self._generation.returns_ids
         self._num_new += 0 if isinstance(chunk, PromptPart) else len(chunk.token_ids)
         if self._has_usage and self._generation.usage.get("continuous_usage_stats"):
-            so_far = _usage_of(self.num_prompt_tokens, self._num_new)
-            self._tail = b'],"usage":%b}\n\n' % json.dumps(so_far).encode()
+            self._tail = b'],"usage":%b}\n\n' % json.dumps(_usage_of(self.num_prompt_tokens, self._num_new)).encode()
         if isinstance(chunk, PromptPart):
             for number in numbers:
                 self._prompt_ids.setdefault(number, []).extend(chunk.token_ids)

@@ -110,7 +110,7 @@ class AnswerParts:
 
 
 def tools_of(read: Read, others: Collection[str]) -> Read:
-    """Reads tools, each into a list of functions by `read`; leaves out the ones of other kinds."""
+    """Reads tools, each into a list of functions by `read`. others: kinds that are left out, as an empty list."""
 
     def read_one(value: Any) -> Any:
         kind = _DATE.sub("", str(value.get("type"))) if isinstance(value, dict) else ""
@@ -172,7 +172,7 @@ class BlocksDialect(Dialect):
         self._blocks: list[AnswerBlock] = []
 
     def _list_tools(self, taken: dict[str, Any]) -> None:
-        """Makes one list of the functions that tools_of has read, and notes where each stands among the client's."""
+        """Joins the lists of tools_of, and adds to `sent` the place of each function in the client's list."""
         tools = {
             f"tools[{place}].tools[{inner}]" if "namespace" in tool else f"tools[{place}]": tool
             for place, functions in enumerate(taken.pop("tools", []))

@@ -72,8 +72,8 @@ Pieces = list[bytes]
 class Streamed:
     """An answer as events.
 
-    opening: waits until the stream may begin without an event, and takes what it begins with, "" for nothing.
-    failed: writes the event of a failure amid the others.
+    opening: waits until the stream may begin before its first event, and writes its beginning, "" for nothing.
+    failed: writes the event of a failure amid a stream.
     """
 
     events: Events
@@ -88,7 +88,7 @@ class ClientGone(Cancelled):
 class Request:
     """A request: its head, and its body once it is asked for.
 
-    held: shares of limits, until the answer is sent. told: headers of the answer that a handler adds.
+    held: shares of limits, until the answer is sent. told: further headers of the answer, whole, streamed or an error.
     sent: the client's names of fields, by the router's. left_out: fields of the body that are not read.
     """
 
@@ -105,7 +105,7 @@ class Request:
         self.body: dict[str, Any] = {}
         self._body = b""
         self.held = ExitStack()
-        self.told: list[tuple[bytes, bytes]] = []
+        self.told: Headers = []
         self.sent: Mapping[str, str] = {}
         self.left_out = unread.LeftOut()
 
@@ -192,19 +192,14 @@ class Request:
 
     def _require_short(self, num_bytes: int) -> None:
         if num_bytes > MAX_MESSAGE_BYTES:
-            problem = f"the body may have at most {MAX_MESSAGE_BYTES} bytes"
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem)
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {MAX_MESSAGE_BYTES} bytes")
 
 
 class Reply:
-    """The answer to one request. `status` is 499 if its client has gone. write_error: in the words of its dialect.
-
-    told: further headers of any answer, an error too; the list is the request's.
-    """
+    """The answer to one request. `status` is 499 if its client has gone. write_error: in the words of its dialect."""
 
     def __init__(self, request: Request, send: Send, write_error: Callable[[BatonError], bytes] = envelope) -> None:
         self.status = 0
-        self.told = request.told
         self._write_error = write_error
         self._request = request
         self._send = send
@@ -224,7 +219,7 @@ class Reply:
             raise ClientGone(f"the client has not taken its answer within {max_s:.0f} s") from error
 
     async def stream(self, answer: Streamed) -> None:
-        """Sends events, and comments while none come. The first of either begins the answer."""
+        """Sends events, and comments in silences. The first event or comment begins the answer."""
         self._failed = answer.failed
         filling = asyncio.create_task(self._fill(answer.opening))
         try:
@@ -236,7 +231,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: BatonError) -> None:
-        """Sends an error, amid a stream as its last event, unless the client has gone; then the connection closes."""
+        """Sends an error; amid a stream it is the last event. Sends nothing to a client that has gone."""
         error = fields.in_words(error, self._request.sent)
         if isinstance(error, ClientGone):
             self.status = self.status or error.status.http
@@ -249,7 +244,7 @@ class Reply:
             await self._put(error.status.http, b"application/json", [self._write_error(error)], more)
 
     async def _fill(self, opening: Callable[[], Awaitable[bytes]]) -> None:
-        """Begins a stream in which no event has come, once it may, and sends a comment in each long silence."""
+        """Begins the stream after BEGIN_AFTER_S without an event, once it may. Sends a comment in each long silence."""
         await asyncio.sleep(BEGIN_AFTER_S)
         begun = await opening()  # nothing is awaited between this and the bytes: an event can only come behind
         if not self.status:
@@ -279,17 +274,17 @@ class Reply:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
-        headers += [(name, self._request.id.encode()) for name in (b"x-request-id", b"request-id")]
         headers += [
+            *((name, self._request.id.encode()) for name in (b"x-request-id", b"request-id")),
             (b"x-content-type-options", b"nosniff"),
             *self._request.left_out.headers(self._request.sent),
-            *self.told,
+            *self._request.told,
         ]
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 
 def leave_to_read(request: Request, origins: Collection[str]) -> Headers:
-    """Lists the headers by which a browser lets a page of these origins read the answer."""
+    """Lists the CORS headers of an answer: a browser lets pages of these origins read it."""
     if not origins or request.path.startswith(CLOSED):
         return []
     origin = request.header("origin") or ""
@@ -298,7 +293,7 @@ def leave_to_read(request: Request, origins: Collection[str]) -> Headers:
 
 
 def leave_to_send(request: Request, origins: Collection[str], methods: str) -> Headers:
-    """Lists what a page may send to the path of a preflight. Raises HttpError for an origin that is not listed."""
+    """Lists the CORS headers of a preflight's answer. Raises HttpError for an origin that is not listed."""
     if not {request.header("origin"), ANY_ORIGIN} & {*origins}:
         raise HttpError(
             HTTPStatus.METHOD_NOT_ALLOWED,

@@ -1,4 +1,4 @@
-"""The fields of a body: strict JSON, and each field by its type, others by the rule of `unread`. Null is as absent."""
+"""The fields of a body: strict JSON, known fields by their types, others by the rule of `unread`. Null is as absent."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def take(body: Mapping[str, Any], known: Mapping[str, Read], *required: str) -> dict[str, Any]:
-    """Reads known fields, and passes over others. Raises InvalidRequest that names one which is refused or missing."""
+    """Reads known fields, and passes over others. Raises InvalidRequest with the name of a refused or missing field."""
     try:
         return object_of(known, *required)(body)  # type: ignore[no-any-return]
     except Misfit as misfit:
@@ -58,9 +58,9 @@ def object_of(known: Mapping[str, Read], *required: str) -> Read:
 
 
 def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
-    """Gives fields the router's names. Returns the client's names of the fields that were there, by the router's.
+    """Gives fields the router's names. Returns the client's names of the given fields, by the router's.
 
-    names: the router's by the client's; of a field within an object, as in `reasoning.effort`, the object is taken.
+    names: the router's by the client's. A name like `reasoning.effort` is of a field in an object, which is removed.
     """
     holders, sent = {outer: taken.pop(outer, {}) for outer in {name.rpartition(".")[0] for name in names} - {""}}, {}
     for name, routers in names.items():
@@ -73,8 +73,8 @@ def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
 def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
     """Returns an error with the client's names of fields in place of the router's. sent: the client's by the router's.
 
-    In `sent` a list's [] stands for any index, and a name for all that is within its field, too. An entry with an index
-    says where its item stands among the client's.
+    An entry of `sent` with an index, as `tools[3]`, gives the place of that item in the client's list. An entry without
+    one gives the name of a field and of all fields within it; [] in it is any index.
     """
     given = error.ids.get("param", "")
     param = re.sub(r"\w+\[\d+\]", lambda place: sent.get(place[0], place[0]), given, count=1)
@@ -204,7 +204,7 @@ def arguments(value: Any) -> dict[str, Any]:
 
 
 def past_arguments(value: Any) -> dict[str, Any]:
-    """Reads the arguments of a call that was made. What is no object, as of a cut answer, is a text in one."""
+    """Reads the arguments of an earlier call. A text that is no object, as of a cut call, is the only field of one."""
     try:
         return arguments(value)
     except Misfit:  # many templates take nothing but an object

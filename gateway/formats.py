@@ -57,12 +57,12 @@ def _format(taken: dict[str, Any], described: dict[str, Any], wanted: str) -> Fo
 
 def schema(value: Any) -> str:
     """Reads a schema, as an object or as its JSON."""
-    is_text = isinstance(value, str)
-    return noted(str(fields.text(value)) if is_text else json.dumps(fields.free_object(value), ensure_ascii=False))
+    source = fields.text(value) if isinstance(value, str) else json.dumps(fields.free_object(value), ensure_ascii=False)
+    return noted(source)
 
 
 def noted(source: str) -> str:
-    """Returns a schema, as JSON; notes that its formats are left out where no grammar holds them."""
+    """Returns a schema, as JSON. Notes `schema.format` as left out if the schema has a format that no grammar holds."""
     if has_own_format(source):
         leave_out("schema.format")
     return source

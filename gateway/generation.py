@@ -47,7 +47,7 @@ class Dialect(Protocol):
         """Begins the answer, before its first token."""
 
     def opening(self) -> bytes:
-        """Takes the events before the first token, where there are any that `events` has not written."""
+        """Writes the events before the first token, once: "" if `events` has written them, or there are none."""
         return b""
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
@@ -70,10 +70,10 @@ class Dialect(Protocol):
 class Generation:
     """A request, read and checked as far as that is the gateway's.
 
-    usage: `include_usage` and `continuous_usage_stats`, whether a stream ends with usage, and has it in each event.
-    timeline: whether usage has the timeline of each prompt, which a stream then ends with, too. returns_ids: of tokens;
-    prompts are echoed for them, and hides_prompt leaves the echoed text out. headers: of the answer, to which
-    `x-baton-adapted` is added.
+    usage: `include_usage`, for an event with usage at the end of a stream; `continuous_usage_stats`, for usage in each
+    event. timeline: for the timeline of each prompt in the usage, and for an event with usage at the end. returns_ids:
+    for ids of tokens; prompts are echoed for their ids. hides_prompt: for an answer without the text of that echo.
+    headers: of the answer; `x-baton-adapted` is added to them.
     """
 
     request_id: str
@@ -170,8 +170,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
         await _admitted(generation, streams)
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
         async for numbers, chunk in slices:
-            ids = ids_of(chunk) if generation.returns_ids else {}
-            gained = (dialect.logprobs(chunk, numbers) or {}, ids)
+            gained = (dialect.logprobs(chunk, numbers) or {}, ids_of(chunk) if generation.returns_ids else {})
             room.take(_add(chunk.text, gained, [drafts[number] for number in numbers]))
     return dialect.whole(drafts, [generation.told(stream.completion) for stream in streams])
 
@@ -204,7 +203,10 @@ async def _events(generation: Generation, dialect: Dialect, client: AsyncClient,
 
 
 async def _admitted(generation: Generation, streams: Sequence[AsyncStream]) -> list[int]:
-    """Waits until a worker is there for each prompt; returns their tokens, and adds what a chat was changed in."""
+    """Waits until a worker is there for each prompt. Returns the lengths of the prompts.
+
+    Adds the header `x-baton-adapted` if a chat was changed for its template.
+    """
     if adapted := await streams[0].adapted():
         generation.headers.append((b"x-baton-adapted", adapted.encode()))
     return [await stream.admitted() for stream in streams]

@@ -10,13 +10,13 @@ from baton.results import Choice
 from gateway import conversation, fields, formats
 from gateway.conversation import AnswerBlock, BlockKind, BlocksDialect, Event
 from gateway.unread import BILLING, SERVICES, leave_out
-from httpd.errors import describe
-from wire.errors import BatonError, ContextLengthExceeded
+from httpd.errors import describe, message_of
+from wire.errors import BatonError, Lengths
 from wire.typed_reader import Misfit, Read, list_of, reader_of
 
 
 def turns(value: Any) -> list[dict[str, Any]]:
-    """Reads messages into turns: the blocks of one are one turn, but for results of tools, each of which is one."""
+    """Reads messages into turns: a message is one turn, and each result of a tool in it is another."""
     return [turn for one in _READ_MESSAGES(value) for turn in one]
 
 
@@ -31,27 +31,26 @@ def tool_choice(value: Any) -> dict[str, Any]:
 def thinking(value: Any) -> dict[str, Any]:
     """Reads settings of thinking; `variables` are the template's."""
     taken = _THINKING(value)
-    is_set = taken["type"] != "adaptive"
-    return {**taken, "variables": {"enable_thinking": taken["type"] == "enabled"} if is_set else {}}
+    return {
+        **taken,
+        "variables": {} if taken["type"] == "adaptive" else {"enable_thinking": taken["type"] == "enabled"},
+    }
 
 
 def envelope(error: BatonError) -> bytes:
     """Writes an error as the object that Anthropic's clients read."""
     kind = _ERRORS.get(error.status.http, describe(error)["type"])
-    return json.dumps({"type": "error", "error": {"type": kind, "message": _words(error)}}).encode()
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message_of(error, _words)}}).encode()
 
 
-def _words(error: BatonError) -> str:
-    """Writes the message. That of a context puts Anthropic's words in front of ours: clients read their numbers."""
-    lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
-    if lengths is None:
-        return error.message
+def _words(lengths: Lengths) -> str:
+    """Writes Anthropic's words for a context that is too short: clients read the numbers in them."""
     if not lengths.output:
-        return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum: {error.message}"
-    known = (
-        f"{lengths.prompt} + {lengths.output} > {lengths.limit}, decrease input length or `max_tokens` and try again"
+        return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum: "
+    return (
+        f"input length and `max_tokens` exceed context limit: {lengths.prompt} + {lengths.output} > {lengths.limit},"
+        f" decrease input length or `max_tokens` and try again: "
     )
-    return f"input length and `max_tokens` exceed context limit: {known}: {error.message}"
 
 
 def _message(value: Any) -> list[dict[str, Any]]:
@@ -87,7 +86,7 @@ def _tool(value: Any) -> list[dict[str, Any]]:
 
 
 def _system(value: Any) -> str:
-    """Reads the system prompt, without the line of billing before it: it would change all that follows."""
+    """Reads the system prompt. Leaves out the line of billing before it, which would rename all blocks behind it."""
     whole: str = _texts(value)
     line = _BILLING_LINE.match(value if isinstance(value, str) else value[0]["text"])
     if line:

@@ -1,6 +1,7 @@
 """Errors as clients of HTTP see them: a status, and OpenAI's envelope."""
 
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from math import ceil
 
@@ -8,6 +9,7 @@ from wire.errors import (
     BatonError,
     ContextLengthExceeded,
     InvalidRequest,
+    Lengths,
     ModelNotFound,
     Overloaded,
     PermissionDenied,
@@ -45,21 +47,27 @@ def describe(error: BatonError) -> dict[str, str | None]:
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
-    return {"message": _message(error), "type": kind, "param": error.ids.get("param") or None, "code": code}
+    return {
+        "message": message_of(error, _openai_words),
+        "type": kind,
+        "param": error.ids.get("param") or None,
+        "code": code,
+    }
 
 
-def _message(error: BatonError) -> str:
-    """Writes the message. That of a context puts OpenAI's words in front of ours: clients look for them."""
+def message_of(error: BatonError, words: Callable[[Lengths], str]) -> str:
+    """Writes the message of an error. words: the dialect's own for a context that is too short, put before ours."""
     lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
-    if lengths is None:
-        return error.message
-    resulted = (
+    return error.message if lengths is None else words(lengths) + error.message
+
+
+def _openai_words(lengths: Lengths) -> str:
+    return f"This model's maximum context length is {lengths.limit} tokens. However, " + (
         f"you requested {lengths.prompt + lengths.output} tokens"
-        f" ({lengths.prompt} in the messages, {lengths.output} in the completion)"
+        f" ({lengths.prompt} in the messages, {lengths.output} in the completion). "
         if lengths.output
-        else f"your messages resulted in {lengths.prompt} tokens"
+        else f"your messages resulted in {lengths.prompt} tokens. "
     )
-    return f"This model's maximum context length is {lengths.limit} tokens. However, {resulted}. {error.message}"
 
 
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:

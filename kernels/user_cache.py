@@ -28,10 +28,10 @@ def user_cache() -> Path:
 
 
 def user_folder(variable: str, default: str) -> Path:
-    """Returns the absolute path of Baton's folder in that of a variable; in the home's folder `default` without it.
+    """Returns the absolute path of Baton's folder in the folder that a variable names, else in `default` of the home.
 
-    A variable with a relative path counts as none (XDG Base Directory Specification 0.8). Makes a private folder for a
-    user without a home. Raises OSError, and NotOwn for one that is another user's or open to others.
+    A relative path in the variable counts as none (XDG Base Directory Specification 0.8). Makes a private folder for a
+    user without a home. Raises OSError, and NotOwn if that folder is another user's or open to others.
     """
     given = os.path.expanduser(os.environ.get(variable, ""))
     return Path(given if os.path.isabs(given) else user_home() / default, "baton")
@@ -62,7 +62,7 @@ def own_folder(name: str) -> Path:
 
 
 def require_own(status: os.stat_result, path: Path, denied: int = 0o022) -> None:
-    """Raises NotOwn unless the path is this user's, and its mode, of a link 0o777, has no bit of `denied`."""
+    """Raises NotOwn for a path of another user, or with a bit of `denied` in its mode. The mode of a link is 0o777."""
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & denied:
         raise NotOwn(path)
 
@@ -75,14 +75,15 @@ def locked(folder: Path, timeout_s: float) -> Iterator[None]:
     """
     deadline = time.monotonic() + timeout_s
     with (folder / "lock").open("w") as file:
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process has held the lock of {folder} for {timeout_s:.0f} s")
             time.sleep(POLL_S)
         yield
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Takes the flock of an open file; returns whether it was free. Does not block."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

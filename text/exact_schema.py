@@ -59,7 +59,7 @@ def has_own_format(source: str) -> bool:
 
 
 def exact_schema(schema: Mapping[str, Any], param: str = "response_format") -> dict[str, Any]:
-    """Returns a schema with patterns of its formats and, where its objects list their properties, without further ones.
+    """Returns a schema with patterns in place of formats. Its objects that list properties take no further ones.
 
     Each value of the returned schema is one of the given schema, too. Raises InvalidRequest, for the request's field
     `param`, for a schema that is nested too deeply, and for a constraint that no grammar can hold.
@@ -77,15 +77,13 @@ def _mapped(schema: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dic
     """Returns a schema with a change of each schema in it."""
 
     def map_value(key: str, value: Any) -> Any:
-        if key in _LITERAL or key.startswith("x-"):
+        if key in _LITERAL or key.startswith("x-") or not isinstance(value, dict | list):
             return value
-        if isinstance(value, list):
-            return [*located({place: (partial(map_value, ""), one) for place, one in enumerate(value)}).values()]
-        if not isinstance(value, dict):
-            return value
-        if key not in _NAMED:
+        if isinstance(value, dict) and key not in _NAMED:
             return _mapped(value, change)
-        return located({name: (partial(map_value, ""), one) for name, one in value.items()})
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        mapped = located({place: (partial(map_value, ""), one) for place, one in items})
+        return mapped if isinstance(value, dict) else [*mapped.values()]
 
     return located({key: (partial(map_value, key), one) for key, one in change(schema).items()})
 
@@ -116,8 +114,8 @@ def _held(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema of numbers with bounds that a grammar can hold. Raises Misfit for others.
 
-    Whole numbers are bounded 1,024 before the ends of int64; a bound at the ends of int64 or of doubles is none of
-    other numbers.
+    Whole numbers are bounded 1,024 before the ends of int64. Of other numbers a bound at the ends of int64 or of
+    doubles is left out.
     """
     kinds = schema.get("type")
     is_whole = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)

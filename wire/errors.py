@@ -81,9 +81,15 @@ class InvalidRequest(BatonError):
         super().__init__(f"{param}: {message}", param=param)
 
 
+def require(valid: object, param: str, message: str) -> None:
+    """Raises InvalidRequest, for the field `param`, unless it is valid."""
+    if not valid:
+        raise InvalidRequest(param, message)
+
+
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt, at least; of the output asked for, 0 where the prompt alone is too long; of the limit."""
+    """Tokens that do not fit. prompt: a lower bound. output: as asked for, 0 if the prompt alone is too long."""
 
     prompt: int
     output: int
@@ -99,7 +105,7 @@ class ContextLengthExceeded(InvalidRequest):
 
     @property
     def lengths(self) -> Lengths | None:
-        """The numbers, which travel as ids; None from a process that tells none."""
+        """The lengths, which travel as ids; None from a process that sends no such ids."""
         told = [self.ids.get(f"{one.name}_tokens") for one in fields(Lengths)]
         return Lengths(*map(int, filter(None, told))) if all(told) else None
 

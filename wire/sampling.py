@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from wire.errors import InvalidRequest
+from wire.errors import require
 
 GREEDY_BELOW = 1e-5
 DEFAULT_MAX_TOKENS = 256
@@ -52,7 +52,7 @@ class ResponseFormat:
     def require_in_range(self, param: str = "response_format") -> None:
         """Raises InvalidRequest, for the request's field `param`, where the source is empty or too long."""
         num_bytes = len(self.source.encode(errors="replace"))
-        _require(0 < num_bytes <= MAX_FORMAT_BYTES, param, f"must be 1 to {MAX_FORMAT_BYTES} bytes")
+        require(0 < num_bytes <= MAX_FORMAT_BYTES, param, f"must be 1 to {MAX_FORMAT_BYTES} bytes")
 
 
 @dataclass(frozen=True)
@@ -94,37 +94,32 @@ class SamplingParams:
         """Raises InvalidRequest for a setting out of its range; the router and each worker check all of a request."""
         for param, (low, high) in _RANGES.items():
             value = getattr(self, param)
-            _require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
-        _require(self.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
+            require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
+        require(self.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
         is_penalty = 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
-        _require(is_penalty, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
-        _require(self.seed >= 0, "seed", "must not be negative")
-        _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
-        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
-        _require(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
+        require(is_penalty, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
+        require(self.seed >= 0, "seed", "must not be negative")
+        require(self.min_tokens >= 0, "min_tokens", "must not be negative")
+        require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        require(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         fit = all(1 <= len(stop) <= MAX_STOP_CHARS for stop in self.stop)
-        _require(fit, "stop", f"must be from 1 to {MAX_STOP_CHARS} characters")
-        _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        require(fit, "stop", f"must be from 1 to {MAX_STOP_CHARS} characters")
+        require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         known = all(token_id < vocab_size for token_id in self.stop_token_ids)
-        _require(known, "stop_token_ids", f"must be below the vocabulary's size, {vocab_size}")
+        require(known, "stop_token_ids", f"must be below the vocabulary's size, {vocab_size}")
         self._require_biases(vocab_size)
         if self.response_format is not None:
             self.response_format.require_in_range()
-            _require(not self.ignore_eos, "ignore_eos", "an answer in a response_format ends where the format does")
+            require(not self.ignore_eos, "ignore_eos", "an answer in a response_format ends where the format does")
 
     def _require_biases(self, vocab_size: int) -> None:
-        _require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} tokens")
+        require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} tokens")
         for token_id, bias in self.logit_bias:
-            _require(token_id < vocab_size, "logit_bias", f"ids must be below the vocabulary's size, {vocab_size}")
-            _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+            require(token_id < vocab_size, "logit_bias", f"ids must be below the vocabulary's size, {vocab_size}")
+            require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
 DEFAULTS = SamplingParams()
-
-
-def _require(valid: bool, param: str, message: str) -> None:
-    if not valid:
-        raise InvalidRequest(param, message)
 
 
 class FinishReason(Enum):

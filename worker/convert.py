@@ -17,7 +17,7 @@ from wire.convert import (
     error_to_pb,
     sampling_from_pb,
 )
-from wire.errors import BatonError, ConfigError, InvalidRequest
+from wire.errors import BatonError, ConfigError, InvalidRequest, require
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.pb import worker_pb2
@@ -32,11 +32,11 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
 
     Raises InvalidRequest for a field out of its range, which no router sends.
     """
-    _require(is_attempt_id(message.id), "id", "not an id that a router gives")
-    _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
+    require(is_attempt_id(message.id), "id", "not an id that a router gives")
+    require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
     addresses = message.block_addresses
-    _require(len(addresses) <= MAX_BLOCK_ADDRESSES, "block_addresses", f"must be at most {MAX_BLOCK_ADDRESSES}")
-    _require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
+    require(len(addresses) <= MAX_BLOCK_ADDRESSES, "block_addresses", f"must be at most {MAX_BLOCK_ADDRESSES}")
+    require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
         AttemptId(message.id),
@@ -57,15 +57,15 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
 
 def _public_part(message: worker_pb2.Begin) -> PublicPart | None:
     root, num_blocks = message.public_root, message.num_public_blocks
-    _require(num_blocks <= len(message.prompt.ids), "num_public_blocks", "must be no more than the prompt has")
-    _require(len(root) == (ROOT_BYTES if num_blocks else 0), "public_root", f"must be {ROOT_BYTES} bytes, if any")
+    require(num_blocks <= len(message.prompt.ids), "num_public_blocks", "must be no more than the prompt has")
+    require(len(root) == (ROOT_BYTES if num_blocks else 0), "public_root", f"must be {ROOT_BYTES} bytes, if any")
     return PublicPart(NamespaceRoot(root), num_blocks) if num_blocks else None
 
 
 def _hint(message: worker_pb2.Begin) -> KeepHint | None:
     session, keep_s = message.session, message.keep_s if message.HasField("keep_s") else None
-    _require(len(session) <= MAX_SESSION_LEN, "session", f"must be at most {MAX_SESSION_LEN} characters")
-    _require(0 <= (keep_s or 0) < math.inf, "keep_s", "must be 0 or more, and finite")
+    require(len(session) <= MAX_SESSION_LEN, "session", f"must be at most {MAX_SESSION_LEN} characters")
+    require(0 <= (keep_s or 0) < math.inf, "keep_s", "must be 0 or more, and finite")
     if not session and keep_s is None:
         return None
     root = NamespaceRoot(message.namespace_root)
@@ -154,29 +154,24 @@ def _dropping(text: str) -> Dropping | None:
         policy = parse_kv_policy(text) if text else None
     except ConfigError as error:
         raise InvalidRequest("kv_policy", error.message) from error
-    _require(not text or isinstance(policy, Dropping), "kv_policy", "not one that drops KV by worth")
+    require(not text or isinstance(policy, Dropping), "kv_policy", "not one that drops KV by worth")
     return policy if isinstance(policy, Dropping) else None
 
 
 def _require_in_range(request: EngineRequest, vocab_size: int) -> None:
     sampling, num_choices = request.sampling, len(request.choices)
     sampling.require_in_range(vocab_size)
-    _require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
+    require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
     is_wanted = sampling.prompt_logprobs is not None or not request.num_scored
-    _require(is_wanted, "num_scored", "must be 0 without prompt_logprobs")
+    require(is_wanted, "num_scored", "must be 0 without prompt_logprobs")
     indices = {choice.index for choice in request.choices}
     differ = 0 < len(indices) == num_choices and max(indices) < sampling.n
-    _require(differ, "choices", f"must be from 1 to n, each with an index of its own below n, which is {sampling.n}")
+    require(differ, "choices", f"must be from 1 to n, each with an index of its own below n, which is {sampling.n}")
     outputs = [choice.output_ids for choice in request.choices]
-    _require(max(map(len, outputs)) < sampling.max_tokens, "choices", "must have fewer tokens than max_tokens")
-    _require(request.prompt_ids, "prompt", "has no tokens")
+    require(max(map(len, outputs)) < sampling.max_tokens, "choices", "must have fewer tokens than max_tokens")
+    require(request.prompt_ids, "prompt", "has no tokens")
     highest = max(max(ids, default=0) for ids in (request.prompt_ids, *outputs))
-    _require(highest < vocab_size, "prompt", "has a token that is not in the model's vocabulary")
-
-
-def _require(valid: object, param: str, message: str) -> None:
-    if not valid:
-        raise InvalidRequest(param, message)
+    require(highest < vocab_size, "prompt", "has a token that is not in the model's vocabulary")
 
 
 def _counts_to_pb(counts: LedgerCounts) -> worker_pb2.BlockCounts:

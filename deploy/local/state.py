@@ -3,7 +3,6 @@
 Private to their user.
 """
 
-import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from deploy.local import run_dir
 from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import ProcessRef, recorded_living, wait_until
-from kernels.user_cache import substitute_home, user_folder
+from kernels.user_cache import substitute_home, try_lock, user_folder
 from router.config import ServedNamespace
 from wire.errors import ConfigError, Unavailable, WireError
 from wire.pools import Addresses
@@ -112,7 +111,7 @@ class StateFile:
         with explained_path(self.path.with_suffix(".lock")) as path:
             descriptor = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600)
         try:
-            if not wait_until(lambda: _try_lock(descriptor), timeout_s):
+            if not wait_until(lambda: try_lock(descriptor), timeout_s):
                 raise Unavailable(f"another `baton up` or `baton down` of {self.name} is at work: wait for its end")
             yield
         finally:
@@ -249,11 +248,3 @@ def _parse(text: str) -> _Served:
     except WireError as error:
         raise ConfigError(f"served: {error.message}") from error
     return served
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

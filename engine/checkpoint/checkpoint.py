@@ -24,7 +24,7 @@ from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from kernels.quantized.matrix import Quantized
 from text.model_file import read_regular
-from text.template.template_processes import Template, render_ended
+from text.template.template_processes import Template, render_end
 from text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerConfig
 from text.tokenizer_protocol import TokenKind
 from wire.errors import InvalidRequest, ModelError, Unavailable
@@ -46,9 +46,6 @@ PARTS = ("model.", "lm_head.")
 RECOMPUTED = "rotary_emb.inv_freq"
 """Buffers that older files have, and that follow from config.json."""
 SETTING = "speculation.draft"
-MARKER = "kestrel 4711"
-"""A text that no chat template has: it finds the place behind an assistant's turn."""
-ENDED = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": MARKER})
 
 
 class Checkpoint:
@@ -196,7 +193,7 @@ def _read_end_off_template(folder: Path) -> list[int]:
     if (template := Template.load(folder)) is None:
         return []
     try:
-        _, _, behind = render_ended(template, ENDED).partition(MARKER)
+        behind = render_end(template)
     except (InvalidRequest, Unavailable):
         return []
     tokenizer = Tokenizer.load(folder)

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from google.protobuf.message import Message
 
 from baton import AsyncClient
-from gateway.exchange import Events, Request
+from gateway.exchange import Events, Request, Streamed
 from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
 from wire.limit import Limit
@@ -81,7 +81,7 @@ class ClusterWatch:
     def __init__(self, client: OperatorClient) -> None:
         folder = files("gateway").joinpath("ui")
         self._files = {path: folder.joinpath(name).read_bytes() for path, name in FILES.items()}
-        self.routes: dict[str, Callable[[Request], Awaitable[bytes | Events]]] = {
+        self.routes: dict[str, Callable[[Request], Awaitable[bytes | Streamed]]] = {
             STATUS: self._status,
             REQUESTS: self._requests,
             EVENTS: self._events,
@@ -106,8 +106,8 @@ class ClusterWatch:
             {"requests": await self._client.with_key(request.key).requests(request_id=request_id)}
         ).encode()
 
-    async def _events(self, request: Request) -> Events:
-        return self.events(self._client.with_key(request.key))
+    async def _events(self, request: Request) -> Streamed:
+        return Streamed(self.events(self._client.with_key(request.key)))
 
     async def snapshot(self, client: OperatorClient) -> Snapshot:
         """Returns a snapshot that is at most MIN_AGE_S old. Raises BatonError for a key that does not open it."""

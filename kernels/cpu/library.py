@@ -113,8 +113,9 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
                 _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        problem = f"the compiler or the cache of compiled kernels cannot be used ({error})"
-        raise NoKernels(f"{problem}: {OTHER_CACHE}") from error
+        raise NoKernels(
+            f"the compiler or the cache of compiled kernels cannot be used ({error}): {OTHER_CACHE}"
+        ) from error
 
 
 def _find_compiler() -> str:

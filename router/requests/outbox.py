@@ -15,8 +15,8 @@ class Outbox:
     """A bounded queue for one reader, ended by one last message or one error.
 
     A reader that falls behind gets fewer and larger messages: a chunk joins the one of its choice that still waits.
-    `begun` has the tokens of the prompt once a worker is there for it, 0 if the end came first; `adapted` then has what
-    its messages were changed in, as Rendered has it.
+    `begun` ends once a worker is there for the prompt, with the prompt's length; with 0 if the end comes first. From
+    then on `adapted` has the changes of its messages, as Rendered has them.
     `max_tokens` bounds the tokens that wait here; a message without any counts as one. Messages that gRPC took and the
     client did not read are seen by `writing_since`: the loop's time when the reader last took a message, which it may
     still be writing; None while it waits for one.
@@ -35,7 +35,7 @@ class Outbox:
         self.begun: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def begin(self, num_prompt_tokens: int) -> None:
-        """Ends the wait for `begun`: a worker is there for the prompt. The reader may write of it now."""
+        """Ends the wait for `begun`; the first call counts. `writing_since` is now: the reader writes of it."""
         if not self.begun.done():
             self.begun.set_result(num_prompt_tokens)
             self.writing_since = asyncio.get_running_loop().time()
@@ -123,7 +123,7 @@ class ReplyWriter:
         self._loop = asyncio.get_running_loop()
 
     def adapt(self, words: Sequence[str]) -> None:
-        """Tells the client, with `begin`, what its messages were changed in."""
+        """Keeps the changes of the client's messages, which `begin` sends."""
         self._outbox.adapted = words
 
     def begin(self, num_prompt_tokens: int) -> None:

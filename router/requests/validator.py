@@ -14,7 +14,7 @@ from text.template.turns import ROLES, ChatTurn
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import NameChain, PublicPart
 from wire.convert import sampling_from_pb
-from wire.errors import ContextLengthExceeded, InvalidRequest, Lengths, ModelNotFound
+from wire.errors import ContextLengthExceeded, InvalidRequest, Lengths, ModelNotFound, require
 from wire.ids import MAX_SESSION_LEN, REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout, Window
@@ -123,15 +123,15 @@ def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest
 
 def valid_text(message: pb.TokenizeRequest) -> ValidPrompt:
     """Returns the prompt of a request for tokens. Raises InvalidRequest."""
-    _require(message.WhichOneof("prompt") is not None, "prompt", "missing: give text or messages")
+    require(message.WhichOneof("prompt") is not None, "prompt", "missing: give text or messages")
     return valid_chat(message.messages) if message.HasField("messages") else message.text
 
 
 def require_known(token_ids: Sequence[int], limits: ServingLimits) -> None:
     """Raises InvalidRequest for more token ids than the context has, and for ids that no token can have."""
-    _require(len(token_ids) <= limits.max_context_len, "token_ids", f"at most {limits.max_context_len}")
+    require(len(token_ids) <= limits.max_context_len, "token_ids", f"at most {limits.max_context_len}")
     known = max(token_ids, default=0) < limits.vocab_size
-    _require(known, "token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
+    require(known, "token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
 
 
 def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: ServingLimits) -> None:
@@ -206,8 +206,8 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
     )
     for param, is_told in (("prompt_logprobs", sampling.prompt_logprobs is not None), ("echo", sampling.echo)):
         fits = not is_told or len(prompt_ids) <= MAX_TOLD_PROMPT_LEN
-        _require(fits, param, f"the prompt has {len(prompt_ids)} tokens; at most {MAX_TOLD_PROMPT_LEN}")
-    _require(
+        require(fits, param, f"the prompt has {len(prompt_ids)} tokens; at most {MAX_TOLD_PROMPT_LEN}")
+    require(
         sampling.min_tokens <= sampling.max_tokens,
         "min_tokens",
         f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}",
@@ -218,9 +218,9 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
 def _room(prompt_ids: Sequence[int], limits: ServingLimits) -> int:
     """Counts the output tokens that fit after the prompt, at least one."""
     num_tokens = len(prompt_ids)
-    _require(num_tokens > 0, "prompt", "has no tokens")
+    require(num_tokens > 0, "prompt", "has no tokens")
     _require_room(num_tokens, limits)
-    _require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
+    require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
     return limits.max_sequence_len - num_tokens
 
 
@@ -246,19 +246,19 @@ def _require_model(message: pb.GenerateRequest, limits: ServingLimits) -> None:
 def _dropping(message: pb.GenerateRequest, limits: ServingLimits) -> Dropping | None:
     """Returns the policy by which a request drops KV, if it is one that is allowed."""
     text = message.kv_policy if message.HasField("kv_policy") else limits.kv_policies[0]
-    _require(text in limits.kv_policies, "kv_policy", f"must be one of {', '.join(limits.kv_policies)}")
+    require(text in limits.kv_policies, "kv_policy", f"must be one of {', '.join(limits.kv_policies)}")
     policy = parse_kv_policy(text)
     return policy if isinstance(policy, Dropping) else None
 
 
 def _session(message: pb.GenerateRequest) -> str:
     is_fit = not message.HasField("session") or 1 <= len(message.session) <= MAX_SESSION_LEN
-    _require(is_fit, "session", f"must be 1 to {MAX_SESSION_LEN} characters")
+    require(is_fit, "session", f"must be 1 to {MAX_SESSION_LEN} characters")
     return message.session
 
 
 def _keep_s(message: pb.GenerateRequest) -> float | None:
-    _require(0 <= message.keep_s < math.inf, "keep_s", "must be seconds, 0 or more")
+    require(0 <= message.keep_s < math.inf, "keep_s", "must be seconds, 0 or more")
     return message.keep_s if message.HasField("keep_s") else None
 
 
@@ -266,7 +266,7 @@ def _request_id(message: pb.GenerateRequest) -> RequestId | None:
     if not message.HasField("request_id"):
         return None
     valid = REQUEST_ID.fullmatch(message.request_id) is not None
-    _require(valid, "request_id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
+    require(valid, "request_id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
     return RequestId(message.request_id)
 
 
@@ -293,22 +293,22 @@ def _prompt(message: pb.GenerateRequest, limits: ServingLimits) -> ValidPrompt:
         return valid_chat(message.messages)
     if kind == "text":
         text = message.text
-        _require(text != "", "text", "must not be empty")
+        require(text != "", "text", "must not be empty")
         return text
     return _token_ids(message.token_ids.ids, limits)
 
 
 def valid_chat(conversation: pb.Conversation) -> Chat:
     """Reads the messages of a chat. Raises InvalidRequest."""
-    _require(len(conversation.messages) > 0, "messages", "must not be empty")
-    _require(len(conversation.messages) <= MAX_TURNS, "messages", f"at most {MAX_TURNS}")
+    require(len(conversation.messages) > 0, "messages", "must not be empty")
+    require(len(conversation.messages) <= MAX_TURNS, "messages", f"at most {MAX_TURNS}")
     for one in conversation.messages:
-        _require(one.role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}")
+        require(one.role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}")
     continues, budget = conversation.continue_final_message, conversation.thinking_token_budget
     is_assistants = conversation.messages[-1].role == "assistant"
-    _require(not continues or is_assistants, "continue_final_message", "the last message must be an assistant's")
+    require(not continues or is_assistants, "continue_final_message", "the last message must be an assistant's")
     has_budget = conversation.HasField("thinking_token_budget")
-    _require(not has_budget or budget > 0, "thinking_token_budget", "must be at least 1")
+    require(not has_budget or budget > 0, "thinking_token_budget", "must be at least 1")
     return Chat(
         tuple(map(_message, conversation.messages)),
         _tool_use(conversation),
@@ -320,20 +320,20 @@ def valid_chat(conversation: pb.Conversation) -> Chat:
 
 def _tool_use(conversation: pb.Conversation) -> ToolUse:
     """Reads tools and the choice among them. `strict` is not for the template."""
-    _require(len(conversation.tools) <= MAX_TOOLS, "tools", f"at most {MAX_TOOLS}")
+    require(len(conversation.tools) <= MAX_TOOLS, "tools", f"at most {MAX_TOOLS}")
     tools = tuple(_function(one, f"tools[{place}]") for place, one in enumerate(conversation.tools))
     functions, choice = {one["function"]["name"]: one["function"] for one in tools}, conversation.tool_choice
-    _require(len(functions) == len(tools), "tools", "must have names of their own")
+    require(len(functions) == len(tools), "tools", "must have names of their own")
     strict = frozenset(name for name, function in functions.items() if function.pop("strict", False) is True)
     required = choice.required or bool(choice.name)
-    _require(bool(tools) or not required, "tool_choice", "wants tools")
-    _require(choice.name in functions or not choice.name, "tool_choice", "must name one of the tools")
+    require(bool(tools) or not required, "tool_choice", "wants tools")
+    require(choice.name in functions or not choice.name, "tool_choice", "must name one of the tools")
     parallel = choice.parallel or not choice.HasField("parallel")
     use = ToolUse(tools, strict, required, choice.name, parallel)
     for name in functions if required else strict:
         schema = functions[name].get("parameters") or {}
         is_object = isinstance(schema, dict) and schema.get("type", "object") == "object"
-        _require(is_object, use.field(name), "must be of type object")
+        require(is_object, use.field(name), "must be of type object")
     return use
 
 
@@ -344,18 +344,18 @@ def _variables(text: str) -> dict[str, Any]:
         read = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(param, "must be JSON") from error
-    _require(isinstance(read, dict) and _is_shallow(read, MAX_TOOL_DEPTH), param, "must be an object, not too deep")
+    require(isinstance(read, dict) and _is_shallow(read, MAX_TOOL_DEPTH), param, "must be an object, not too deep")
     for name in read:
         is_free = name not in RENDERERS_OWN and not name.endswith("_token") and name.isidentifier()
-        _require(is_free, param, f"{name[:MAX_TOLD_CHARS]} is no variable that a client may set")
+        require(is_free, param, f"{name[:MAX_TOLD_CHARS]} is no variable that a client may set")
     return dict(read)
 
 
 def _message(message: pb.Message) -> ChatTurn:
     calls = tuple(_function(one, "messages") for one in message.tool_calls)
-    _require(not calls or message.role == "assistant", "messages", "only an assistant has tool_calls")
+    require(not calls or message.role == "assistant", "messages", "only an assistant has tool_calls")
     arguments = all(isinstance(one["function"].get("arguments"), dict) for one in calls)
-    _require(arguments, "messages", "the arguments of a call must be an object")
+    require(arguments, "messages", "the arguments of a call must be an object")
     more = {name: getattr(message, name) for name in FURTHER_FIELDS if message.HasField(name)}
     return ChatTurn(message.role, message.content, calls, more)
 
@@ -368,8 +368,8 @@ def _function(text: str, param: str) -> dict[str, Any]:
         raise InvalidRequest(param, "a tool, or a call of one, must be JSON") from error
     function = read.get("function") if isinstance(read, dict) else None
     named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    _require(_is_shallow(read, MAX_TOOL_DEPTH), param, f"may be nested at most {MAX_TOOL_DEPTH} deep")
-    _require(named, param, "a tool, or a call of one, must be an object that names a function")
+    require(_is_shallow(read, MAX_TOOL_DEPTH), param, f"may be nested at most {MAX_TOOL_DEPTH} deep")
+    require(named, param, "a tool, or a call of one, must be an object that names a function")
     known: dict[str, Any] = read
     return known
 
@@ -380,7 +380,7 @@ def _is_shallow(value: object, depth: int) -> bool:
 
 
 def _token_ids(ids: Sequence[int], limits: ServingLimits) -> tuple[int, ...]:
-    _require(len(ids) > 0, "token_ids", "must not be empty")
+    require(len(ids) > 0, "token_ids", "must not be empty")
     _require_room(len(ids), limits)
     require_known(ids, limits)
     return tuple(ids)
@@ -389,13 +389,8 @@ def _token_ids(ids: Sequence[int], limits: ServingLimits) -> tuple[int, ...]:
 def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: ServingLimits) -> SamplingParams:
     sampling.require_in_range(limits.vocab_size)
     within = not given.HasField("max_tokens") or sampling.min_tokens <= sampling.max_tokens
-    _require(within, "min_tokens", "must not be more than max_tokens")
+    require(within, "min_tokens", "must not be more than max_tokens")
     return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
-
-
-def _require(valid: bool, param: str, message: str) -> None:
-    if not valid:
-        raise InvalidRequest(param, message)
 
 
 def _require_length(param: str, message: str, lengths: Lengths) -> None:

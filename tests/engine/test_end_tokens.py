@@ -57,7 +57,7 @@ def no_process(*_: object) -> str:
 
 @pytest.mark.parametrize("end", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
 def test_all_files_name_ends(folder: Path, end: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.checkpoint.checkpoint.render_ended", no_process)
+    monkeypatch.setattr("engine.checkpoint.checkpoint.render_end", no_process)
     ids = Tokenizer.load(folder).vocabulary
     change(folder, "tokenizer_config.json", eos_token=end, chat_template="{{ bos_token }}")
     assert ends(folder) == {"<|im_end|>"}

@@ -101,7 +101,7 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     ),
     "n": tuple(set_to(n=value) for value in (0, -1, 17, 2**31 - 1)),
     "temperature": tuple(set_to(temperature=value) for value in (-0.01, 2.01, *NO_NUMBERS)),
-    "top_p": tuple(set_to(top_p=value) for value in (0.0, -0.5, 1.01, *NO_NUMBERS)),
+    "top_p": tuple(set_to(top_p=value) for value in (-0.5, 1.01, *NO_NUMBERS)),
     "min_p": tuple(set_to(min_p=value) for value in (-0.1, 1.1, *NO_NUMBERS)),
     "top_k": tuple(set_to(top_k=value) for value in (-2, -(2**31))),
     "presence_penalty": tuple(set_to(presence_penalty=value) for value in (-2.01, 2.01, *NO_NUMBERS)),
@@ -118,7 +118,7 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "session": (spoilt(begin_of(), session="s" * 129),),
     "keep_s": tuple(spoilt(begin_of(), keep_s=value) for value in (-1.0, *NO_NUMBERS)),
     "kv_policy": tuple(spoilt(begin_of(), kv_policy=text) for text in ("h2o", "full", "sinks=4+64", "snapkv=0%", "\0")),
-    "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
+    "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 9, ["a" * 257])),
     "response_format": tuple(
         set_to(response_format=inference_pb2.ResponseFormat(**given))
         for given in ({}, {"regex": ""}, {"json_schema": "x" * 65_537})

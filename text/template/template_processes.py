@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from text.answer.formats import AUTO, AnswerFormats
 from text.chat import Chat
 from text.child_processes import Child, ChildProcesses, Task
 from text.model_file import read_text
-from text.template.turns import TurnRules, tried
+from text.template.turns import MARKER, TurnRules, tried
 from wire.errors import ModelError
 
 NUM_PROCESSES = 2
@@ -79,13 +79,17 @@ class TemplateProcesses:
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
         """Raises Unavailable where no process can be had."""
-        given: dict[str, Any] = {"messages": [one.variables for one in chat.messages], "tools": chat.tool_use.tools}
         of_turns = (part for one in chat.messages for part in (one.tool_calls, one.more))
         parts = (*chat.tool_use.tools, chat.variables, *of_turns)
         num_chars = len(chat.text) + sum(len(json.dumps(one)) for one in parts if one)
-        given |= {"variables": {**chat.variables, **self._variables}}
-        given |= {"continues": chat.continues, "opens": not chat.continues}
-        asked = {**given, "max_chars": num_chars + max_added_chars}
+        asked = {
+            "messages": [one.variables for one in chat.messages],
+            "tools": chat.tool_use.tools,
+            "variables": {**chat.variables, **self._variables},
+            "continues": chat.continues,
+            "opens": not chat.continues,
+            "max_chars": num_chars + max_added_chars,
+        }
         return (await self._processes.ask(asked))["text"]
 
     async def close(self) -> None:
@@ -93,15 +97,23 @@ class TemplateProcesses:
         await self._processes.close()
 
 
-def render_ended(template: Template, messages: Sequence[Mapping[str, str]]) -> str:
-    """Renders messages without the opening of another, in a process that ends then. Blocks for seconds.
+def render_end(template: Template) -> str:
+    """Renders a question and an answer; returns the text behind the answer, "" without one. Blocks for seconds.
 
-    Raises InvalidRequest for messages that the template does not take, Unavailable without a process.
+    The process of the renderer ends then. Raises InvalidRequest for a template that does not take these turns,
+    Unavailable without a process.
     """
     child = Child(_task(template))
-    given: dict[str, Any] = {"messages": [*messages], "tools": (), "variables": dict(template.variables)}
+    asked = {
+        "messages": [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MARKER}],
+        "tools": (),
+        "variables": dict(template.variables),
+        "continues": False,
+        "opens": False,
+        "max_chars": MAX_TEMPLATE_BYTES,
+    }
     try:
-        return child.ask({**given, "continues": False, "opens": False, "max_chars": MAX_TEMPLATE_BYTES})["text"]
+        return child.ask(asked)["text"].partition(MARKER)[2]
     finally:
         child.end()
 

@@ -12,7 +12,8 @@ from wire.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTING = ("system", "developer")
-_MARKER = "kestrel 4711"
+MARKER = "kestrel 4711"
+"""A text that no chat template has: it shows whether a turn is written, and where."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ChatTurn:
 
 
 def _marked(*roles: str) -> tuple[ChatTurn, ...]:
-    return tuple(ChatTurn(role, _MARKER) for role in roles)
+    return tuple(ChatTurn(role, MARKER) for role in roles)
 
 
 _CALLED = {"id": "calla0001", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Rome"}}}
@@ -48,7 +49,7 @@ TRIALS: Mapping[str, tuple[ChatTurn, ...]] = {
     "tool": (
         *_marked("user"),
         ChatTurn("assistant", "", (_CALLED,)),
-        ChatTurn("tool", _MARKER, more={"tool_call_id": "calla0001"}),
+        ChatTurn("tool", MARKER, more={"tool_call_id": "calla0001"}),
     ),
     "first": _marked("system", "developer", "user"),
     "late": _marked("user", "system", "assistant", "developer", "user"),
@@ -62,7 +63,7 @@ TRIALS: Mapping[str, tuple[ChatTurn, ...]] = {
 class TurnRules:
     """The rules of one chat template.
 
-    untaken: the trials that it does not take; of each, whether it left a turn's text out, which it else refused.
+    untaken: the trials that the template does not take. True: it left out the text of a turn; False: it refused.
     """
 
     untaken: Mapping[str, bool] = field(default_factory=dict)
@@ -70,8 +71,9 @@ class TurnRules:
     def fit(self, turns: Sequence[ChatTurn]) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:
         """Returns the turns as the template takes them, and words for the changes.
 
-        A system or developer turn behind others stays in its place as a user's; results of tools and turns with calls
-        are never joined. Raises InvalidRequest for a role whose text the template leaves out.
+        A system or developer turn behind others becomes a user's in its place, if the template does not take it there.
+        Results of tools and turns with calls are never joined. Raises InvalidRequest for a role whose text the template
+        leaves out.
         """
         made, changes, is_first = list[ChatTurn](), list[str](), True
         for turn in turns:
@@ -103,15 +105,15 @@ TAKES_ALL = TurnRules()
 
 
 async def tried(render: Callable[[Sequence[ChatTurn]], Awaitable[str]]) -> TurnRules:
-    """Tries a template. render: raises InvalidRequest for turns that it refuses.
+    """Tries a template. render: raises InvalidRequest for turns that the template refuses.
 
-    A template that refuses a user's turn alone has no rules: it says what it wants at each chat.
+    A template that refuses a lone turn of a user has no rules: each chat is refused with the template's own words.
     """
     untaken: dict[str, bool] = {}
     for trial, turns in TRIALS.items():
         try:
             prompt = await render(TurnRules(untaken).fit(turns)[0])
-            if prompt.count(_MARKER) < sum(turn.content == _MARKER for turn in turns):
+            if prompt.count(MARKER) < sum(turn.content == MARKER for turn in turns):
                 untaken[trial] = True
         except InvalidRequest:
             if trial == "user":
