@@ -60,13 +60,19 @@ def object_of(known: Mapping[str, Read], *required: str) -> Read:
 def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     """Gives fields the router's names. Returns the client's names of the given fields, by the router's.
 
+    Raises InvalidRequest for one value under two names, unless both are equal.
+
     names: the router's by the client's. A name like `reasoning.effort` is of a field in an object, which is removed.
     """
-    holders, sent = {outer: taken.pop(outer, {}) for outer in {name.rpartition(".")[0] for name in names} - {""}}, {}
+    sent: dict[str, str] = {}
+    holders = {outer: taken.pop(outer, {}) for outer in {name.rpartition(".")[0] for name in names} - {""}}
     for name, routers in names.items():
         outer, _, inner = name.rpartition(".")
         if inner in (holder := holders.get(outer, taken)):
-            taken[routers], sent[routers] = holder.pop(inner), name
+            given = holder.pop(inner)
+            if taken.get(routers, given) != given:
+                raise InvalidRequest(name, f"is given beside {sent.get(routers, routers)}, and the two differ")
+            taken[routers], sent[routers] = given, name
     return sent
 
 
@@ -248,7 +254,7 @@ _text, _object, flag = reader_of(str), reader_of(dict), reader_of(bool)
 int32, int64 = [reader_of(Annotated[int, Between(-bound, bound - 1)]) for bound in (INT32, INT64)]
 number = reader_of(Annotated[float, Between(-MAX_NUMBER, MAX_NUMBER)])
 choice_word = reader_of(Literal["none", "auto", "required"])
-reasoning_effort = reader_of(Literal["none", "minimal", "low", "medium", "high", "xhigh"])
+reasoning_effort = reader_of(Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"])
 function_type = reader_of(Literal["function"])
 _CALL = object_of(
     {

@@ -48,11 +48,17 @@ def take_format(taken: dict[str, Any], sent: dict[str, str]) -> None:
 
 
 def _format(taken: dict[str, Any], described: dict[str, Any], wanted: str) -> Format | None:
-    """Returns the format of a type. described: of a schema. wanted: the field that a type of schemas must have."""
+    """Returns the format of a type. described: of a schema. wanted: the field that a type of schemas must have.
+
+    A schema beside json_object holds the answer, too, as llama.cpp's clients send it.
+    """
     if taken["type"] == "json_schema":
         fields.require(taken, wanted)
         return {"json_schema": str(described["schema"])}
-    return {"json_schema": ANY_OBJECT} if taken["type"] == "json_object" else None
+    given = described.get("schema", taken.get("schema"))
+    if taken["type"] == "text" and given is not None:
+        raise Misfit("is given beside a type of text: give json_schema").within("schema")
+    return {"json_schema": given or ANY_OBJECT} if taken["type"] == "json_object" else None
 
 
 def schema(value: Any) -> str:
@@ -86,7 +92,9 @@ def _as(kind: str, read: Read, value: Any) -> Format:
 
 _DESCRIBED = {"name": fields.text, "description": fields.text, "strict": fields.flag, "schema": schema}
 _TYPE = reader_of(Literal["text", "json_object", "json_schema"])
-_OPENAI = fields.object_of({"type": _TYPE, "json_schema": fields.object_of(_DESCRIBED, "schema")}, "type")
+_OPENAI = fields.object_of(
+    {"type": _TYPE, "schema": schema, "json_schema": fields.object_of(_DESCRIBED, "schema")}, "type"
+)
 _FLAT = fields.object_of({"type": _TYPE, **_DESCRIBED}, "type")
 _CONSTRAINTS: Mapping[str, Callable[[Any], Format | None]] = {
     "json": partial(_as, "json_schema", schema),

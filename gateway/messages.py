@@ -25,7 +25,8 @@ def tool_choice(value: Any) -> dict[str, Any]:
     taken = _CHOICE(value)
     words: dict[str, Any] = {"any": "required", "tool": {"name": taken.get("name")}}
     chosen = words.get(taken["type"], taken["type"])
-    return {"tool_choice": chosen, "parallel_tool_calls": not taken.get("disable_parallel_tool_use", False)}
+    single = {"parallel_tool_calls": False} if taken.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": chosen, **single}
 
 
 def thinking(value: Any) -> dict[str, Any]:
@@ -151,7 +152,7 @@ _THINKING = fields.by_type(
     }
 )
 FIELDS: dict[str, Read] = {
-    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", *conversation.FIELDS)},
+    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", "thinking_token_budget")},
     "max_tokens": fields.int64,
     "stop_sequences": list_of(fields.text),
     "messages": turns,
@@ -159,10 +160,9 @@ FIELDS: dict[str, Read] = {
     "tools": conversation.tools_of(_tool, SERVICES),
     "tool_choice": tool_choice,
     "thinking": thinking,
-    "output_config": fields.object_of(
-        {"effort": reader_of(Literal["low", "medium", "high", "xhigh", "max"]), "format": formats.text_format}
-    ),
-    "chat_template_kwargs": fields.free_object,
+    "output_config": fields.object_of({"effort": fields.reasoning_effort, "format": formats.text_format}),
+    "output_format": formats.text_format,
+    "reasoning_effort": fields.reasoning_effort,
 }
 
 
@@ -174,6 +174,7 @@ _SENT = {
 _ROUTERS = {
     "output_config.effort": "reasoning_effort",
     "output_config.format": "response_format",
+    "output_format": "response_format",
     "stop_sequences": "stop",
     "thinking.budget_tokens": "thinking_token_budget",
 }
@@ -194,7 +195,7 @@ class MessagesDialect(BlocksDialect):
         system, said = taken.pop("system", None), taken.pop("messages")
         if said and said[-1]["role"] == "assistant":
             taken["continue_final_message"] = True
-        return [said if system is None else [{"role": "system", "content": system}, *said]]
+        return [[{"role": "system", "content": system}, *said] if system else said]
 
     def first_events(self) -> list[Event]:
         usage = _usage({"prompt_tokens": self.num_prompt_tokens})

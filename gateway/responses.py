@@ -139,6 +139,7 @@ FIELDS: dict[str, Read] = {
     "tool_choice": tool_choice,
     "text": fields.object_of({"format": formats.text_format}),
     "reasoning": fields.object_of({"effort": fields.reasoning_effort}),
+    "reasoning_effort": fields.reasoning_effort,
     "stream_options": fields.object_of({}),
 }
 

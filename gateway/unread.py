@@ -53,10 +53,10 @@ def leave_out(name: str) -> None:
 def pass_over(name: str, known: frozenset[str], value: object) -> None:
     """Leaves out a field that is not one of the known ones. Raises Misfit if the answer would be another.
 
-    Values that ask for nothing are not noted: an empty list or object, and the values of ONLY.
+    Values that ask for nothing are not noted: an empty list, object or text, and the values of ONLY.
     """
     idle = ONLY.get(name, ())
-    if value in ([], {}) or any(value == one and (type(value) is bool) == (type(one) is bool) for one in idle):
+    if value in ([], {}, "") or any(value == one and (type(value) is bool) == (type(one) is bool) for one in idle):
         return  # true is not 1
     if name in REFUSED:
         but = f", but as {' or '.join(map(json.dumps, idle))}" if idle else ""
@@ -86,38 +86,56 @@ ONLY: Mapping[str, Sequence[object]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "background": (False,),
+    "ban_eos_token": (False,),
     "best_of": (1,),
     "continue_final_message": (False,),
     "do_sample": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "echo": (False,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "function_call": ("none",),
-    "grammar": ("",),
+    "guidance_scale": (1,),
     "include": (["reasoning.encrypted_content"],),
     "include_obfuscation": (False,),
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "logprobs": (False,),
+    "min_keep": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
     "mirostat": (0,),
     "modalities": (["text"],),
     "n": (1,),
+    "n_indent": (0,),
+    "n_probs": (0,),
+    "no_stop_trim": (False,),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "parse_tool_calls": (True,),
+    "partial": (False,),
+    "penalize_nl": (False,),
+    "penalty_alpha": (0,),
+    "post_sampling_probs": (False,),
+    "prefix": (False,),
     "priority": (0,),
     "prompt_logprobs": (0, False),
     "raw": (False,),
     "repeat_penalty": (1,),
+    "repeat_last_n": (0,),
     "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
     "return_token_ids": (False,),
     "return_tokens": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default", "standard_only"),
+    "smoothing_factor": (0,),
     "spaces_between_special_tokens": (True,),
     "speed": ("standard",),
     "store": (False,),
-    "suffix": ("",),
+    "strict": (False,),
+    "t_max_predict_ms": (0,),
     "tfs_z": (1,),
     "timeline": (False,),
     "tool_choice": ("none", "auto"),
@@ -131,7 +149,9 @@ ONLY: Mapping[str, Sequence[object]] = {
 }
 """Fields that are not offered, with the values that ask for nothing."""
 _WHY: Mapping[str, Sequence[str]] = {
-    "a model has no adapters": ("adapter", "lora", "lora_path", "lora_request"),
+    "a function of a tool has it, beside its parameters": ("strict",),
+    "a function's schema is parameters": ("input_schema", "inputSchema"),
+    "a model has no adapters": ("adapter", "adapters", "lora", "lora_adapters", "lora_path", "lora_request"),
     "a client runs the tools, and counts": ("max_tool_calls",),
     "a client's library sends its fields at the top level": ("extra_body", "extra_headers", "extra_query"),
     "gateways are several and keep nothing; send the whole conversation": (
@@ -141,23 +161,28 @@ _WHY: Mapping[str, Sequence[str]] = {
     "gateways are several and keep nothing; send the whole conversation (in Anthropic's tool_runner: thread=False)": (
         "thread",
     ),
-    "give each option at the top level, in OpenAI's name": ("options",),
+    "give continue_final_message": ("partial", "prefill", "prefix"),
+    "give each option at the top level, in OpenAI's name": ("generation_config", "options"),
     "give echo with logprobs": ("prompt_logprobs",),
     "give max_tokens, min_tokens or stop": (
-        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "n_indent", "n_predict", "num_predict"),
-        *("stop_regex", "stop_words", "stopping_strings", "t_max_predict_ms"),
+        *("eos_token_id", "max_length", "max_new_tokens", "max_time", "max_tokens_to_sample", "maxOutputTokens"),
+        *("min_length", "min_new_tokens", "n_indent", "n_predict", "num_predict", "stop_regex", "stop_strings"),
+        *("stop_words", "stopping_strings", "t_max_predict_ms"),
     ),
-    "give n, and choose": ("best_of",),
+    "give n, and choose": ("beam_width", "best_of", "num_return_sequences"),
     "give reasoning_effort, thinking_token_budget or chat_template_kwargs": (
         *("enable_thinking", "reasoning_format", "think", "thinking_budget"),
     ),
     "give repetition_penalty": ("repeat_penalty",),
+    "give seed": ("random_seed",),
     "give response_format or structured_outputs": (
-        *("ebnf", "format", "grammar", "guided_whitespace_pattern", "json_schema", "regex", "structural_tag"),
+        *("ebnf", "format", "grammar", "guided_whitespace_pattern", "json_schema", "output_format", "regex"),
+        *("response_schema", "schema", "structural_tag"),
     ),
     "give tools and tool_choice": ("function_call", "functions"),
     "it would be lost: a prompt has text, turns and tools, in fields of their own": (
-        *("audio", "documents", "file", "image_data", "image_url", "images", "input_audio", "refusal", "video_url"),
+        *("attachments", "audio", "data_sources", "documents", "file", "file_ids", "history", "image_data"),
+        *("image_url", "images", "input_audio", "output", "refusal", "systemPrompt", "system_prompt", "video_url"),
     ),
     "keys separate the caches of tenants": ("cache_salt",),
     "answers have no such form": (

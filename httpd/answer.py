@@ -11,6 +11,8 @@ from typing import Any
 from httpd.request_reader import Incoming, RequestReader
 
 Message = MutableMapping[str, Any]
+CLIENT_CLOSED = 499
+"""The status of a request that its client, or an operator, has ended: HTTP has no number for it."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = (b"connection", b"close")
 
@@ -102,7 +104,8 @@ class Response:
 
 def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Writes the head of an answer, with the time of day."""
-    first = b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, HTTPStatus(status).phrase.encode(), _date(int(time.time())))
+    phrase = "Client Closed Request" if status == CLIENT_CLOSED else HTTPStatus(status).phrase
+    first = b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, phrase.encode(), _date(int(time.time())))
     return b"".join([first, *(b"%b: %b\r\n" % one for one in headers), b"\r\n"])
 
 

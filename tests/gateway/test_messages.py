@@ -41,8 +41,11 @@ async def test_an_answer_has_blocks(gateway: LocalGateway) -> None:
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     assert counted["input_tokens"] == len(prompt_of(gateway))
     assert usage["output_tokens_details"] == {"thinking_tokens": len("<think>\nOne.\n</think>")}
-    alone = {**SAID, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    assert len((await gateway.post(MESSAGES, alone)).json["content"]) == 3
+    for single in (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"parallel_tool_calls": False, "tool_choice": {"type": "auto"}},
+    ):
+        assert len((await gateway.post(MESSAGES, {**SAID, **single})).json["content"]) == 3
 
 
 async def test_names_of_tools_have_128_letters_and_stops_are_eight(gateway: LocalGateway) -> None:

@@ -19,6 +19,7 @@ OBJECTS = (
     "reasoning",
     "thinking",
     "output_config",
+    "output_format",
 )
 """Fields whose faults are named within them, or that may have any names."""
 

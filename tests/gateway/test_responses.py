@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a format": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     "what the router refuses": ({"max_output_tokens": 0}, "max_output_tokens"),
     "several": ({"n": 2}, "n"),
-    "an effort without a channel": ({"reasoning": {"effort": "max"}}, "reasoning.effort"),
+    "an effort without a channel": ({"reasoning": {"effort": "most"}}, "reasoning.effort"),
     "options without a stream": ({"stream_options": {}}, "stream_options"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include"),
 }

@@ -1,6 +1,7 @@
 """Fields that no path reads: left out and told, or refused with a reason; and errors in the words of their client."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from baton.client import AsyncStream
 from baton.results import Model
 from gateway import app, fields, unread
 from gateway.chat import ChatDialect
+from gateway.messages import MessagesDialect
 from tests.gateway.local_gateway import Answer, LocalGateway
 from wire.errors import InvalidRequest, Overloaded
 
@@ -30,6 +32,7 @@ SAID: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": [HI], "max_tokens": 3},
 }
 SHAPE = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+FORMAT = {"type": "json_schema", "schema": SHAPE}
 MARK = {"cache_control": {"type": "ephemeral"}}
 PROGRAMS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "Claude Code": (
@@ -172,7 +175,7 @@ async def test_what_would_change_the_answer_is_refused_with_the_reason(gateway: 
         answer = await gateway.post(path, {**SAID[path], name: "of no worth"})
         assert (answer.status, answer.error["param"]) == (400, name)
         assert answer.error["message"].endswith(unread.REFUSED[name])
-        for idle in (*unread.ONLY.get(name, ()), [], {}):
+        for idle in (*unread.ONLY.get(name, ()), [], {}, ""):
             assert fields.take({**SAID[path], name: idle}, app.PATH_TO_FIELDS[path]).keys() == SAID[path].keys()
 
 
@@ -223,6 +226,32 @@ def test_each_field_of_one_path_has_a_ruling_on_all_others() -> None:
     known = {name for read in app.PATH_TO_FIELDS.values() for name in read}
     for path, read in app.PATH_TO_FIELDS.items():
         assert known - {*read} - {*unread.REFUSED} - unread.IGNORED == set(), path
+
+
+def test_what_another_path_reads_is_left_out_where_the_answer_has_no_use_for_it() -> None:
+    known = {name for path in SAID for name in app.PATH_TO_FIELDS[path]}
+    left_out = {path: (known - {*app.PATH_TO_FIELDS[path]}) & unread.IGNORED for path in SAID}
+    assert left_out == {
+        COMPLETIONS: {"parallel_tool_calls", "reasoning_effort"},  # no calls, no template
+        CHAT: set(),
+        RESPONSES: set(),
+        MESSAGES: {"stream_options"},  # its streams have usage
+    }
+
+
+async def test_one_value_under_two_names_is_refused_unless_both_are_equal(gateway: LocalGateway) -> None:
+    assert (await gateway.post(CHAT, {**SAID[CHAT], "max_completion_tokens": 3})).status == 200
+    answer = await gateway.post(CHAT, {**SAID[CHAT], "max_completion_tokens": 4})
+    assert (answer.status, answer.error["param"]) == (400, "max_completion_tokens")
+    assert answer.error["message"] == "max_completion_tokens: is given beside max_tokens, and the two differ"
+
+
+@pytest.mark.parametrize("named", [{"output_format": FORMAT}, {"output_config": {"format": FORMAT}}], ids=str)
+def test_a_format_of_messages_has_two_names(named: dict[str, Any]) -> None:
+    dialect = MessagesDialect()
+    taken = fields.take({**SAID[MESSAGES], **named}, dialect.fields)
+    dialect.take_prompts(taken)
+    assert taken["response_format"] == {"json_schema": json.dumps(SHAPE)}
 
 
 def test_the_tables_agree() -> None:

@@ -51,7 +51,8 @@ class App:
             await self._stream(receive, send)
             return
         num_bytes = int(path[1:]) if path[1:].isdecimal() else 2
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        status = 499 if path == "/ended" else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
         for _ in range(num_bytes // 65536):
             await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
         await send({"type": "http.response.body", "body": b"ok", "more_body": False})
@@ -122,6 +123,11 @@ async def served() -> AsyncIterator[Served]:
     yield served
     await served.close()
     await server.stop()
+
+
+async def test_a_request_that_was_ended_has_a_status(served: Served) -> None:
+    client = await served.connect(GET.replace(b"/a", b"/ended"))
+    assert await client.status() == 499
 
 
 REFUSED = {
