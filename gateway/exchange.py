@@ -226,8 +226,12 @@ class Reply:
             async for piece in answer.events:
                 await self._say(piece)
         finally:
-            filling.cancel()
-            await asyncio.wait([filling])
+            try:
+                await self._writing.acquire()  # what `filling` writes goes out whole; a send bounds its own time
+                self._writing.release()
+            finally:
+                filling.cancel()
+                await asyncio.wait([filling])
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: BatonError) -> None:

@@ -54,7 +54,7 @@ class Chat:
             raise Unsupported(f"{param}: the model's chat template knows no channel of reasoning", param=param)
         rules = await renderer.turn_rules()
         marked, mark = await asyncio.to_thread(self._marked, special_tokens)
-        fitted, adapted = rules.fit(marked.messages)
+        fitted, adapted = rules.fit(marked.messages, tools)
         text = await renderer.render(replace(marked, messages=fitted), max_added_chars)
         frame_of, before = (
             (AnswerFrame.within, self.messages[-1].content) if self.continues else (AnswerFrame.behind, text)

@@ -3,6 +3,7 @@
 Words that constrain nothing are left out: annotations, and bounds at the ends of doubles.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,7 +37,9 @@ _UNHELD = frozenset(
     )
 )
 """Constraints that llguidance has no grammar for."""
-_LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+_PLAIN = re.compile(r"\\[^bB]|\[\^?\]?(?:\\.?|[^\]\\])*\]?", re.DOTALL)
+"""An escape or a class of characters, in a pattern; one that is not closed reaches to the end."""
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 _IDLE: Mapping[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
@@ -44,6 +47,14 @@ _IDLE: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
 }
 """Values of constraints that constrain nothing."""
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+}
+"""Words that constrain nothing without one of these beside them."""
 MAX_BOUND = (1 << 63) - 1024
 """Largest bound of whole numbers that llguidance, which has it as a double, can tell from the end of int64."""
 _EDGES = dict.fromkeys(("maximum", "exclusiveMaximum"), MAX_BOUND) | dict.fromkeys(
@@ -55,7 +66,13 @@ MAX_DOUBLE = 1e308
 
 def has_own_format(source: str) -> bool:
     """Whether a schema, as JSON, has a format that no grammar holds."""
-    return not _FORMATS.issuperset(_FORMAT.findall(source))
+    if _FORMATS.issuperset(_FORMAT.findall(source)):
+        return False
+    try:
+        schema = json.loads(source)
+        return isinstance(schema, dict) and _mapped(schema, _known) != schema
+    except (ValueError, RecursionError):
+        return False
 
 
 def exact_schema(schema: Mapping[str, Any], param: str = "response_format") -> dict[str, Any]:
@@ -66,7 +83,8 @@ def exact_schema(schema: Mapping[str, Any], param: str = "response_format") -> d
     """
     try:
         read = _close if not any(map(_is_composed, _objects(schema))) else dict
-        return _mapped(schema, lambda one: read(_patterned(_bounded(_held(one)))))
+        refer = _referred if not any("$id" in one for one in _objects(schema)) else dict
+        return _mapped(schema, lambda one: read(_patterned(_bounded(refer(_held(one))))))
     except Misfit as misfit:
         raise InvalidRequest(param, f"{misfit.under('')}: {misfit}") from misfit
     except RecursionError as error:
@@ -101,12 +119,29 @@ def _is_composed(schema: Mapping[str, Any]) -> bool:
     return bool(_SEVERAL.intersection(schema)) or len(_AT_ONCE.intersection(schema)) > 1
 
 
+def _known(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema without a format that llguidance does not know."""
+    return {name: one for name, one in schema.items() if name != "format" or str(one) in _FORMATS}
+
+
+def _referred(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema, of a whole without names. Raises Misfit for a reference that leaves the whole."""
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref[:1] not in "#":
+        raise Misfit("points outside the schema").within("$ref")
+    return {**schema}
+
+
 def _held(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema without words that constrain nothing. Raises Misfit for one that no grammar can hold."""
-    own_format = {"format"} if str(schema.get("format", "time")) not in _FORMATS else set()
-    held = {name: one for name, one in schema.items() if name not in own_format and one not in _IDLE.get(name, ())}
+    held = {
+        name: one
+        for name, one in _known(schema).items()
+        if one not in _IDLE.get(name, ()) and not schema.keys().isdisjoint(_BESIDE.get(name, (name,)))
+    }
     for name, one in held.items():
-        if name in _UNHELD or (name == "pattern" and isinstance(one, str) and _LOOKS_AROUND.search(one)):
+        looks = name == "pattern" and isinstance(one, str) and _LOOKS_AROUND.search(_PLAIN.sub("x", one))
+        if name in _UNHELD or looks:
             raise Misfit("is a constraint that no grammar can hold").within(name)
     return held
 
@@ -115,15 +150,20 @@ def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema of numbers with bounds that a grammar can hold. Raises Misfit for others.
 
     Whole numbers are bounded 1,024 before the ends of int64. Of other numbers a bound at the ends of int64 or of
-    doubles is left out.
+    doubles is left out. One at the other end, which leaves no number, is held by no grammar.
     """
     kinds = schema.get("type")
     is_whole = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
-    given = {name: (one, _EDGES[name]) for name, one in schema.items() if name in _EDGES and type(one) in (int, float)}
-    edges = {name: edge for name, (bound, edge) in given.items() if abs(bound) > MAX_BOUND and bound * edge > 0}
-    for name in edges:
-        if not is_whole and abs(schema[name]) not in _ENDS and abs(schema[name]) < MAX_DOUBLE:
+    is_outward = {
+        name: one * _EDGES[name] > 0
+        for name, one in schema.items()
+        if name in _EDGES and type(one) in (int, float) and abs(one) > MAX_BOUND
+    }
+    for name in is_outward:
+        is_end = is_whole or abs(schema[name]) in _ENDS or abs(schema[name]) >= MAX_DOUBLE
+        if not (is_end and is_outward[name]):
             raise Misfit("is a bound beyond 2^63, which no grammar can hold").within(name)
+    edges = {name: _EDGES[name] for name in is_outward}
     return {name: edges.get(name, one) for name, one in schema.items() if is_whole or name not in edges}
 
 

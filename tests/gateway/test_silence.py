@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from gateway import exchange
-from gateway.exchange import COMMENT
+from gateway.exchange import BEGIN_AFTER_S, COMMENT, Events, Reply, Request, Streamed
 from router.requests.prompts import PromptPreparer
 from tests.gateway import local_gateway
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.harness.fake_cluster import CONFIG
 from tests.harness.fake_worker import FakeWorker
 from tests.simulator import virtual_time
-from wire.errors import InvalidRequest
+from wire.errors import InvalidRequest, Unavailable
 from wire.ids import RequestId
 
 HI = [{"role": "user", "content": "hi"}]
@@ -238,6 +238,60 @@ def test_a_client_that_goes_in_a_silence_leaves_no_task(gone_s: float) -> None:
             await asyncio.sleep(1)
             assert worker.open_calls == 0
             assert gateway_tasks() == []
+
+    virtual_time.run(run())
+
+
+class PiecesTaken:
+    """A stream that fails while its client takes, in pieces, the beginning."""
+
+    def __init__(self, piece_s: float) -> None:
+        self._piece_s = piece_s
+        self.sent: list[bytes] = []
+        self._reply = Reply(Request({"method": "POST", "raw_path": b"/", "headers": []}, self._receive), self._send)
+
+    async def answer(self) -> None:
+        try:
+            await self._reply.stream(Streamed(self._events(), self._open, lambda _: b"failed"))
+        except Unavailable as error:
+            await self._reply.fail(error)
+
+    async def _receive(self) -> MutableMapping[str, Any]:
+        raise NotImplementedError
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        for piece in message.get("body", b"").split():
+            self.sent.append(piece)
+            await asyncio.sleep(self._piece_s)
+
+    async def _open(self) -> bytes:
+        return b"a beginning of five pieces"
+
+    async def _events(self) -> Events:
+        await asyncio.sleep(BEGIN_AFTER_S + 2.5)
+        if self.sent:
+            raise Unavailable("the worker has gone")
+        yield b"an event"
+
+
+def test_a_failure_does_not_cut_the_beginning_that_a_client_takes_in_pieces() -> None:
+    async def run() -> None:
+        taken = PiecesTaken(1.0)
+        await taken.answer()
+        assert taken.sent == [*b"a beginning of five pieces".split(), b"failed"]
+
+    virtual_time.run(run())
+
+
+def test_a_stream_that_is_cancelled_again_amid_a_piece_leaves_no_task() -> None:
+    async def run() -> None:
+        taken = PiecesTaken(1e6)
+        answering = asyncio.create_task(taken.answer())
+        for wait_s in (BEGIN_AFTER_S + 1, 10):
+            await asyncio.sleep(wait_s)
+            answering.cancel()
+        await asyncio.wait([answering])
+        assert (answering.cancelled(), taken.sent, gateway_tasks()) == (True, [b"a"], [])
 
     virtual_time.run(run())
 

@@ -134,6 +134,25 @@ def test_words_that_constrain_nothing_are_left_out() -> None:
     assert taken({"type": "integer", **described}, [1, "a"]) == [1]
 
 
+@pytest.mark.parametrize(
+    "alone",
+    [{"minContains": 1}, {"maxContains": 1}, {"then": {"not": {}}}, {"else": False}, {"if": {"not": {}}}],
+    ids=str,
+)
+def test_a_word_without_the_one_that_it_belongs_to_is_left_out(alone: dict[str, object]) -> None:
+    assert taken({"items": {"type": "integer", **alone}, "type": "array"}, [[1], ["a"]]) == [[1]]
+
+
+def test_a_value_with_a_name_of_a_schema_is_no_schema() -> None:
+    value = {"format": "phone", "$ref": "https://example.com", "pattern": r"\b"}
+    for schema in ({"const": value}, {"enum": [value]}, {"items": {"default": value}}, {"examples": [value]}):
+        assert not has_own_format(json.dumps(schema)), schema
+        assert value in taken(schema, [value]) or "items" in schema, schema
+    for own in ({"properties": {"enum": {"format": "phone"}}}, {"default": {}, "items": {"format": "phone"}}):
+        assert has_own_format(json.dumps(own)), own
+    assert not has_own_format('["format": "phone"')
+
+
 def test_bounds_at_the_ends_of_numbers_are_no_constraint() -> None:
     low, high, safe = -(1 << 63), (1 << 63) - 1, (1 << 53) - 1
     numbers = [low, -safe, -1, 0, 1, safe, high]
@@ -161,6 +180,13 @@ UNHELD: list[tuple[dict[str, object], str]] = [
     ({"items": {"pattern": r"^(?!\.)a"}}, "items.pattern"),
     ({"items": {"pattern": r"a(?<=b)"}}, "items.pattern"),
     ({"type": "number", "maximum": 1e30}, "maximum"),
+    ({"items": {"pattern": r"a\b"}}, "items.pattern"),
+    ({"items": {"pattern": r"\\\Ba"}}, "items.pattern"),
+    ({"items": {"pattern": r"[]\](](?=a)"}}, "items.pattern"),
+    ({"items": {"type": "integer", "minimum": 1 << 64}}, "items.minimum"),
+    ({"items": {"type": "integer", "maximum": -(1 << 63)}}, "items.maximum"),
+    ({"items": {"type": "number", "exclusiveMinimum": 1 << 63}}, "items.exclusiveMinimum"),
+    ({"items": {"minimum": 1e308}}, "items.minimum"),
     ({"$defs": {"a": {"if": {}, "then": {}}}}, "$defs.a.if"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
 ]
@@ -175,8 +201,19 @@ def test_a_constraint_that_no_grammar_holds_is_refused_by_its_path(schema: dict[
     assert refused.value.message.endswith("no grammar can hold")
 
 
-def test_a_parenthesis_that_is_escaped_looks_nowhere() -> None:
+def test_a_parenthesis_that_is_escaped_or_in_a_class_looks_nowhere() -> None:
     assert taken({"type": "string", "pattern": r"^\(?!$"}, ["(!", "!", "a"]) == ["(!", "!"]
+    assert taken({"type": "string", "pattern": "^[(?=]$"}, ["(", "?", "a"]) == ["(", "?"]
+    assert taken({"type": "string", "pattern": r"^[^\](?=]$"}, ["a", "(", "]"]) == ["a"]
+    assert taken({"type": "string", "pattern": r"^(\??=)\\b$"}, ["=\\b", "?=\\b", "b"]) == ["=\\b", "?=\\b"]
+
+
+@pytest.mark.parametrize("ref", ["https://example.com/point.json", "point.json#/x"])
+def test_a_reference_out_of_the_schema_is_refused_by_its_path(ref: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^response_format: items\.\$ref: points outside the schema$"):
+        taken({"items": {"$ref": ref}}, [])
+    named = {"$id": "https://example.com/", "$defs": {"x": {"$id": "point.json", "x": {"type": "null"}}}}
+    assert taken({**named, "properties": {"a": {"$ref": "point.json#/x"}}}, [{"a": None}, {"a": 1}]) == [{"a": None}]
 
 
 async def test_the_path_of_a_constraint_comes_back_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.templates import BY_PARITY, FIRST_ALONE, LENIENT, NO_SYSTEM, SILENT, STRICT
+from text.answer.frame import ToolUse
 from text.chat import Chat, Rendered
 from text.child_processes import ChildProcesses
 from text.template import template_processes
@@ -114,6 +115,18 @@ async def test_results_of_tools_that_would_be_lost_are_refused(renderers: Render
     turns = [*turns_of("u"), ChatTurn("assistant", "", (CALL,)), ChatTurn("tool", "5", more={"tool_call_id": "1"})]
     with pytest.raises(InvalidRequest, match="of the role tool"):
         await render(renderers[STRICT.replace("message.role == 'tool'", "message.role == 'ipython'")], turns)
+
+
+IF_TOOLS = STRICT.replace("message.role == 'tool'", "message.role == 'tool' and tools")
+
+
+async def test_results_that_a_template_writes_beside_tools_alone_are_taken_with_them(renderers: Renderers) -> None:
+    turns = (*turns_of("u"), ChatTurn("assistant", "", (CALL,)), ChatTurn("tool", "5", more={"tool_call_id": "1"}))
+    tools = ToolUse(({"type": "function", "function": {"name": "f"}},))
+    rendered = await Chat(turns, tools).render(renderers[IF_TOOLS], (), 1000)
+    assert rendered.text.endswith("</tool_call>[result]5[assistant]")
+    with pytest.raises(InvalidRequest, match="of the role tool without tools"):
+        await render(renderers[IF_TOOLS], turns)
 
 
 async def test_turns_of_other_speakers_are_not_joined(renderers: Renderers) -> None:

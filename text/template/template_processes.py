@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from text.answer.formats import AUTO, AnswerFormats
+from text.answer.frame import ToolUse
 from text.chat import Chat
 from text.child_processes import Child, ChildProcesses, Task
 from text.model_file import read_text
@@ -74,7 +75,9 @@ class TemplateProcesses:
         """Tries the template before its first chat, with MAX_WAIT_S for each trial."""
         async with self._trying:
             if self._rules is None:
-                self._rules = await tried(lambda turns: self.render(Chat(tuple(turns)), MAX_TRIED_CHARS))
+                self._rules = await tried(
+                    lambda turns, tools: self.render(Chat(tuple(turns), ToolUse(tools)), MAX_TRIED_CHARS)
+                )
         return self._rules
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from wire.errors import InvalidRequest
 
+Tools = tuple[Mapping[str, Any], ...]
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTING = ("system", "developer")
 MARKER = "kestrel 4711"
@@ -41,22 +43,29 @@ def _marked(*roles: str) -> tuple[ChatTurn, ...]:
 
 
 _CALLED = {"id": "calla0001", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Rome"}}}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks up a city.", "parameters": _CITY}}
+_RESULT = (
+    *_marked("user"),
+    ChatTurn("assistant", "", (_CALLED,)),
+    ChatTurn("tool", MARKER, more={"tool_call_id": "calla0001"}),
+)
 TRIALS: Mapping[str, tuple[ChatTurn, ...]] = {
     "user": _marked("user"),
     "assistant": _marked("user", "assistant", "user"),
     "system": _marked("system", "user"),
     "developer": _marked("developer", "user"),
-    "tool": (
-        *_marked("user"),
-        ChatTurn("assistant", "", (_CALLED,)),
-        ChatTurn("tool", MARKER, more={"tool_call_id": "calla0001"}),
-    ),
+    "tool": _RESULT,
+    "tool without tools": _RESULT,
     "first": _marked("system", "developer", "user"),
     "late": _marked("user", "system", "assistant", "developer", "user"),
     "users": _marked("user", "user"),
     "assistants": _marked("user", "assistant", "assistant", "user"),
 }
-"""Conversations that a template is tried with: of each role, of instructions first and late, of turns in a row."""
+"""Conversations that a template is tried with: of each role, of instructions first and late, of turns in a row.
+
+The one named "tool" has a tool beside it.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class TurnRules:
 
     untaken: Mapping[str, bool] = field(default_factory=dict)
 
-    def fit(self, turns: Sequence[ChatTurn]) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:
+    def fit(self, turns: Sequence[ChatTurn], tools: Tools) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:
         """Returns the turns as the template takes them, and words for the changes.
 
         A system or developer turn behind others becomes a user's in its place, if the template does not take it there.
@@ -79,8 +88,9 @@ class TurnRules:
         for turn in turns:
             is_first = is_first and turn.role in _INSTRUCTING
             fitted = replace(turn, role=self._role(turn.role, is_first))
-            if self.untaken.get(fitted.role):
-                problem = f"the model's chat template leaves out the text of messages of the role {turn.role}"
+            beside = "" if tools or turn.role != "tool" else " without tools"
+            if self.untaken.get(fitted.role + beside):
+                problem = f"the model's chat template leaves out the text of messages of the role {turn.role}{beside}"
                 raise InvalidRequest("messages", problem)
             changes += [f"{turn.role}-as-{fitted.role}"] if fitted.role != turn.role else []
             if made and self._is_joined(made[-1], fitted, is_first):
@@ -104,7 +114,7 @@ class TurnRules:
 TAKES_ALL = TurnRules()
 
 
-async def tried(render: Callable[[Sequence[ChatTurn]], Awaitable[str]]) -> TurnRules:
+async def tried(render: Callable[[Sequence[ChatTurn], Tools], Awaitable[str]]) -> TurnRules:
     """Tries a template. render: raises InvalidRequest for turns that the template refuses.
 
     A template that refuses a lone turn of a user has no rules: each chat is refused with the template's own words.
@@ -112,7 +122,8 @@ async def tried(render: Callable[[Sequence[ChatTurn]], Awaitable[str]]) -> TurnR
     untaken: dict[str, bool] = {}
     for trial, turns in TRIALS.items():
         try:
-            prompt = await render(TurnRules(untaken).fit(turns)[0])
+            tools = (_TOOL,) if trial == "tool" else ()
+            prompt = await render(TurnRules(untaken).fit(turns, tools)[0], tools)
             if prompt.count(MARKER) < sum(turn.content == MARKER for turn in turns):
                 untaken[trial] = True
         except InvalidRequest:
