@@ -20,6 +20,7 @@ from wire.errors import (
     Unavailable,
 )
 from wire.pb import inference_pb2 as pb
+from wire.rpc import PROMPT_TOKENS_METADATA
 
 EARLY = 5
 """A client of a smaller amount goes by the clock, and so before its first token."""
@@ -105,6 +106,11 @@ class SimClient:
 
     def time_remaining(self) -> float:
         return self.ask.time_left_s
+
+    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        """Takes the count of the prompt."""
+        if self._has_ended or int(dict(metadata)[PROMPT_TOKENS_METADATA]) < 1:
+            self._violated("I6", f"metadata after the end, or of no prompt: {metadata}")
 
     async def write(self, response: pb.GenerateResponse) -> None:
         """Takes a message; returns when it is read."""
