@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf import MAGIC
 from engine.checkpoint.gguf.blocks import TYPES, StoredTensor, unpack
 from engine.checkpoint.gguf.table import quantized
 from engine.model.decoder import Decoder
@@ -28,6 +29,9 @@ MIXED = "Q4_K with Q6_K and F16"
 CPU = torch.device("cpu")
 PROMPTS = torch.randint(VOCAB_SIZE, (5, 40), generator=torch.Generator().manual_seed(2)).tolist()
 
+FIRST = MAGIC.ljust(32)
+"""Bytes before the tensors: a file is known by its content."""
+
 
 def kind_of(tensor: str, file: str) -> str:
     """Chooses types as llama.cpp's mixtures do."""
@@ -43,7 +47,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]
     make_checkpoint("llama-gqa", plain, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
     shutil.copytree(plain, converted)
     (converted / "model.safetensors").unlink()
-    tensors, stored, data = load_file(plain / "model.safetensors"), {}, bytearray()
+    tensors, stored, data = load_file(plain / "model.safetensors"), {}, bytearray(FIRST)
     for seed, (name, tensor) in enumerate(tensors.items()):
         kind = TYPES[kind_of(name, request.param) if tensor.dim() == 2 else "F32"]
         rows = tensor.reshape(-1, tensor.shape[-1])
@@ -108,7 +112,7 @@ def test_a_scale_that_is_nan_is_refused(tmp_path: Path, dtype: torch.dtype) -> N
     name = "model.layers.0.self_attn.q_proj.weight"
     raw = drawn_blocks("Q8_0", 64, 64, 0)
     raw[3, :2] = np.array([np.nan], np.float16).view(np.uint8)
-    (tmp_path / "model.gguf").write_bytes(raw.tobytes())
-    write_table(tmp_path, tmp_path / "model.gguf", {name: StoredTensor(TYPES["Q8_0"], (64, 64), 0)})
+    (tmp_path / "model.gguf").write_bytes(FIRST + raw.tobytes())
+    write_table(tmp_path, tmp_path / "model.gguf", {name: StoredTensor(TYPES["Q8_0"], (64, 64), len(FIRST))})
     with pytest.raises(ModelError, match="has NaN or infinity as"):
         Checkpoint(tmp_path).read_codes(name, (64, 64), dtype, CPU)
