@@ -65,7 +65,7 @@ async def test_no_path_reads_or_ends_a_request_by_its_id(gateway: LocalGateway, 
     assert (await asking).status == 200
 
 
-@pytest.mark.parametrize("salt", ["", "a" * 4096, "\x00", "a/b:c", "\N{SNOWMAN}"])
+@pytest.mark.parametrize("salt", ["a" * 4096, "\x00", "a/b:c", "\N{SNOWMAN}"])
 async def test_salts_of_clients_are_refused(gateway: LocalGateway, salt: str) -> None:
     answer = await gateway.post(COMPLETIONS, {**BODY, "cache_salt": salt})
     assert (answer.status, answer.error["param"]) == (400, "cache_salt")

@@ -280,7 +280,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an input": (RESPONSES, {"input": "a" * 5000}, "input"),
     "a text format": (
         RESPONSES,
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"if": 1}}}},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"if": {}, "then": {}}}}},
         "text.format",
     ),
     "parameters": (
@@ -292,7 +292,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a prompt of messages": (MESSAGES, {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
     "an output format": (
         MESSAGES,
-        {"output_config": {"format": {"type": "json_schema", "schema": {"if": 1}}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"if": {}, "then": {}}}}},
         "output_config.format",
     ),
     "an input schema": (
