@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Leased:
-    """The entries of blocks under a lease. has_held: whether it was there at its release, and what was read counts."""
+    """Entries of blocks under a lease. has_held: the lease had not run out at its release; else no read counts."""
 
     entries: Sequence[Entry | None]
     has_held: bool = False
