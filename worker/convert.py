@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
-from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
+from kv_store.node.messages import KeepHint
 from kv_store.tiers.contents import Selection, Tally
 from wire.block_names import PublicPart, digest_of, session_of
 from wire.convert import (

@@ -8,8 +8,8 @@ from typing import TypeVar
 import pytest
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold, Reservation
 from kv_store.node.directory_state import DirectoryState
+from kv_store.node.messages import Block, Hold, Reservation
 from kv_store.node.records import Records
 from kv_store.node.tombstones import Loss, Tombstones
 from kv_store.tiers.memory_tier import MemoryTier
