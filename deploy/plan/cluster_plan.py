@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.plan.authority import Authority
-from deploy.plan.config import ClusterConfig, RouterSettings, is_within
+from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.machine import SHARED_MEMORY, Machine, RayNode, Resources, num_fitting
 from deploy.plan.model import DraftFacts, ModelFacts
+from deploy.plan.rules import is_within
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of

@@ -15,8 +15,9 @@ from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
-from deploy.plan.config import TEXTS, ClusterConfig
+from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import RayNode
+from deploy.plan.rules import TEXTS
 from deploy.processes.process import ProcessRef, spawn_leader
 from engine.checkpoint.pulled import NamedModel
 from kv_store.frame import mac_key_of
