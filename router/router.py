@@ -67,8 +67,8 @@ class Router:
             PrefixMap(config.max_prefix_keys),
             self.index,
             layout.block_size,
-            config.streams.max_worker_wait_s,
-            config.streams.disaggregation,
+            config.settings.max_worker_wait_s,
+            config.settings.disaggregation,
         )
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
@@ -87,14 +87,14 @@ class Router:
             self._namespaces,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
-        admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
-        self.dispatcher = Dispatcher(services, root_of, admission, config.streams, self._limits)
+        admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
+        self.dispatcher = Dispatcher(services, root_of, admission, config.settings, self._limits)
         self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
         self.metrics_page = self.metrics.registry
-        if config.listeners.metrics_compat == "vllm":
+        if config.settings.metrics_compat == "vllm":
             self.metrics_page = CollectorRegistry()
             self.metrics_page.register(VllmNames(self.metrics.registry, model.name))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.rules import MIB, TEXT, Rule, is_within, require_all
-from router.config import LOOPBACK, AdmissionBounds, StreamBounds, TraceSettings
+from router.config import RouterSettings, TraceSettings
 from text.answer.formats import AUTO, OFF
-from wire.errors import ConfigError
+from wire.errors import ConfigError, require_setting
 from wire.kv_policy import Sinks, parse_kv_policy
 from wire.pools import PoolSizes, Role
 from wire.trust.certificates import TlsFiles
@@ -136,25 +136,6 @@ class FilesSettings:
 
 
 @dataclass(frozen=True)
-class PortSettings:
-    """The router's ports for clients and Prometheus: port 0 is any free one, `off` serves no metrics."""
-
-    host: str = LOOPBACK
-    grpc_port: int = 50051
-    metrics_port: int | str = 0
-    metrics_compat: str = OFF
-    max_connections: int = 2048
-    reflection: bool = True
-
-
-@dataclass(frozen=True)
-class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of three parts of the router, which share a table of the file. public_prefixes: of RouterConfig."""
-
-    public_prefixes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class HttpSettings:
     """The port of the gateways, at `router.host`: 0 is any free one, `off` starts no gateway.
 
@@ -223,16 +204,16 @@ class ClusterConfig:
         require_all(self)
         policies = [parse_kv_policy(text, self.model.kv_dtype) for text in self.model.kv_policies]
         have_sinks = len(policies) > 1 and any(isinstance(policy, Sinks) for policy in policies)
-        _require(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none")
+        require_setting(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none")
         is_streaming = isinstance(policies[0], Sinks)
-        _require(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks")
+        require_setting(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks")
         grpc, metrics, http = self.router.grpc_port, self.router.metrics_port, self.http.port
         words = "another port than router.grpc_port"
-        _require(metrics in (0, OFF) or metrics != grpc, "router.metrics_port", f"{words}, not {metrics}")
+        require_setting(metrics in (0, OFF) or metrics != grpc, "router.metrics_port", f"{words}, not {metrics}")
         words = "another port than those of the router"
-        _require(http in (None, 0, OFF) or http not in (metrics, grpc), "http.port", f"{words}, not {http}")
+        require_setting(http in (None, 0, OFF) or http not in (metrics, grpc), "http.port", f"{words}, not {http}")
         are_whole = self.tls == TlsSettings() or self.tls.files is not None
-        _require(are_whole, "tls", "given with both certificate and key")
+        require_setting(are_whole, "tls", "given with both certificate and key")
         self._require_closed()
 
     @property
@@ -274,12 +255,12 @@ def _read(file: Path) -> dict[str, Any]:
     Rule(TEXT.fullmatch, "a path without control characters").require("--config", str(file))
     try:
         # Asked first: to open a pipe would wait for its writer.
-        _require(stat.S_ISREG(file.stat().st_mode), str(file), "a regular file")
+        require_setting(stat.S_ISREG(file.stat().st_mode), str(file), "a regular file")
         with file.open("rb") as content:
             data = content.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    _require(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes")
+    require_setting(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes")
     try:
         return tomllib.loads(data.decode())
     except tomllib.TOMLDecodeError as error:
@@ -303,8 +284,3 @@ def _count_bytes(value: Any, name: str) -> Any:
     if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
         return {key: _count_bytes(each, f"{name}.{key}") for key, each in value.items()}
     return parse_bytes(value, name) if name.endswith("_bytes") and isinstance(value, str) else value
-
-
-def _require(holds: object, name: str, what: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} must be {what}")

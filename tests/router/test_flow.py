@@ -546,7 +546,7 @@ async def two_on_one_line(stage: Stage, **sampling: Any) -> tuple[OpenRequest, C
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_request_whose_outbox_is_full_ends_alone(ends: bool) -> None:
     """Also where the update that finds no room is the last one."""
-    config = replace(CONFIG, streams=replace(CONFIG.streams, max_buffered_tokens=2))
+    config = replace(CONFIG, settings=replace(CONFIG.settings, max_buffered_tokens=2))
     async with stage_of("d0", config=config) as stage:
         unread, other = await two_on_one_line(stage, n=3)
         first = request_of(AttemptId(stage["d0"].begins[0].id))
@@ -761,7 +761,7 @@ async def anext_error(opened: OpenRequest) -> BaseException | None:
 async def test_a_stop_keeps_its_reason_where_a_timeout_runs_out_with_it(is_stopped_first: bool) -> None:
     """The wait for a decode worker runs out in the same turn of the loop: both cancel one task, in either order."""
     wait_s = 0.05
-    config = replace(CONFIG, streams=replace(CONFIG.streams, max_worker_wait_s=wait_s))
+    config = replace(CONFIG, settings=replace(CONFIG.settings, max_worker_wait_s=wait_s))
     async with stage_of("p0", config=config) as stage:
         client = stage.open()
         await stage.begun("p0")

@@ -128,7 +128,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert from_json(ClusterPlan, to_json(plan), "plan") == plan
         assert plan.machine is not None
         node = plan.node_config(NodeBaseline(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
-        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.layout.block_bytes}"
+        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.model.layout.block_bytes}"
     finally:
         _end(state)
 
