@@ -17,11 +17,11 @@ from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
+from router.requests.checks import ServingLimits
 from router.requests.dispatch import Dispatcher
-from router.requests.prompts import PromptPreparer
+from router.requests.prompt import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
-from router.requests.validator import ServingLimits
 from router.tier_contents import StoreAdministration
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
@@ -130,18 +130,7 @@ class Router:
 
     def _limits(self) -> ServingLimits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, layout = self.config.model, self.config.model.layout
-        num_blocks = self.members.num_pool_blocks
+        model, num_blocks = self.config.model, self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = Window(layout).num_needed(model.max_context_len)
-        return ServingLimits(
-            model.name,
-            model.vocab_size,
-            model.max_context_len,
-            num_blocks,
-            layout,
-            model.aliases,
-            model.kv_policies,
-            model.sampling,
-            model.max_chat_tokens,
-        )
+            num_blocks = Window(model.layout).num_needed(model.max_context_len)
+        return ServingLimits(model, num_blocks)

@@ -12,7 +12,7 @@ import pytest
 
 from gateway import exchange
 from gateway.exchange import BEGIN_AFTER_S, COMMENT, Events, Reply, Request, Streamed
-from router.requests.prompts import PromptPreparer
+from router.requests.prompt import PromptPreparer
 from tests.gateway import local_gateway
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.harness.fake_cluster import CONFIG

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.requests import attempt, validator
+from router.requests import attempt
 from router.requests.answer import ChoiceStreams
 from router.requests.dispatch import OpenRequest
-from router.requests.prompts import MAX_TINY_LEN
+from router.requests.prompt import MAX_TINY_LEN, PreparedPrompt, PromptPreparer
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
-from router.requests.validator import PreparedPrompt
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running
 from tests.harness.scripted_worker import ScriptedWorker, chunk, so_far, tokens
@@ -596,14 +595,14 @@ async def not_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @asynccontextmanager
 async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    has_begun, may_end, prepare = threading.Event(), threading.Event(), validator.prepare
+    has_begun, may_end, prepare = threading.Event(), threading.Event(), PromptPreparer._prepare
 
     def wait(*arguments: Any) -> PreparedPrompt:
         has_begun.set()
         assert may_end.wait(10)
         return prepare(*arguments)
 
-    monkeypatch.setattr("router.requests.prompts.prepare", wait)
+    monkeypatch.setattr(PromptPreparer, "_prepare", wait)
     client = stage.open(text="x" * (MAX_TINY_LEN + 1))
     await until(has_begun.is_set)
     yield client

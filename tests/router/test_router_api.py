@@ -21,7 +21,7 @@ from baton.request import Options
 from router.config import RouterConfig
 from router.ports.interceptors import MAX_ARRIVING, reserved_names
 from router.ports.server import RouterServer
-from router.requests.validator import ValidRequest, validate
+from router.requests.checks import ValidRequest, validate
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import CONFIG, PROMPT, FakeCluster, expected, request
 from text.byte_tokenizer import ByteTokenizer
@@ -326,7 +326,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.requests.prompts.prepare", prepare)
+        broken.setattr("router.requests.prompt.PromptPreparer._prepare", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")
