@@ -49,7 +49,7 @@ class Outbox:
         else:
             self._tokens.release(_weight(waiting))
             _join(waiting.chunk, event.chunk)
-            self._tokens.num_used += _weight(waiting)
+            self._tokens.exceed(_weight(waiting))
 
     def complete(self, last: pb.GenerateResponse) -> None:
         """Adds the last message, for which there is always room."""
@@ -63,7 +63,7 @@ class Outbox:
 
     def _append(self, event: pb.GenerateResponse) -> None:
         self._events.append(event)
-        self._tokens.num_used += _weight(event)  # of one event, or of the last, beyond the limit too
+        self._tokens.exceed(_weight(event))  # of one event, or of the last
         if event.HasField("chunk"):
             self._chunks[event.chunk.index] = event
         self._wake()
