@@ -38,17 +38,17 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
     require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
-        AttemptId(message.id),
-        NamespaceRoot(message.namespace_root),
-        tuple(message.prompt.ids),
-        sampling_from_pb(message.sampling_params),
-        choices,
-        tuple(addresses),
-        message.computes_all,
-        message.num_scored,
-        _public_part(message),
-        _dropping(message.kv_policy),
-        _hint(message),
+        attempt_id=AttemptId(message.id),
+        root=NamespaceRoot(message.namespace_root),
+        prompt_ids=tuple(message.prompt.ids),
+        sampling=sampling_from_pb(message.sampling_params),
+        choices=choices,
+        peers=tuple(addresses),
+        computes_all=message.computes_all,
+        num_scored=message.num_scored,
+        public=_public_part(message),
+        dropping=_dropping(message.kv_policy),
+        hint=_hint(message),
     )
     _require_in_range(request, vocab_size)
     return request
