@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "baton",
     "benchmarks",
     "cli",
     "decode_worker",
@@ -23,7 +22,6 @@ PACKAGES = (
     "examples",
     "gateway",
     "httpd",
-    "kernels",
     "kv_store",
     "prefill_worker",
     "router",
@@ -33,7 +31,6 @@ PACKAGES = (
 )
 MAX_CLAUSE_WORDS = 25
 UNREAD = (
-    "baton",
     "benchmarks",
     "cli",
     "demo_model",
@@ -42,7 +39,6 @@ UNREAD = (
     "engine/kv",
     "gateway",
     "httpd",
-    "kernels",
     "kv_store",
     "router",
     "text",
