@@ -21,11 +21,9 @@ PACKAGES = (
     "engine/kv",
     "examples",
     "gateway",
-    "httpd",
     "kv_store",
     "prefill_worker",
     "router",
-    "text",
     "wire",
     "worker",
 )
@@ -38,10 +36,8 @@ UNREAD = (
     "engine/core.py",
     "engine/kv",
     "gateway",
-    "httpd",
     "kv_store",
     "router",
-    "text",
     "wire",
     "worker",
 )
