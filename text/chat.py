@@ -63,7 +63,7 @@ class Chat:
         return Rendered(text, mark, frame, adapted)
 
     def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
-        """Returns the chat with marks in it, and the mark. Time grows with the chat's length times the special tokens."""
+        """Returns the chat with marks in it, and the mark. Time: the chat's length times the special tokens."""
         given = [*(one.variables for one in self.messages), *self.tool_use.tools, self.variables]
         mark = _mark_for(json.dumps(given, ensure_ascii=False))
 
