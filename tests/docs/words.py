@@ -12,17 +12,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
+    "baton",
     "benchmarks",
     "cli",
     "decode_worker",
     "demo_model",
     "deploy",
-    "engine/core.py",
-    "engine/kv",
+    "engine",
     "examples",
+    "gateway",
+    "httpd",
+    "kernels",
     "kv_store",
     "prefill_worker",
     "router",
+    "text",
     "wire",
     "worker",
 )
