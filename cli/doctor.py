@@ -116,7 +116,10 @@ class Live:
         return "" if wants_certificate else self.state.addresses.http
 
     def fetch(self, path: str) -> tuple[bytes, str]:
-        """Returns a page of the gateway, and its Date. With TLS, trusts only the cluster's certificate. Raises OSError."""
+        """Returns a page of the gateway, and its Date. With TLS, trusts only the cluster's certificate.
+
+        Raises OSError.
+        """
         tls = self.state.tls
         secured = [] if tls is None else [urllib.request.HTTPSHandler(context=_trusting(tls.certificate))]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secured)
