@@ -19,8 +19,8 @@ from router.observe.timeline import TimelineRecorder
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
 from router.requests.outbox import ReplyWriter
+from router.requests.prompt import PreparedPrompt
 from router.requests.replay import MAX_ATTEMPTS, AttemptHistory, NextStep, next_step
-from router.requests.validator import PreparedPrompt
 from text.chat import Chat
 from wire.errors import AttemptsExhausted, BatonError, NonFiniteLogits
 from wire.pb import inference_pb2 as pb
