@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Tally:
-    """Sums of a selection's blocks by tier and namespace, with their places among its keys; problems of tiers."""
+    """A selection's blocks, summed by tier and namespace; and problems of tiers."""
 
     def __init__(self, selection: Selection) -> None:
         self.holdings = worker_pb2.Holdings()

@@ -1,4 +1,4 @@
-"""`baton scale`: gives the pools of a live cluster another size."""
+"""`baton scale`: resizes the pools of a live cluster."""
 
 import argparse
 
