@@ -8,6 +8,8 @@ MAX_SESSION_LEN = 128
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{{0,9}}")
 DEFAULT_TENANT = "default"
+PUBLIC = "*"
+"""The tenant in the root of public block names; no real tenant may have this name."""
 
 RequestId = NewType("RequestId", str)
 """A client's id of a request, of the form REQUEST_ID: unique among the open requests of one tenant."""
