@@ -22,11 +22,11 @@ from worker.job import Behaviour, Job, News, end_choice
 
 @dataclass(frozen=True)
 class DecodeBatcher:
-    """Decode first, then chunks of prompt tokens without KV, small enough not to hold up decoding sequences.
+    """A batcher that decodes first, then runs prompt tokens without KV, in chunks that do not delay decoding much.
 
-    max_step_tokens: tokens of one step over all sequences; at least max_running + max_chunk_tokens.
-    max_running: sequences with pages at a time.
-    max_chunk_tokens: tokens of chunks in a step with decoding sequences; bounds the inter-token latency.
+    max_step_tokens: the most tokens of one step, at least max_running + max_chunk_tokens. max_running: the most
+    sequences with pages. max_chunk_tokens: the most tokens of chunks in a step that also decodes; bounds the
+    inter-token latency.
     """
 
     max_step_tokens: int = 2048
@@ -46,13 +46,13 @@ class DecodeBatcher:
 
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
-    """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
+    """Counts the pages left once each running sequence has pages for its next token, and one page more."""
     num_claimed = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
     return pages.num_allocatable - num_claimed
 
 
 class DecodeJob(Job):
-    """A Job with an update for each token, and one at the last choice's fetch, which releases the hold.
+    """A Job that sends an update for each token, and one after the last choice's fetch, which releases the hold.
 
     If the attempt ends before that, the router releases the hold.
     """

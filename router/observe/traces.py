@@ -20,9 +20,9 @@ from random import randbytes, random
 from router.observe.journal import CANCELLED, OK, RequestJournal
 from router.observe.trace_exporter import TraceExporter
 from text.chat import Chat
+from wire.ids import TraceContext
 from wire.pb import otlp_pb2 as otlp
 from wire.sampling import SamplingParams
-from wire.trace_context import TraceContext
 
 TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
 NS_PER_MS = 1_000_000

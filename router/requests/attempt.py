@@ -17,10 +17,10 @@ from router.observe.traces import RequestTrace, Traces
 from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
+from router.requests.checks import ServingLimits, ValidRequest
 from router.requests.outbox import ReplyWriter
-from router.requests.prompts import PromptPreparer
+from router.requests.prompt import PreparedPrompt, PromptPreparer
 from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
-from router.requests.validator import PreparedPrompt, ServingLimits, ValidRequest
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
+from router.requests.checks import ValidRequest
 from router.requests.outbox import ReplyWriter
+from router.requests.prompt import PreparedPrompt
 from router.requests.replay import MAX_ATTEMPTS, AttemptHistory, NextStep, next_step
-from router.requests.validator import PreparedPrompt, ValidRequest
 from text.chat import Chat
 from wire.errors import AttemptsExhausted, BatonError, NonFiniteLogits
 from wire.journal import Kind

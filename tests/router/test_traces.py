@@ -25,11 +25,11 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from tests.router.test_router_api import serving
 from wire.errors import BatonError
+from wire.ids import TRACEPARENT
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import otlp_pb2 as otlp
 from wire.sampling import SamplingParams
-from wire.trace_context import TRACEPARENT
 from wire.trust.key_ring import NO_KEYS
 
 MODEL = HashModel(KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32"), 300)
