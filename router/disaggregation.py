@@ -13,13 +13,13 @@ from statistics import median
 from typing import Protocol
 
 from router.config import Disaggregation
-from router.observe.timeline import TimedCall
 from wire.ids import WorkerId
 from wire.journal import Kind
-from wire.pools import Role
+from wire.pb import inference_pb2 as pb
 
 HAND_OFF_PRIOR_S = 0.01
-PUBLISH, FETCH = Kind.PUBLISH.at(Role.PREFILL.value), Kind.FETCH.at(Role.DECODE.value)
+LEFT_BEHIND = (*Kind.PUBLISH.names, *Kind.NETWORK.names)
+"""Spans of a hand-off within the call of its prefill."""
 
 
 class Load(Protocol):
@@ -103,13 +103,12 @@ def _awake(pool: Sequence[Load]) -> Sequence[Load]:
     return [one for one in pool if not one.is_silent] or pool
 
 
-def hand_off_s(prefill: TimedCall, decode: TimedCall) -> float | None:
+def hand_off_s(prefill: Sequence[pb.Span], decode: Sequence[pb.Span]) -> float | None:
     """Measures what a hand-off took beside waits: to publish, to reach the router, to fetch.
 
-    None for a call whose worker told no spans.
+    prefill, decode: the spans of both calls. None for a call whose worker told no spans.
     """
-    if prefill.ended_ms is None or not (prefill.spans and decode.spans):
+    if any(span.name in Kind.CALL.names for span in (*prefill, *decode)):
         return None
-    elsewhere_ms = sum(span.duration_ms for span in prefill.spans if span.name != PUBLISH)
-    fetch_ms = sum(span.duration_ms for span in decode.spans if span.name == FETCH)
-    return max(prefill.ended_ms - prefill.sent_ms - elsewhere_ms, 0.0) / 1000 + fetch_ms / 1000
+    behind_ms = sum(span.duration_ms for span in prefill if span.name in LEFT_BEHIND)
+    return (behind_ms + sum(span.duration_ms for span in decode if span.name in Kind.FETCH.names)) / 1000

@@ -1,26 +1,30 @@
 """The search for a missed block under other namespaces of its tenant: models and layouts served with this secret.
 
-    request     first missing block ── its key under each namespace, on a thread ──▶ the request's record
+    request     first missing block ── its key under each namespace, on a thread ──▶ kept beside its journal
     operator    these keys ── a worker of each node ──▶ tiers that have one ──▶ Cause.OTHER_NAMESPACE
 
 No root of another tenant is made, so no key of another tenant's block is asked for.
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from router.config import RouterConfig
-from router.requests.tokenizing import PUBLIC
+from router.observe.journal import RequestJournal
 from wire.block_names import PublicPart, digest_of, key_of_last
-from wire.ids import BlockKey
+from wire.ids import PUBLIC, BlockKey, tenant_of
 from wire.layout import KVLayout
+from wire.limit import Limit
 from wire.pb import worker_pb2
 from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss
 
 MAX_WAITING = 64
 """Prompts that wait for the thread; of further ones no other name is made."""
+NAMING_TIMEOUT_S = 5.0
 _UNKNOWN = (Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.DIFFERS)
 _SETTINGS = {
     "dtype": "model.dtype",
@@ -42,30 +46,40 @@ class OtherName:
 
 
 class OtherNamespaces:
-    """A thread that makes other names. Its methods never wait."""
+    """A thread that makes other names, which are kept as long as the journals of their requests. Nothing waits for it.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, "other-namespaces")
-        self._begun: list[Future[list[OtherName]]] = []
+        self._waiting = Limit(MAX_WAITING, "prompts wait for their other names")
+        self._names: WeakKeyDictionary[RequestJournal, asyncio.Future[list[OtherName]]] = WeakKeyDictionary()
 
-    def begin(
-        self, tenant: str, tokens: Sequence[int], public: PublicPart | None, misses: Sequence[worker_pb2.MissRun]
-    ) -> Future[list[OtherName]] | None:
-        """Begins to name the first missing block; None where its cause is known, or MAX_WAITING prompts wait."""
-        self._begun = [one for one in self._begun if not one.done()]
-        is_full = len(self._begun) >= MAX_WAITING
-        if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or is_full:
-            return None
+    def begin(self, journal: RequestJournal, tokens: Sequence[int], public: PublicPart | None) -> None:
+        """Begins to name a request's first missing block, unless its cause is known, or MAX_WAITING prompts wait."""
+        misses = journal.misses
+        if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or not self._waiting.num_free:
+            return
         num_public = public.num_blocks * self._config.model.layout.block_size if public else 0
-        begun = self._thread.submit(self._names, tenant, tokens, num_public, misses[0].first_token)
-        self._begun.append(begun)
-        return begun
+        arguments = tenant_of(journal.request_id), tokens, num_public, misses[0].first_token
+        self._waiting.take()
+        names = asyncio.get_running_loop().run_in_executor(self._thread, self._name, *arguments)
+        names.add_done_callback(lambda _: self._waiting.release())
+        self._names[journal] = names
+
+    async def of(self, journal: RequestJournal) -> list[OtherName]:
+        """Returns the names of a request's first missing block; none where the thread has no time for them."""
+        if (names := self._names.get(journal)) is None:
+            return []
+        await asyncio.wait([names], timeout=NAMING_TIMEOUT_S)
+        return names.result() if names.done() else []
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _names(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
+    def _name(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
         """Names the block with that token in each namespace in which the prompt fills it."""
         names: list[OtherName] = []
         secret = self._config.cluster.secret

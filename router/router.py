@@ -89,7 +89,7 @@ class Router:
         )
         admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
         self.dispatcher = Dispatcher(services, root_of, admission, config.settings, self._limits)
-        self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys)
+        self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys, self._namespaces)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))

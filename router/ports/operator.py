@@ -38,7 +38,7 @@ class ClusterApi(ClusterServicer):
         status.model = self._router.config.model.name
         status.address = self._addresses.public
         status.metrics_address = self._addresses.metrics
-        status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache.total)
+        status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache)
         status.uncached_blocks.update(router.dispatcher.recent.uncached_blocks)
         await self._add_report(status)
         return status

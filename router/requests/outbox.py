@@ -4,7 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from router.observe.metrics import TokenTiming
+from router.observe.journal import RequestJournal
+from router.observe.metrics import RequestMetrics
 from wire.errors import BatonError, Overloaded
 from wire.ids import RequestId
 from wire.limit import Limit
@@ -111,11 +112,13 @@ class ReplyWriter:
         self,
         request_id: RequestId,
         outbox: Outbox,
-        timing: TokenTiming,
+        journal: RequestJournal,
+        metrics: RequestMetrics,
         on_first_token: Callable[[], None],
         stop: Callable[[BatonError], None],
     ) -> None:
-        self.timing = timing
+        self._journal = journal
+        self._metrics = metrics
         self._request_id = request_id
         self._outbox = outbox
         self._on_first_token = on_first_token
@@ -131,9 +134,9 @@ class ReplyWriter:
         self._outbox.begin(num_prompt_tokens)
 
     def send(self, chunk: pb.Chunk) -> None:
-        if self.timing.first_token_s is None:
+        if self._journal.ttft_s is None:
             self._on_first_token()
-        self.timing.gained(chunk.index, len(chunk.token_ids), self._loop.time())
+        self._metrics.gained(self._journal, chunk.index, len(chunk.token_ids), self._loop.time())
         self._put(pb.GenerateResponse(request_id=self._request_id, chunk=chunk))
 
     def send_prompt(self, part: pb.PromptPart) -> None:

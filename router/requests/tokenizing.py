@@ -23,10 +23,8 @@ from text.template.turns import ChatTurn
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import PublicPart
 from wire.errors import ConfigError, InvalidRequest, Unsupported
-from wire.ids import NamespaceRoot
+from wire.ids import PUBLIC, NamespaceRoot
 
-PUBLIC = "*"
-"""The tenant in the root of public block names; no real tenant may have this name."""
 MAX_ADDED_CHARS = 1 << 20
 _QUESTIONS = ("a", "1")
 """Two user turns: the tokens that both chats begin with come from the system message alone."""

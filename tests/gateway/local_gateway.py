@@ -33,10 +33,10 @@ from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, FakeCluster, running
 from text.chat import Renderer
 from wire.errors import BatonError, Cancelled
+from wire.ids import TRACEPARENT
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
 from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
-from wire.trace_context import TRACEPARENT
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0
