@@ -28,7 +28,7 @@ from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, Unreachable
+from wire.errors import InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.ids import TRACEPARENT, TraceContext
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
