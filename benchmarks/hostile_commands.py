@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.baton_service import BatonService
-from benchmarks.fault_injector import FaultInjector
-from benchmarks.fault_plan import Fault, FaultKind
+from benchmarks.fault_injector import Fault, FaultInjector, FaultKind
 from benchmarks.hostile_calls import Answer
 from deploy.local import run_dir
 from deploy.local.client import call_operator

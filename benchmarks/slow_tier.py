@@ -21,10 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.handoff import MEMORY, Prompts, ask_all
+from benchmarks.handoff import MEMORY, Prompts, ask_all, make_served_model
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
-from benchmarks.service_peers import make_served_model
 from benchmarks.tiers import own_redis
 from tests.faults.toxic_proxy import Line, ToxicProxy
 
