@@ -119,7 +119,7 @@ async def measure_quiet(address: str, options: argparse.Namespace) -> QuietLimit
 
 
 def schedules(options: argparse.Namespace) -> list[tuple[ScaledTrace, list[Arrival]]]:
-    """Cuts the trace into consecutive rounds; the first one is for choosing the chunk size."""
+    """Cuts the trace into consecutive rounds; the first round chooses the chunk size."""
     rows = read_trace(options.trace)
     size = round(options.rate * options.duration)
     traces = [
@@ -168,7 +168,7 @@ def choose_chunk_len(
 
 
 def best_chunk_len(goodputs: Mapping[int, float]) -> int:
-    """Picks the smallest size within 1 % of the best goodput: of equal ones it has the shortest gaps between tokens."""
+    """Picks the smallest chunk size within 1 % of the best goodput: it has the shortest gaps between tokens."""
     return min(size for size, goodput in goodputs.items() if goodput >= 0.99 * max(goodputs.values()))
 
 

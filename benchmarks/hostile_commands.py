@@ -71,7 +71,7 @@ class Done:
     took_s: float
 
     def answer(self, *expected: tuple[int, str], within_s: float = _MAX_COMMAND_S) -> Answer:
-        """expected: exit statuses, each with a pattern for the one line on stderr; an empty one stands for no line."""
+        """expected: exit statuses, each with a pattern for the one line on stderr; "" means no line."""
         lines = self.error.splitlines()
         is_right = any(
             self.status == status and (len(lines) == 1 and re.search(words, lines[0]) if words else not lines)
