@@ -102,10 +102,7 @@ def _awake(pool: Sequence[Load]) -> Sequence[Load]:
 
 
 def hand_off_s(prefill: TimedCall, decode: TimedCall) -> float | None:
-    """Measures what a hand-off took beside waits: to publish, to reach the router, to fetch.
-
-    None for a call whose worker told no spans.
-    """
+    """Duration of a hand-off without queueing: publish, network, fetch. None if either call has no spans."""
     if prefill.ended_ms is None or not (prefill.spans and decode.spans):
         return None
     elsewhere_ms = sum(span.duration_ms for span in prefill.spans if span.name != PUBLISH)

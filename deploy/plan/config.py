@@ -185,7 +185,7 @@ class PortSettings:
 
 @dataclass(frozen=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of three parts of the router, which share a table of the file. public_prefixes: of RouterConfig."""
+    """The settings of three parts of the router, which share a table of the file. public_prefixes: see RouterConfig."""
 
     public_prefixes: tuple[str, ...] = ()
 
