@@ -29,6 +29,7 @@ from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
 from wire.errors import BatonError, Unauthenticated
+from wire.journal import Kind
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -148,8 +149,8 @@ class Live:
         prompt = pb.TokenIds(ids=self._prompt)
         request = cluster_pb2.ProbeRequest(worker_id=worker_id, prompt=prompt, max_tokens=NUM_TOKENS)
         answer = call_operator(self.state, "Probe", request, TIMEOUT_S)
-        fetches = {span.name: span.counts for span in answer.timeline.spans if span.name.endswith(".fetch")}
-        own, last = fetches.get(f"{role}.fetch", {}), fetches.get("decode.fetch", {})
+        counts = {span.name: span.counts for span in answer.timeline.spans}
+        own, last = (counts.get(Kind.FETCH.at(place), {}) for place in (role, Role.DECODE.value))
         found = ", ".join(f"{own[f'tokens_{tier}']} tokens in {tier}" for tier in Tier if own.get(f"tokens_{tier}"))
         num_fetched = sum(last.get(f"blocks_{tier}", 0) for tier in Tier if tier is not Tier.DEVICE)
         return Probe(worker_id, role, tuple(answer.token_ids), found, num_fetched)

@@ -19,6 +19,7 @@ from deploy.local.state import ClusterState
 from deploy.plan.byte_size import format_bytes
 from wire.convert import logprobs_to_pb
 from wire.errors import InvalidRequest
+from wire.journal import GATES, Kind
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.sampling import MAX_STOPS
@@ -163,7 +164,7 @@ def render_timeline(completion: Completion) -> str:
     timeline = completion.timeline
     is_handed_off = timeline.prefill_worker not in (None, timeline.decode_worker)
     between_ms = timeline.total_ms - sum(span.duration_ms for span in timeline.spans if "." in span.name)
-    table = render_steps(timeline.spans, {"generate": " after the first"} if is_handed_off else {})
+    table = render_steps(timeline.spans, {Kind.GENERATE.step: " after the first"} if is_handed_off else {})
     return "\n".join([table, "", _summary(completion, between_ms)])
 
 
@@ -179,7 +180,7 @@ def render_steps(spans: Iterable[Span | pb.Span], ends: Mapping[str, str]) -> st
             _describe(span.counts) + ends.get(step, ""),
         )
         for span, step in steps
-        if span.duration_ms >= MIN_WAIT_MS or not step.startswith("wait_")
+        if span.duration_ms >= MIN_WAIT_MS or span.name not in GATES
     ]
     return render(("at ms", "took ms", "worker", "step", ""), rows)
 

@@ -15,8 +15,9 @@ from deploy.local.client import call_operator
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
-from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
+from deploy.plan.config import ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from deploy.plan.rules import DTYPES, WEIGHTS
 from router.config import METRICS_COMPAT
 from wire.errors import BatonError, ConfigError
 from wire.layout import KV_DTYPES

@@ -13,10 +13,11 @@ from functools import partial
 from engine.events import Drafted, Failed, Fetched, Finished, Jumped, Scored
 from engine.request import EngineRequest
 from engine.schedule.batcher import Candidate, Pages, Phase, Plan, fit_running
+from wire.journal import Kind
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
-from worker.job import Behaviour, Job, News, SpanName, end_choice
+from worker.job import Behaviour, Job, News, end_choice
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DecodeJob(Job):
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
-        super().__init__(request, Role.DECODE, arrived_s, block_size, SpanName.GENERATE)
+        super().__init__(request, Role.DECODE, arrived_s, block_size, Kind.GENERATE)
         self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
         self._num_before = sum(self._num_output.values())
         self._unfinished = set(self._num_output)
@@ -90,7 +91,7 @@ class DecodeJob(Job):
     def _note_gained(self, tokens: worker_pb2.ChoiceTokens, now_s: float) -> None:
         if not self._generates:
             self._generates = True
-            self._stopwatch.begin_span(SpanName.GENERATE, now_s)
+            self._stopwatch.begin_span(Kind.GENERATE, now_s)
         self._num_output[tokens.index] = tokens.first_position + len(tokens.token_ids)
 
     def _fetched(self, choice: int) -> worker_pb2.Update | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.grammar.matcher import Matcher
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from wire.block_names import PublicPart
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot

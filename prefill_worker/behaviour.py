@@ -14,10 +14,11 @@ from engine.events import Failed, Finished, HandedOff, Scored
 from engine.request import EngineRequest, HandOff
 from engine.schedule.batcher import Candidate, Pages, Plan, fit_running
 from wire.errors import BatonError
+from wire.journal import Kind
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
-from worker.job import Behaviour, Job, News, SpanName, end_choice
+from worker.job import Behaviour, Job, News, end_choice
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class PrefillJob(Job):
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
         """`request` is a HandOff."""
-        super().__init__(request, Role.PREFILL, arrived_s, block_size, SpanName.PUBLISH)
+        super().__init__(request, Role.PREFILL, arrived_s, block_size, Kind.PUBLISH)
         self._unfinished = {choice.index for choice in request.choices}
         self._firsts: dict[int, worker_pb2.ChoiceTokens] = {}
         self._last_token_s = arrived_s
@@ -80,7 +81,7 @@ class PrefillJob(Job):
             case Scored():
                 return self._scored(news)
             case HandedOff(num_held=num_held):
-                self._stopwatch.begin_span(SpanName.PUBLISH, self._last_token_s)
+                self._stopwatch.begin_span(Kind.PUBLISH, self._last_token_s)
                 self._stopwatch.count(blocks=num_held)
                 return self._answer(num_held, now_s)
             case Failed(error=error):

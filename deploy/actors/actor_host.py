@@ -16,6 +16,10 @@ Result = TypeVar("Result")
 class ActorHost(Protocol):
     """The actors of a cluster, by name, and the nodes that they run on. Every call is bounded in time."""
 
+    @property
+    def own_node(self) -> str:
+        """The id of the head, which the controller runs on."""
+
     async def nodes(self) -> list[RayNode]:
         """Returns the nodes that are alive. Raises Unavailable."""
 
@@ -56,6 +60,9 @@ class ActorHost(Protocol):
     async def end(self, name: str) -> None:
         """Stops the object, then ends the process, by force if need be. Returns once there is no process."""
 
+    def leave(self) -> None:
+        """Ends this process, the controller's; no other takes its place."""
+
 
 async def ask(
     host: ActorHost, name: str, method: str, *arguments: str | int, answers: type[Result], timeout_s: float
@@ -70,13 +77,15 @@ class LocalHost:
     All nodes have the size of `machine`.
     """
 
+    own_node = "head"
+
     def __init__(self) -> None:
         self.actors: dict[str, Liveness] = {}
         self.launched: list[str] = []
         self.failures: list[Exception] = []
         self.drained: list[str] = []
         self.memory: dict[str, int] = {}
-        self.ray_nodes = [RayNode("head", "127.0.0.1", is_head=True)]
+        self.ray_nodes = [RayNode(self.own_node, "127.0.0.1", is_head=True)]
         self.machine = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=2)
         self.places: dict[str, str] = {}
         self._busy: dict[str, asyncio.Event] = {}
@@ -139,3 +148,6 @@ class LocalHost:
 
     async def end(self, name: str) -> None:
         self.actors.pop(name, None)
+
+    def leave(self) -> None:
+        self.actors.clear()

@@ -22,8 +22,7 @@ def end_actors(namespace: str) -> None:
     Nodes' services come last and may stop by themselves, for they remove the arenas on their machines.
     """
     _end(CONTROLLER, namespace)
-    listed = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"] for one in listed if one["namespace"] == namespace]
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == namespace]
     services = [name for name in names if name.startswith(SERVICE_PREFIX)]
     for name in set(names) - set(services):
         _end(name, namespace)

@@ -114,9 +114,9 @@ def _require_own(folder: Path) -> None:
 
 def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
     """Makes the service's parts; returns the parts to close, the directory, and the block port's address."""
-    layout, store = config.layout, config.store
-    if not Path(config.model_folder).is_dir():
-        raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model_folder}")
+    layout, store = config.model.layout, config.store
+    if not Path(config.model.folder).is_dir():
+        raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model.folder}")
     folder = Path(store.directory_path).parent
     folder.mkdir(mode=0o700, exist_ok=True)
     _require_own(folder)

@@ -79,9 +79,12 @@ class RayHost:
         self._run_dir = run_dir
         self._handles: dict[str, Any] = {}
 
+    @property
+    def own_node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
     def names(self) -> list[str]:
-        names: list[str] = ray.util.list_named_actors()
-        return names
+        return list(ray.util.list_named_actors())
 
     def adopt(self, name: str) -> bool:
         with suppress(ValueError):
@@ -95,13 +98,12 @@ class RayHost:
                 leaving = await asyncio.to_thread(ray_state.get_draining_nodes)
         except (RayError, TimeoutError) as error:
             raise Unavailable(f"Ray did not list its nodes within {NODES_TIMEOUT_S:.0f} s") from error
-        head = ray.get_runtime_context().get_node_id()
         return [
             RayNode(
                 one["NodeID"],
                 one["NodeManagerAddress"],
                 one["Resources"],
-                one["NodeID"] == head,
+                one["NodeID"] == self.own_node,
                 one["NodeID"] in leaving,
             )
             for one in listed
@@ -165,6 +167,9 @@ class RayHost:
             log.error("process %d of %s does not end", process.pid, name)
         # Only now: after a cancelled call, a second one ends the actor.
         self._handles.pop(name, None)
+
+    def leave(self) -> None:
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:

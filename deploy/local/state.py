@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from deploy.local import run_dir
@@ -16,9 +17,9 @@ from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import ProcessRef, recorded_living, wait_until
 from kernels.user_cache import substitute_home, try_lock, user_folder
-from router.config import ServedNamespace
-from wire.errors import ConfigError, Unavailable, WireError
+from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
+from wire.served_model import ServedNamespace
 from wire.trust.certificates import TlsFiles
 from wire.typed_reader import from_json, to_json
 
@@ -227,7 +228,7 @@ class ServedFile:
 
     def others(self, now: ServedNamespace) -> tuple[ServedNamespace, ...]:
         """Returns the namespaces except this, the latest first; none from a damaged file."""
-        known = self._file.recall(_parse) or _Served()
+        known = self._file.recall(partial(from_json, _Served, where="served")) or _Served()
         return tuple(one for one in known.namespaces if _parts(one) != _parts(now))
 
     def note(self, now: ServedNamespace) -> bool:
@@ -238,13 +239,3 @@ class ServedFile:
 
 def _parts(namespace: ServedNamespace) -> tuple[str, str]:
     return namespace.fingerprint_hex, namespace.layout_hex
-
-
-def _parse(text: str) -> _Served:
-    """Parses namespaces. Raises ConfigError or ValueError for a namespace without a valid root."""
-    served = from_json(_Served, text, "served")
-    try:
-        _ = [(one.fingerprint, one.layout) for one in served.namespaces]
-    except WireError as error:
-        raise ConfigError(f"served: {error.message}") from error
-    return served

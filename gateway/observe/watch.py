@@ -17,6 +17,7 @@ from baton import AsyncClient
 from gateway.exchange import Events, Request, Streamed
 from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
+from wire.journal import row_of
 from wire.limit import Limit
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
@@ -166,10 +167,18 @@ def describe(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
 
 
 def describe_request(ended: cluster_pb2.EndedRequest) -> dict[str, Any]:
-    """Describes an ended request; a span is name, worker, start, duration, counts and error."""
+    """Describes an ended request; a span is name, worker, start, duration, counts, error and phase."""
     timeline = ended.timeline
     spans = [
-        [one.name, one.worker, round(one.start_ms, 2), round(one.duration_ms, 2), dict(one.counts), one.error]
+        (
+            one.name,
+            one.worker,
+            round(one.start_ms, 2),
+            round(one.duration_ms, 2),
+            dict(one.counts),
+            one.error,
+            row_of(one.name).phase,
+        )
         for one in timeline.spans
     ]
     return pick(ended, *REQUEST, *TOKENS) | {
