@@ -25,10 +25,10 @@ from kernels.selection import select_backend
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
+from kv_store.peers.block_reader import BlockReader
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.transfers import ThreadTransfers, Transfers

@@ -24,8 +24,8 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_port import Block, Hold
 from kv_store.node_store import NodeStore
 from kv_store.page_store import PageStore
+from kv_store.prefix.tier_list import TierList
 from kv_store.tiers.memory_tier import MemoryTier
-from kv_store.tiers.tier_list import TierList
 from kv_store.transfers import Fetch, InlineTransfers, ThreadTransfers, Transfer, WriteThrough
 from tests.docs.sizes import product_packages
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
