@@ -12,13 +12,14 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache
-from engine.core import EngineCore, PrefillMeter
+from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
+from engine.step.prefill_meter import PrefillMeter
 from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
 from kernels.selection import select_backend
