@@ -50,8 +50,8 @@ from kv_store.frame import FRONT_BYTES, FrameSeal, checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import Block
 from kv_store.node.directory_server import DirectoryServer
+from kv_store.node.messages import Block
 from kv_store.node_store import NodeStore
 from kv_store.peers.block_reader import BlockReader
 from kv_store.peers.block_server import BlockServer

@@ -38,7 +38,7 @@ class PrefixReads:
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
-        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
+        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known token always runs.
         Allocates reserved pages now: at a prompt's end all its blocks still have theirs.
         """
         prefix = sequence.prefix

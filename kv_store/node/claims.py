@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kv_store.ledger import Ledger, PageState
-from kv_store.node.directory_port import Hold
 from kv_store.node.expiring import Expiring
+from kv_store.node.messages import Hold
 from wire.block_names import BlockName
 from wire.ids import AttemptId, SlotId
 

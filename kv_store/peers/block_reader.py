@@ -13,7 +13,8 @@ from kv_store.connection import Breaker
 from kv_store.frame import CHECKSUM_BYTES, checksum_of
 from kv_store.mapped_arena import ArenaBlocks
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block, DirectoryPort
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.messages import Block
 from kv_store.peers.block_server import (
     DELETE,
     EXISTS,
