@@ -9,6 +9,7 @@ from typing import Any, NotRequired, Protocol, Self, TypedDict, cast
 
 import grpc.aio
 
+from baton.timeline import read_timeline
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -201,6 +202,8 @@ def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
             late = f"no whole answer within the timeout of {timeout_s:g} s"
             raise DeadlineExceeded(f"{late}: give a longer one, or see `baton status`") from failure
         error = from_rpc_error(status)
+        if error.timeline is not None:
+            error.timeline = read_timeline(error.timeline)
         if proxy and isinstance(error, Unavailable) and not details_of(status):
             error = Unavailable(f"{error.message}: gRPC asks the proxy of {proxy}, unless no_proxy names the host")
         raise error from failure

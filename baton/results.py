@@ -9,6 +9,7 @@ from io import StringIO
 from typing import TypeVar
 
 from baton.request import Typed
+from baton.timeline import Timeline, read_timeline
 from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import InvalidRequest, WireError
 from wire.pb import inference_pb2 as pb
@@ -70,31 +71,6 @@ class Usage:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     reasoning_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Span:
-    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names."""
-
-    name: str
-    worker: str
-    start_ms: float
-    duration_ms: float
-    counts: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Spans in order of their start. A role that had no part in the request has no worker.
-
-    prefill_reason: why the prompt went to a prefill worker, or to decode at once; a word of docs/timeline.md.
-    """
-
-    prefill_worker: str | None
-    decode_worker: str | None
-    spans: tuple[Span, ...]
-    total_ms: float
-    prefill_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +152,7 @@ class Draft:
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
-        usage, timeline = _read_usage(complete.usage), _read_timeline(complete.timeline)
+        usage, timeline = _read_usage(complete.usage), read_timeline(complete.timeline)
         return Completion(request_id, choices, usage, complete.seed, timeline, tuple(self.prompt))
 
     def _choice(self, choice: pb.Choice) -> Choice:
@@ -249,12 +225,6 @@ def _read_usage(usage: pb.Usage) -> Usage:
         usage.accepted_tokens,
         usage.reasoning_tokens,
     )
-
-
-def _read_timeline(timeline: pb.Timeline) -> Timeline:
-    spans = tuple(Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts)) for one in timeline.spans)
-    workers = timeline.prefill_worker or None, timeline.decode_worker or None
-    return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)
 
 
 @dataclass(frozen=True)

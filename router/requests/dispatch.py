@@ -84,6 +84,7 @@ class OpenRequest:
         journal.end(ended, self._loop.time())
         self._on_end(self._id, journal.num_prompt_tokens + journal.num_output_tokens)
         if isinstance(ended, BatonError):
+            ended.timeline = journal.timeline
             self.outbox.fail(ended)
         else:
             ended.timeline.CopyFrom(journal.timeline)

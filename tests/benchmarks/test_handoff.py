@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.results import Completion, Span, Timeline, Usage
+from baton.results import Completion, Usage
+from baton.timeline import Span, Timeline
 from benchmarks.handoff import Prompts, handoff_share
 
 
