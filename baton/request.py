@@ -5,11 +5,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NotRequired, Protocol, Self, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import grpc.aio
 
-from baton.timeline import read_timeline
+from baton.results import Typed, read_timeline
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -19,16 +19,6 @@ TIMEOUT_S = 600.0
 API_KEY = "BATON_API_KEY"
 """The environment variable with the key of a client that is given no key."""
 Metadata = tuple[tuple[str, str], ...]
-
-
-class Typed(Protocol):
-    """A class with a JSON schema of its objects, such as a pydantic model."""
-
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]: ...
-
-    @classmethod
-    def model_validate_json(cls, json_data: str) -> Self: ...
 
 
 class Message(TypedDict):

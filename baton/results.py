@@ -6,15 +6,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import StringIO
-from typing import TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from baton.request import Typed
-from baton.timeline import Timeline, read_timeline
 from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import InvalidRequest, WireError
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs
+
+
+class Typed(Protocol):
+    """A class with a JSON schema of its objects, such as a pydantic model."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
+
 
 T = TypeVar("T", bound=Typed)
 
@@ -71,6 +80,35 @@ class Usage:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names.
+
+    error: the reason of the error that an attempt ended with here, "" for none.
+    """
+
+    name: str
+    worker: str
+    start_ms: float
+    duration_ms: float
+    counts: Mapping[str, int]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans in order of their start. A role that had no part in the request has no worker.
+
+    prefill_reason: why the prompt went to a prefill worker, or to decode at once; a word of docs/timeline.md.
+    """
+
+    prefill_worker: str | None
+    decode_worker: str | None
+    spans: tuple[Span, ...]
+    total_ms: float
+    prefill_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,6 +263,14 @@ def _read_usage(usage: pb.Usage) -> Usage:
         usage.accepted_tokens,
         usage.reasoning_tokens,
     )
+
+
+def read_timeline(timeline: pb.Timeline) -> Timeline:
+    spans = tuple(
+        Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts), one.error) for one in timeline.spans
+    )
+    workers = timeline.prefill_worker or None, timeline.decode_worker or None
+    return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)
 
 
 @dataclass(frozen=True)

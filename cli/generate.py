@@ -12,8 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from baton import Client, Completion
 from baton.request import Options, Prompt, make_request
-from baton.results import Choice
-from baton.timeline import Span
+from baton.results import Choice, Span
 from cli.terminal import Subparsers, add_command, read_number, read_whole, render
 from deploy.local.client import explained, find_cluster
 from deploy.local.state import ClusterState

@@ -28,7 +28,7 @@ from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, Unreachable
+from wire.errors import InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.ids import TRACEPARENT, TraceContext
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -124,9 +124,7 @@ class Gateway:
                 await reply.fail(Unavailable(NO_ROUTER))
             except Exception as error:
                 # No name here outlives it: with its traceback, and this frame in that, it would keep the body.
-                await reply.fail(
-                    error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
-                )
+                await reply.fail(errors.known(error, request_id=request.id))
         path = request.path if request.path in self._routes | self._watched else "other"
         self._metrics.count(path, reply.status, request.left_out.names)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})

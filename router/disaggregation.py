@@ -104,10 +104,7 @@ def _awake(pool: Sequence[Load]) -> Sequence[Load]:
 
 
 def hand_off_s(prefill: Sequence[pb.Span], decode: Sequence[pb.Span]) -> float | None:
-    """Measures what a hand-off took beside waits: to publish, to reach the router, to fetch.
-
-    prefill, decode: the spans of both calls. None for a call whose worker told no spans.
-    """
+    """Duration of a hand-off without queueing: publish, network, fetch. None if either call has no spans."""
     if any(span.name in Kind.CALL.names for span in (*prefill, *decode)):
         return None
     behind_ms = sum(span.duration_ms for span in prefill if span.name in LEFT_BEHIND)

@@ -273,3 +273,8 @@ def report(error: BaseException, **values: object) -> BatonError:
     number = secrets.token_hex(8)
     log.error("incident", exc_info=error, extra={"incident": number, **values})
     return BatonError(f"internal error, incident {number}", incident=number)
+
+
+def known(error: Exception, **values: object) -> BatonError:
+    """Returns an error of the tree as it is; reports a bug."""
+    return error if isinstance(error, BatonError) else report(error, **values)

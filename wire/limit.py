@@ -38,6 +38,10 @@ class Limit:
         self.require(weight)
         self.num_used += weight
 
+    def exceed(self, weight: int = 1) -> None:
+        """Takes units beyond the bound, too."""
+        self.num_used += weight
+
     def release(self, weight: int = 1) -> None:
         """Gives taken units back."""
         self.num_used -= weight

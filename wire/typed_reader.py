@@ -143,8 +143,13 @@ def by_name(kind: Any) -> Read:
 
 def by_place(kind: Any) -> Read:
     """Reads a dataclass from the list of its fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    return fields_of([hints[one.name] for one in fields(kind)], kind)
+    hints, names = get_type_hints(kind, include_extras=True), [one.name for one in fields(kind)]
+    make = (
+        kind
+        if len(kind.__match_args__) == len(names)
+        else lambda *values: kind(**dict(zip(names, values, strict=True)))
+    )
+    return fields_of([hints[name] for name in names], make)
 
 
 @cache

@@ -27,7 +27,9 @@ MAX_REQUEST_S = 600.0
 
 @dataclass(eq=False)
 class BegunAttempt:
-    """An attempt begun on a line. is_added: the engine has it; news before that are of an earlier one of its id.
+    """An attempt begun on a line. is_added: the engine has accepted it.
+
+    Events before that belong to an earlier attempt with this id.
 
     building: the task that builds the attempt's grammar, if it has one.
     """

@@ -11,12 +11,12 @@ from engine.core import EngineCore
 from engine.grammar.grammars import NO_GRAMMARS, Grammars
 from wire import errors
 from wire.convert import error_to_pb
-from wire.errors import BatonError, Unavailable, Unsupported
+from wire.errors import Unavailable, Unsupported
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
 from wire.tier import Tier
 from worker.attempts import Attempts
-from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb, tally_to_pb
+from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb
 from worker.job import Behaviour
 from worker.line import WorkerLine
 from worker.loop import Consult, EngineWatch, Inbox, StepReport, WorkerLoop
@@ -123,31 +123,34 @@ class WorkerService:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
-        answer = worker_pb2.WorkerReply(number=ask.number)
         try:
-            match ask.WhichOneof("question"):
-                case "info":
-                    answer.info.CopyFrom(self.info)
-                case "status":
-                    answer.status.CopyFrom(await self.status(ask.status.check))
-                case "events":
-                    page = await self._store.events(cursor_from_pb(ask.events.after))
-                    answer.events.CopyFrom(events_to_pb(page))
-                case "count":
-                    answer.holdings.CopyFrom(tally_to_pb(await self._store.count(selection_from_pb(ask.count))))
-                case "clear":
-                    answer.holdings.CopyFrom(tally_to_pb(await self._store.clear(selection_from_pb(ask.clear))))
-                case "drop_pages":
-                    keys = selection_from_pb(ask.drop_pages).keys
-                    num_dropped = await self._consult(lambda engine: engine.drop_cached(keys))
-                    answer.holdings.holdings.add(tier=Tier.DEVICE, blocks=num_dropped)
-                case _:
-                    raise Unsupported("this worker does not know that question")
-        except BatonError as error:
-            answer.error.CopyFrom(error_to_pb(error))
-        except Exception as bug:  # the router waits for an answer
-            answer.error.CopyFrom(error_to_pb(errors.report(bug)))
-        line.send_answer(answer)
+            reply = await self._reply(ask)
+        except Exception as error:  # a bug, too: the router waits for an answer
+            reply = worker_pb2.WorkerReply(error=error_to_pb(errors.known(error)))
+        reply.number = ask.number
+        line.send_answer(reply)
+
+    async def _reply(self, ask: worker_pb2.Ask) -> worker_pb2.WorkerReply:
+        match ask.WhichOneof("question"):
+            case "info":
+                return worker_pb2.WorkerReply(info=self.info)
+            case "status":
+                return worker_pb2.WorkerReply(status=await self.status(ask.status.check))
+            case "events":
+                page = await self._store.events(cursor_from_pb(ask.events.after))
+                return worker_pb2.WorkerReply(events=events_to_pb(page))
+            case "count":
+                return worker_pb2.WorkerReply(holdings=await self._store.count(selection_from_pb(ask.count)))
+            case "clear":
+                return worker_pb2.WorkerReply(holdings=await self._store.clear(selection_from_pb(ask.clear)))
+            case "drop_pages":
+                keys = selection_from_pb(ask.drop_pages).keys
+                dropped = worker_pb2.Holding(
+                    tier=Tier.DEVICE, blocks=await self._consult(lambda engine: engine.drop_cached(keys))
+                )
+                return worker_pb2.WorkerReply(holdings=worker_pb2.Holdings(holdings=[dropped]))
+            case _:
+                raise Unsupported("this worker does not know that question")
 
     async def _watch_engine(self) -> None:
         await self.watch.wait_for_silence()

@@ -5,15 +5,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from kv_store.block_store import StoreControl, StoreStatus
 from kv_store.node.directory_port import RecordsPort
 from kv_store.node.event_log import EventCursor, EventPage
-from kv_store.tiers.contents import ListableTier, Selection, Tally, clear, find
+from kv_store.tiers.contents import ListableTier, Selection, clear, find
 from wire.errors import StoreError
 from wire.ids import AttemptId
-from wire.tier import StoredBlock
+from wire.pb import worker_pb2
+from wire.tier import StoredBlock, Tier
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,27 @@ PAGE_PAUSE_S = 0.004
 LOOK_PAUSE_S = 0.016
 """Before another look where the directory has not waited."""
 T = TypeVar("T")
+
+
+class Tally:
+    """A selection's blocks, summed by tier and namespace; and problems of tiers."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.holdings = worker_pb2.Holdings()
+        self._place_of = {key: place for place, key in enumerate(selection.keys)}
+        self._by_namespace: dict[tuple[Tier, bytes], worker_pb2.Holding] = {}
+
+    def add(self, tier: Tier, blocks: Sequence[StoredBlock]) -> None:
+        for one in blocks:
+            of = tier, one.namespace
+            if of not in self._by_namespace:
+                self._by_namespace[of] = self.holdings.holdings.add(tier=tier, namespace=one.namespace, newest_s=inf)
+            held = self._by_namespace[of]
+            held.blocks += 1
+            held.bytes += one.num_bytes
+            held.newest_s = min(held.newest_s, one.idle_s)
+            held.oldest_s = max(held.oldest_s, one.idle_s)
+            held.places.extend(self._place_of[key] for key in [one.key] if key in self._place_of)
 
 
 class AsyncStore:
@@ -59,17 +82,17 @@ class AsyncStore:
             page = await self._call(lambda: self._records.events(after))
         return page
 
-    async def count(self, selection: Selection) -> Tally:
+    async def count(self, selection: Selection) -> worker_pb2.Holdings:
         """Counts the selected blocks of every tier below the workers' pages."""
         return await self._tally(selection, find)
 
-    async def clear(self, selection: Selection) -> Tally:
+    async def clear(self, selection: Selection) -> worker_pb2.Holdings:
         """Clears the selected blocks from these tiers, nearest first, and counts them."""
         return await self._tally(selection, clear)
 
     async def _tally(
         self, selection: Selection, step: Callable[[ListableTier, Selection], Iterator[Sequence[StoredBlock]]]
-    ) -> Tally:
+    ) -> worker_pb2.Holdings:
         tally = Tally(selection)
         for tier in self._control.listable_tiers:
             pages = step(tier, selection)
@@ -77,8 +100,8 @@ class AsyncStore:
                 while (blocks := await self._call(partial(next, pages, None))) is not None:
                     tally.add(tier.tier, blocks)
             except StoreError as error:
-                tally.problems.append(f"{tier.tier}: {error.message}")
-        return tally
+                tally.holdings.problems.append(f"{tier.tier}: {error.message}")
+        return tally.holdings
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and passes on the attempts that have none.

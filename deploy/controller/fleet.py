@@ -174,7 +174,7 @@ class Fleet:
         self._is_recorded = is_recorded
 
     async def _wait_for(self, holds: Callable[[], bool], timeout_s: float, problem: str) -> None:
-        """Looks after each change. Raises DeadlineExceeded with limit and problem."""
+        """Waits until `holds()` is true, asking after each change. Raises DeadlineExceeded with limit and problem."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not holds():

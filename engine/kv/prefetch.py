@@ -51,7 +51,7 @@ class Prefetch:
         return self._lookup.tokens
 
     def end_chunk_after(self, start: int, find: Find) -> None:
-        """Sets the end of a chunk from block `start` on: at a block on the device, or at the group under way."""
+        """Ends the chunk from block `start` on at the first block that is cached, or before the group being read."""
         stop = start + self._chunk
         group = self._places[self._num_left] if self._num_left < len(self._places) else len(self.names)
         stop = min(stop, group) if group > start else stop

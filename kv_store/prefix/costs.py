@@ -128,7 +128,7 @@ class Costs:
         return found
 
     def timed(self, source: BlockSource, checksums: Generator[bytes, None, None]) -> Generator[bytes, None, None]:
-        """Passes on the blocks of a source, and learns from the times that it took over them."""
+        """Yields the source's checksums and records the time of each block."""
         took_s: list[float] = []
         costs = self.of(source)
         try:

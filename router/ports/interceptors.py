@@ -256,6 +256,6 @@ def _status_of(error: Exception) -> Any:
 
     The call keeps the status's own exception: raised within `except`, it would keep this error and these frames.
     """
-    reported = error if isinstance(error, BatonError) else errors.report(error)
+    reported = errors.known(error)
     error.__traceback__ = None
     return rpc_status.to_status(to_status(reported))

@@ -20,7 +20,7 @@ from router.ports.interceptors import ArrivalLimit, ErrorInterceptor, KeyInterce
 from router.ports.operator import ClusterApi
 from router.router import Router
 from wire import errors
-from wire.errors import BatonError, ConfigError, Unavailable
+from wire.errors import ConfigError, Unavailable
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
@@ -133,7 +133,7 @@ class MetricsServer:
         try:
             status, (kind, page), more = HTTPStatus.OK, await self._page(scope), []
         except Exception as failure:  # of whatever kind a collector may raise
-            error = failure if isinstance(failure, BatonError) else errors.report(failure)
+            error = errors.known(failure)
             status, kind, page = HTTPStatus(error.status.http), "application/json", envelope(error)
             more = headers(error)
         head = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]

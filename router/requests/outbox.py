@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from router.observe.journal import RequestJournal
-from router.observe.metrics import RequestMetrics
 from wire.errors import BatonError, Overloaded
 from wire.ids import RequestId
 from wire.limit import Limit
@@ -50,7 +49,7 @@ class Outbox:
         else:
             self._tokens.release(_weight(waiting))
             _join(waiting.chunk, event.chunk)
-            self._tokens.num_used += _weight(waiting)
+            self._tokens.exceed(_weight(waiting))
 
     def complete(self, last: pb.GenerateResponse) -> None:
         """Adds the last message, for which there is always room."""
@@ -64,7 +63,7 @@ class Outbox:
 
     def _append(self, event: pb.GenerateResponse) -> None:
         self._events.append(event)
-        self._tokens.num_used += _weight(event)  # of one event, or of the last, beyond the limit too
+        self._tokens.exceed(_weight(event))  # of one event, or of the last
         if event.HasField("chunk"):
             self._chunks[event.chunk.index] = event
         self._wake()
@@ -105,7 +104,8 @@ class Outbox:
 class ReplyWriter:
     """The messages of an answer on their way to the client.
 
-    on_first_token: called before the first chunk is sent. stop: ends the request with an error.
+    on_gain: notes the tokens that a choice gained, and when. on_first_token: called before the first chunk is sent.
+    stop: ends the request with an error.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class ReplyWriter:
         request_id: RequestId,
         outbox: Outbox,
         journal: RequestJournal,
-        metrics: RequestMetrics,
+        on_gain: Callable[[int, int, float], None],
         on_first_token: Callable[[], None],
         stop: Callable[[BatonError], None],
     ) -> None:
         self._journal = journal
-        self._metrics = metrics
+        self._on_gain = on_gain
         self._request_id = request_id
         self._outbox = outbox
         self._on_first_token = on_first_token
@@ -136,7 +136,7 @@ class ReplyWriter:
     def send(self, chunk: pb.Chunk) -> None:
         if self._journal.ttft_s is None:
             self._on_first_token()
-        self._metrics.gained(self._journal, chunk.index, len(chunk.token_ids), self._loop.time())
+        self._on_gain(chunk.index, len(chunk.token_ids), self._loop.time())
         self._put(pb.GenerateResponse(request_id=self._request_id, chunk=chunk))
 
     def send_prompt(self, part: pb.PromptPart) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from router.block_index import BlockIndex
 from router.workers.members import Members
 from wire import errors
-from wire.errors import BatonError, WireError
+from wire.errors import WireError
 from wire.pb import worker_pb2
 
 PAGE_TIMEOUT_S = 3.0
@@ -88,8 +88,7 @@ class EventReader(AbstractContextManager["EventReader"]):
             if not page.cursor.epoch:
                 raise WireError("a page of events without a place")
         except Exception as error:
-            reason = error if isinstance(error, BatonError) else errors.report(error)
-            log.debug("no block events of node %r by worker %s: %s", node_id, member.id, reason.message)
+            log.debug("no block events of node %r by worker %s: %s", node_id, member.id, errors.known(error).message)
             self._num_failed[node_id] += 1
             return NodePage(node_id, None)
         page.node_id = node_id

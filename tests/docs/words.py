@@ -32,7 +32,6 @@ PACKAGES = (
 )
 MAX_CLAUSE_WORDS = 25
 UNREAD = (
-    "benchmarks",
     "deploy/controller",
     "deploy/plan",
     "engine/core.py",

@@ -20,8 +20,7 @@ from baton.request import (
     make_request,
     make_tokenize_request,
 )
-from baton.results import Model, Tokens
-from baton.timeline import read_timeline
+from baton.results import Model, Tokens, read_timeline
 from gateway.app import Gateway
 from gateway.observe.metrics import Metrics
 from gateway.observe.watch import ClusterWatch, OperatorClient

@@ -28,9 +28,9 @@ TIMEOUT_S = 120.0
 
 
 class StoreAdministration:
-    """Counts and clears the blocks of tiers. A node or tier that does not answer is a problem of the answer, no error.
+    """Counts and clears the blocks of tiers. Silent nodes and tiers become `problems` of the answer, not errors.
 
-    The namespaces that it can name are of the model that is served, for each tenant that a key was made for.
+    Names only namespaces of the served model and of tenants with a key.
     """
 
     def __init__(
