@@ -1,10 +1,11 @@
-"""Whether the prefill pool computes a prompt, or the decode worker that goes on with it: one rule, by learned times.
+"""The choice between prefill pool and decode worker for computing a prompt: one rule, by learned times.
 
 prefill pool        (queued + uncached tokens) * prefill of a token + hand-off
 decode worker       (queued + uncached tokens * (1 + streams)) * prefill of a token: each stream waits for the prompt
 
-A prompt goes where the sum over all requests, this one and the streams, grows least. Workers learn the time of a token
-(`kv_store/prefix/costs.py`), the router that of a hand-off, from timelines. Cached blocks are read either way.
+A prompt goes where the total time of all requests, running streams included, grows least. Workers learn the time of a
+token (`kv_store/prefix/costs.py`), the router the time of a hand-off, from timelines. Cached blocks are read either
+way.
 """
 
 from collections.abc import Sequence
@@ -19,14 +20,14 @@ from wire.pb import inference_pb2 as pb
 
 HAND_OFF_PRIOR_S = 0.01
 LEFT_BEHIND = (*Kind.PUBLISH.names, *Kind.NETWORK.names)
-"""Spans of a hand-off within the call of its prefill."""
+"""Spans of a hand-off within its prefill call."""
 
 
 class Load(Protocol):
-    """A worker, as policies see it: its choices and its tokens, of prompts to prefill or of contexts to decode.
+    """A worker, as policies see it: its choices and its tokens, in prompts to prefill or in contexts to decode.
 
-    num_prompt_tokens: of prompts that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
-    long step. prefill_token_s: seconds of prefill a token; None before it has computed a prompt.
+    num_prompt_tokens: prompt tokens that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
+    long step. prefill_token_s: seconds of prefill a token; None before its first prompt.
     """
 
     @property
@@ -64,9 +65,9 @@ class PrefillReason(StrEnum):
 def decide(
     mode: Disaggregation, prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int, hand_off_s: float
 ) -> PrefillReason:
-    """Chooses the pool that computes a prompt. Silent workers count only where all of their pool are.
+    """Chooses the pool that computes a prompt. Silent workers count only if all of their pool are silent.
 
-    num_new_tokens: the tokens of the prompt that no worker is thought to have. hand_off_s: as learned.
+    num_new_tokens: the prompt's tokens that no worker is thought to have. hand_off_s: the learned duration.
     """
     is_prefill_silent, is_decode_silent = (all(one.is_silent for one in pool) for pool in (prefill, decode))
     if mode is Disaggregation.NEVER:
@@ -83,7 +84,7 @@ def decide(
 
 
 def _sooner(prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int, hand_off_s: float) -> PrefillReason:
-    """Compares the pools. A worker that has computed no prompt counts as the others do."""
+    """Compares the pools. A worker without a computed prompt counts like the others."""
     known = [one.prefill_token_s for one in (*prefill, *decode) if one.prefill_token_s is not None]
     if not known:
         return PrefillReason.NOT_LEARNED

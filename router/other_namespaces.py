@@ -1,9 +1,9 @@
-"""The search for a missed block under other namespaces of its tenant: models and layouts served with this secret.
+"""The search for a missing block under its tenant's other namespaces: models and layouts served with this secret.
 
     request     first missing block ── its key under each namespace, on a thread ──▶ kept beside its journal
     operator    these keys ── a worker of each node ──▶ tiers that have one ──▶ Cause.OTHER_NAMESPACE
 
-No root of another tenant is made, so no key of another tenant's block is asked for.
+No other tenant's root is made, so no other tenant's block is asked for.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss
 
 MAX_WAITING = 64
-"""Prompts that wait for the thread; of further ones no other name is made."""
+"""Bound on the prompts that wait for the thread; further prompts get no other names."""
 NAMING_TIMEOUT_S = 5.0
 _UNKNOWN = (Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.DIFFERS)
 _SETTINGS = {
@@ -33,12 +33,12 @@ _SETTINGS = {
     "window": "model.kv_policy",
     "num_sinks": "model.kv_policy",
 }
-"""The setting that decides each field of a KV layout."""
+"""The setting that determines each field of a KV layout."""
 
 
 @dataclass(frozen=True)
 class OtherName:
-    """The key of a missing block in another namespace of its tenant. digest: of that namespace's root."""
+    """The key of a missing block in another namespace of its tenant. digest: the digest of that namespace's root."""
 
     namespace: ServedNamespace
     key: BlockKey
@@ -46,7 +46,7 @@ class OtherName:
 
 
 class OtherNamespaces:
-    """A thread that makes other names, which are kept as long as the journals of their requests. Nothing waits for it.
+    """A thread that makes other names, kept as long as their requests' journals. Nothing waits for it.
 
     Belongs to one event loop.
     """
@@ -58,7 +58,7 @@ class OtherNamespaces:
         self._names: WeakKeyDictionary[RequestJournal, asyncio.Future[list[OtherName]]] = WeakKeyDictionary()
 
     def begin(self, journal: RequestJournal, tokens: Sequence[int], public: PublicPart | None) -> None:
-        """Begins to name a request's first missing block, unless its cause is known, or MAX_WAITING prompts wait."""
+        """Begins to name a request's first missing block, unless its cause is known or MAX_WAITING prompts wait."""
         misses = journal.misses
         if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or not self._waiting.num_free:
             return
@@ -70,7 +70,7 @@ class OtherNamespaces:
         self._names[journal] = names
 
     async def of(self, journal: RequestJournal) -> list[OtherName]:
-        """Returns the names of a request's first missing block; none where the thread has no time for them."""
+        """Returns the names of a request's first missing block; none if the thread had no time for them."""
         if (names := self._names.get(journal)) is None:
             return []
         await asyncio.wait([names], timeout=NAMING_TIMEOUT_S)
@@ -80,7 +80,7 @@ class OtherNamespaces:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _name(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
-        """Names the block with that token in each namespace in which the prompt fills it."""
+        """Names the block with a token, in each namespace where the prompt fills it."""
         names: list[OtherName] = []
         secret = self._config.cluster.secret
         for namespace in self._config.earlier:
@@ -97,9 +97,9 @@ class OtherNamespaces:
 def miss_in_other_namespace(
     present: ServedNamespace, others: Sequence[OtherName], holdings: Iterable[worker_pb2.Holding]
 ) -> Miss | None:
-    """Returns the miss of the first of `others` that a tier holds; None if no tier holds one.
+    """Returns the miss for the first of `others` that a tier has; None if no tier has any.
 
-    holdings: answers to a count of the keys of `others`.
+    holdings: answers to counts of the keys of `others`.
     """
     tiers: dict[int, list[str]] = {}
     for one in holdings:
@@ -114,7 +114,7 @@ def miss_in_other_namespace(
 
 
 def differences(then: ServedNamespace, now: ServedNamespace) -> str:
-    """Describes what differs between two namespaces of one tenant, by the parts of a root."""
+    """Describes the differences between two namespaces of one tenant, by the parts of a root."""
     parts = {
         "model fingerprint": then.fingerprint_hex != now.fingerprint_hex,
         "KV layout": then.layout_hex != now.layout_hex,

@@ -41,7 +41,7 @@ MAX_KNOWN_ROOTS = 4096
 class Router:
     """Between `start` and `stop`, `dispatcher` takes requests and `membership` workers. Made within an event loop.
 
-    connect: opens a connection to a worker's address. renderer: of chats; None for a model without a template.
+    connect: opens a connection to a worker's address. renderer: renders chats; None for a model without a template.
     """
 
     def __init__(

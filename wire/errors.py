@@ -58,7 +58,7 @@ class BatonError(Exception):
         self.ids = ids
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Lets Ray carry an error from one process to another, whatever its class is made from."""
+        """Makes an error picklable for Ray, whatever arguments its class takes."""
         return _revive, (type(self), self.message, vars(self))
 
     @property
@@ -154,7 +154,7 @@ FIXED = "fixed"
 
 
 def reached(limit: int, what: str, setting: str = FIXED) -> str:
-    """Says that a limit is reached, as in "2,048 requests are open, the limit (router.max_open_requests)"."""
+    """Writes that a limit is reached, as in "2,048 requests are open, the limit (router.max_open_requests)"."""
     return f"{limit:,} {what}, the limit ({setting})"
 
 

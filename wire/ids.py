@@ -1,4 +1,4 @@
-"""Identifiers. Distinct types, so that one is not passed for another."""
+"""Identifiers, as distinct types that cannot be confused."""
 
 import re
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def number_of(attempt: AttemptId) -> int:
 
 
 def is_attempt_id(text: str) -> bool:
-    """Returns whether a router can have made an attempt's id."""
+    """Returns whether a text has the form of an attempt's id."""
     return _ATTEMPT_ID.fullmatch(text) is not None
 
 
@@ -62,7 +62,7 @@ SlotId = NewType("SlotId", int)
 """Index of a slot in a node's arena."""
 
 PROTOCOL_VERSION = 3
-"""Of everything workers, routers and directories say to one another."""
+"""Version of all messages between workers, routers and directories."""
 
 
 TRACEPARENT = "traceparent"

@@ -196,15 +196,15 @@ GATES = tuple(name for name, kind in _BY_NAME.items() if kind.phase is Phase.GAT
 
 
 def row_of(name: str) -> Row:
-    """Returns the row of the spans of a name; one without words for a name that another version's worker sends."""
+    """Returns the row of a span's name; a row without words for an unknown name, as of another version's worker."""
     return _BY_NAME.get(name, _UNKNOWN)
 
 
 class Journal:
-    """The spans of a request at one process, one behind the other without a gap: the very list that travels.
+    """The spans of a request at one process, one after another without a gap: the very list that is sent.
 
-    It has no clock: callers pass readings of one monotonic clock. spans: of the message that is sent. place: of their
-    names. worker: of each span; a router fills it in for its workers.
+    It has no clock: callers pass readings of one monotonic clock. spans: the list in the message to send. place: the
+    first part of their names. worker: the name for each span; a router fills it in for its workers.
     """
 
     def __init__(

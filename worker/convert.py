@@ -1,4 +1,4 @@
-"""Messages of a line: what a Begin asks of the engine, how an attempt ends, the state of the worker."""
+"""Messages of a line: from a Begin to the engine's request, an attempt's end, the worker's state."""
 
 import math
 import resource
@@ -27,9 +27,9 @@ MAX_BLOCK_ADDRESSES = 16
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
-    """Makes the engine's request, under the attempt's own name; the engine checks its length.
+    """Makes the engine's request, named by the attempt; the engine checks its length.
 
-    Raises InvalidRequest for a field out of its range, which no router sends.
+    Raises InvalidRequest for a field out of range, which no router sends.
     """
     require(is_attempt_id(message.id), "id", "not an id that a router gives")
     require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
@@ -125,7 +125,7 @@ def status_to_pb(
 
 
 def _own_memory_bytes() -> int:
-    """Returns the memory of this process that no file or other process has."""
+    """Returns this process's private memory in bytes: no file's, and not shared."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * resource.getpagesize()
 
@@ -167,7 +167,7 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
 
 
 def _cold_to_pb(tier: Tier, store: StoreStatus) -> worker_pb2.TierStatus:
-    """Joins what the worker finds, which reads, and what the node's service finds, which writes."""
+    """Joins the tier's states for the worker, which reads, and for the node's service, which writes."""
     found = next((status for status in store.cold if status.tier is tier), None)
     if found is None:
         return worker_pb2.TierStatus(tier=tier, state="off")

@@ -1,6 +1,6 @@
-"""The job of one attempt at a request: the engine's news in, updates for the router out. Each role has its own.
+"""The job of an attempt at a request: the engine's events in, updates for the router out. Each role has its own.
 
-A job writes the very messages that go to the router; its journal divides the attempt's time into spans.
+A job writes the messages for the router; its journal divides the attempt's time into spans.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from wire.pools import Role
 from worker.convert import ended_with
 
 News = Event | worker_pb2.Update
-"""An event of the engine, or an update with tokens that one choice has gained."""
+"""An event of the engine, or an update with gained tokens of one choice."""
 
 
 _WAIT_FOR = {Gate.SLOT: Kind.WAIT_SLOT, Gate.PAGES: Kind.WAIT_PAGES}
@@ -29,18 +29,18 @@ _ORDER = tuple(Kind)
 
 
 class Job(ABC):
-    """An attempt in progress. Pure: times are readings of one monotonic clock. An update with an end is the last.
+    """A running attempt. Pure: times are readings of one monotonic clock. An update with an end is the last.
 
-    `journal` appends to the spans of `end`, the last message but for an error's.
+    `journal` appends to the spans of `end`, the last message, unless an error comes.
     """
 
     def __init__(self, request: EngineRequest, role: Role, arrived_s: float, block_size: int, after: Kind) -> None:
-        """after: the span behind the prompt's KV. block_size: tokens of a block, for the timeline."""
+        """after: the span that follows the prompt's KV. block_size: tokens of a block, for the timeline."""
         self.request = request
         self.end = worker_pb2.End()
         self.journal = Journal(self.end.spans, Kind.QUEUE, role.value, arrived_s)
         self.tokens: PromptTokens | None = None
-        """The prompt's tokens by where their KV came from, as the leader first found them."""
+        """The prompt's tokens by the tier of their KV, as the leader first found them."""
         self._leader = min(choice.index for choice in request.choices)
         self._block_size = block_size
         self._after = after
@@ -48,26 +48,26 @@ class Job(ABC):
 
     @abstractmethod
     def take(self, news: News, now_s: float) -> worker_pb2.Update | None:
-        """Takes news of the engine about this attempt; returns the update for the router, if there is one."""
+        """Takes an event of the engine about this attempt; returns the update for the router, if any."""
 
     @abstractmethod
     def releases_hold(self, update: worker_pb2.Update) -> bool:
-        """Tells whether the attempt's hold on blocks is over with this update."""
+        """Tells whether the attempt's hold ends with this update."""
 
     def withdraw(self, error: BatonError) -> worker_pb2.Update:
-        """Ends the attempt with an error of the worker: aborted, out of time, ousted, drained, or a failed step."""
+        """Ends the attempt with an error of the worker: aborted, out of time, replaced, drained, or a failed step."""
         return ended_with(self.request.attempt_id, error)
 
     @property
     def source(self) -> worker_pb2.PromptSource | None:
-        """The sources of the prompt's KV, as the router is told them; None before they are known."""
+        """The sources of the prompt's KV, for the router; None before they are known."""
         if self.tokens is None:
             return None
         found, misses = tiers_to_pb(self.tokens.found), misses_to_pb(self.tokens.misses)
         return worker_pb2.PromptSource(cached_tokens=found, computed_tokens=self.tokens.computed, misses=misses)
 
     def note(self, event: News, now_s: float) -> None:
-        """Writes what an event says of the prompt's way to its KV, up to computing missing tokens; passes over others.
+        """Writes events about the prompt's KV into the journal, up to its computation; ignores other events.
 
         The leader is the choice that gets the prompt's KV for all.
         """
@@ -91,12 +91,12 @@ class Job(ABC):
                 self._is_first = False
 
     def _begin(self, kind: Kind, now_s: float) -> None:
-        """Begins a later phase. Does nothing for the running one and earlier ones."""
+        """Begins a later phase. Does nothing for the running phase or an earlier one."""
         if _ORDER.index(kind) > _ORDER.index(self.journal.kind):
             self.journal.begin(kind, now_s)
 
     def _note_tokens(self, tokens: PromptTokens) -> None:
-        """Notes the sources of the prompt's tokens, and counts the found ones that are new by tier."""
+        """Notes the sources of the prompt's tokens, and counts newly found tokens by tier."""
         before = Counter(self.tokens.found if self.tokens else ())
         for tier, num_tokens in (Counter(tokens.found) - before).items():
             num_blocks = -(-num_tokens // self._block_size)
@@ -111,13 +111,13 @@ class Job(ABC):
         return worker_pb2.Update(id=self.request.attempt_id, **fields)
 
     def _scored(self, event: Scored) -> worker_pb2.Update:
-        """Passes scores on without their tokens: the router knows its prompt."""
+        """Passes scores on, without tokens: the router knows the prompt."""
         logprobs = logprobs_to_pb(repeat(0, len(event.logprobs)), event.logprobs)
         return self._update(scores=worker_pb2.PromptScores(first_position=event.first_position, logprobs=logprobs))
 
 
 def end_choice(tokens: worker_pb2.ChoiceTokens, event: Finished) -> worker_pb2.ChoiceTokens:
-    """Writes the end of a choice into its last tokens; returns them."""
+    """Writes the end of a choice into its last tokens, which it returns."""
     tokens.finish_reason = reason_to_pb(event.reason)
     if event.stop_token_id is not None:
         tokens.stop_token_id = event.stop_token_id
@@ -125,12 +125,12 @@ def end_choice(tokens: worker_pb2.ChoiceTokens, event: Finished) -> worker_pb2.C
 
 
 NewJob = Callable[[EngineRequest, float], Job]
-"""Makes the job of a request that arrived at a reading of the clock."""
+"""A function that makes the job of a request that arrived at a reading of the clock."""
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The difference between a prefill and a decode worker: batcher, class of requests, and jobs."""
+    """The differences of prefill and decode workers: batcher, class of requests, and jobs."""
 
     role: Role
     batcher: Batcher

@@ -46,9 +46,9 @@ class WorkerService:
         new_loop: Callable[..., WorkerLoop] = WorkerLoop,
         grammars: Grammars = NO_GRAMMARS,
     ) -> None:
-        """Takes the parts. max_silence_s: a longer step of the engine's thread passes for a hang.
+        """Takes the parts. max_silence_s: a longer step of the engine counts as a hang.
 
-        on_broken: runs on any thread when the worker is of no use any more; again if a thread that hung goes on.
+        on_broken: called on any thread when the worker must end, and again if a hung thread goes on.
         """
         self.info = info
         self._store = store
@@ -62,13 +62,13 @@ class WorkerService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Starts the engine's thread. Comes once, before anything else."""
+        """Starts the engine's thread. Call it once, first."""
         self._event_loop = asyncio.get_running_loop()
         self._loop.start()
         self._begin_task(self._watch_engine())
 
     async def close(self) -> None:
-        """Ends all attempts with Unavailable, the engine's thread, and then the lines."""
+        """Ends all attempts with Unavailable, then the engine's thread, then the lines."""
         for task in self._tasks:
             task.cancel()
         if not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S):
@@ -88,7 +88,7 @@ class WorkerService:
         return line
 
     def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
-        """Lets the holds of these attempts live on; the line hears of holds that have ended."""
+        """Renews the holds of these attempts; tells the line about holds that have ended."""
         self._store.renew_soon(attempts, line.send_ended_holds)
 
     def release(self, attempts: list[AttemptId]) -> None:
@@ -96,11 +96,11 @@ class WorkerService:
         self._store.release_soon(attempts)
 
     def answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
-        """Answers a question on the line, in a task of its own."""
+        """Answers a question on the line, in a task."""
         self._begin_task(self._answer(line, ask))
 
     def line_ended(self, line: WorkerLine) -> None:
-        """Forgets a line, and ends its attempts. Holds stay until they run out."""
+        """Forgets a line, and ends its attempts. Holds stay until they expire."""
         self._lines.discard(line)
         self.attempts.end_line(line)
 
@@ -113,7 +113,7 @@ class WorkerService:
         )
 
     def check(self) -> list[str]:
-        """Lists attempts under way; empty once all have ended."""
+        """Lists running attempts; empty once all have ended."""
         counts = {"attempts": len(self.attempts), "attempts at the engine": self._loop.num_attempts}
         return [f"{what}: {count}" for what, count in counts.items() if count]
 
@@ -166,7 +166,7 @@ class WorkerService:
             return [error.message]
 
     async def _consult(self, work: Callable[[EngineCore], T]) -> T:
-        """Has the engine's thread do short work between two steps. Raises Unavailable."""
+        """Has the engine's thread run short work between two steps. Raises Unavailable."""
         answer: Future[T] = Future()
         if not self._loop.put(Consult(work, answer)):
             raise Unavailable("the engine's thread has ended")
@@ -179,7 +179,7 @@ class WorkerService:
             raise Unavailable("the engine's thread has ended") from error
 
     def _deliver(self, outcome: StepReport) -> None:
-        """Hands a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
+        """Passes a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
         if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, outcome)
 

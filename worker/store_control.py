@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 5.0
 EVENTS_WAIT_S = 1.0
 PAGE_PAUSE_S = 0.004
-"""Before a look for events, so that many come in one page."""
+"""Pause before a look for events, so that many come in one page."""
 LOOK_PAUSE_S = 0.016
-"""Before another look where the directory has not waited."""
+"""Pause before another look if the directory did not wait."""
 T = TypeVar("T")
 
 
@@ -50,9 +50,9 @@ class Tally:
 
 
 class AsyncStore:
-    """A store behind a thread, which makes one call after another. Raises StoreError for a failure or a timeout.
+    """A store behind a thread that makes one call after another. Raises StoreError for a failure or a timeout.
 
-    records: of the host tier's directory; a second thread waits for events there, once for all callers.
+    records: the host tier's directory; a second thread waits there for events, for all callers at once.
     """
 
     def __init__(self, control: StoreControl, records: RecordsPort) -> None:
@@ -67,11 +67,11 @@ class AsyncStore:
         return await self._call(self._control.status)
 
     async def check(self) -> list[str]:
-        """Lists the problems in the books of the host tier."""
+        """Lists violated invariants of the host tier."""
         return await self._call(self._control.check)
 
     async def events(self, after: EventCursor) -> EventPage:
-        """Waits until there are events of the host tier's blocks behind a place; after EVENTS_WAIT_S lists none."""
+        """Waits for events of the host tier's blocks after a place; lists none after EVENTS_WAIT_S."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + EVENTS_WAIT_S
         await asyncio.sleep(PAGE_PAUSE_S)
@@ -104,14 +104,14 @@ class AsyncStore:
         return tally.holdings
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
-        """Renews the holds of these attempts, in the background, and passes on the attempts that have none.
+        """Renews the holds of these attempts, in the background, and passes on the attempts without a hold.
 
-        Logs a failure: a later renewal may save them.
+        Logs a failure: a later renewal may succeed.
         """
         self._begin(lambda: self._control.renew(names), on_ended, "renewed")
 
     def release_soon(self, names: Sequence[AttemptId]) -> None:
-        """Ends the holds of these attempts, in the background. Logs a failure: they run out then."""
+        """Ends the holds of these attempts, in the background. Logs a failure: the holds then expire."""
         self._begin(lambda: self._control.release_holds(names), lambda _: None, "released")
 
     async def close(self) -> None:
@@ -132,7 +132,7 @@ class AsyncStore:
             log.warning("holds are not %s: %s", what, error)
 
     async def _wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
-        """Joins the wait under way, or begins one; one for an older place ends at once. False for no event yet."""
+        """Joins the running wait, or begins a wait, which ends at once for an older place. False without events."""
         if self._wait is None or self._wait.done():
             loop = asyncio.get_running_loop()
             self._wait = loop.run_in_executor(

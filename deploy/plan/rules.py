@@ -112,7 +112,7 @@ def _is_made(make: Callable[[str], object], text: str) -> bool:
 
 
 def _names_a_host(url: str) -> bool:
-    """Tells whether a URL names a host, and no port that there cannot be. One of a Unix socket need not name a host."""
+    """Tells whether a URL names a host and, if any, a valid port. A Unix socket's URL needs no host."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("", "unix") or (bool(parts.hostname) and parts.port != 0)

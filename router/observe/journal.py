@@ -1,4 +1,4 @@
-"""The journal of a request at the router: each fact is written once, by its owner; what is told of it is a fold.
+"""The journal of a request at the router: each fact is written once, by its owner; reports are folds over it.
 
     router    |check|tokenize|wait_*|                     |wait_decode|
     worker                         .  |prefill.*| prefill.* |.           .|decode.*   ...   |.
@@ -7,8 +7,8 @@
     flow, attempt ─ begin, call ─▶ spans ◀─ end_call ─ spans of a worker's own journal
     folds: timeline, usage, line of the log, metrics, OTLP spans, causes, `baton requests`, `baton why`
 
-A worker's spans count from the arrival of the call; here they are placed as if it had arrived when it was sent, so no
-clocks of two processes are compared. docs/timeline.md tells what each span means.
+A worker's spans count from the call's arrival; here they count from its sending, so that no two processes' clocks are
+compared. docs/timeline.md describes each span.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ OK, CANCELLED = "OK", Cancelled.status.grpc
 
 
 def outcome_of(error: Exception) -> str:
-    """Returns the gRPC status that a client gets for an error; one that is none of ours is a bug."""
+    """Returns the gRPC status that a client gets for an error; an exception other than BatonError is a bug."""
     return error.status.grpc if isinstance(error, BatonError) else BatonError.status.grpc
 
 
 class RequestJournal(Journal):
-    """The journal of one request. Times given to it are seconds of one monotonic clock.
+    """The journal of a request. Times passed to it are seconds of one monotonic clock.
 
-    timeline: its spans, workers, and the reason for the pool of the prompt. source: where the prompt's KV came from;
-    None before that is known. outcome, reason, message: of the end, without text of the request; finish_reasons: of the
-    choices of a request that ended well.
+    timeline: its spans, workers, and the reason for the prompt's pool. source: the tiers of the prompt's KV; None
+    before they are known. outcome, reason, message: describe the end, without text of the request. finish_reasons: the
+    choices' ends, if the request ended well.
     """
 
     def __init__(self, request_id: QualifiedId, arrived_s: float) -> None:
@@ -44,17 +44,17 @@ class RequestJournal(Journal):
         super().__init__(self.timeline.spans, Kind.CHECK, ROUTER, arrived_s, ROUTER)
         self.request_id = request_id
         self.attempts_ms: list[float] = []
-        """When each attempt began."""
+        """The begin of each attempt."""
         self.num_prompt_tokens = self.num_output_tokens = 0
         self.source: worker_pb2.PromptSource | None = None
         self.ttft_s: float | None = None
-        """From the arrival to the first token; None before."""
+        """Time from arrival to the first token; None before it."""
         self.outcome, self.reason, self.message = OK, "", ""
         self.finish_reasons: Sequence[str] = ()
         self._gained_s: dict[int, float] = {}
 
     def begin(self, kind: Kind, now_s: float) -> None:
-        """Begins a step of the router, which has the time since the end of the last one."""
+        """Begins a step of the router, which includes the time since the last step's end."""
         if self.kind is Kind.ELSEWHERE:
             self.kind, self.spans[-1].name = kind, kind.at(self._place)
         else:
@@ -66,29 +66,29 @@ class RequestJournal(Journal):
             self._fill(self.close(now_s))
 
     def pass_on(self) -> None:
-        """Leaves the time of the running step to the next one."""
+        """Leaves the time of the running step to the next step."""
         self.kind, self.spans[-1].name = Kind.ELSEWHERE, ROUTER
 
     def begin_attempt(self, now_s: float) -> None:
-        """Ends the running step; an attempt begins there."""
+        """Ends the running step, and notes the begin of an attempt."""
         self.leave(now_s)
         self.attempts_ms.append(self.spans[-1].start_ms)
 
     def plan(self, reason: str) -> None:
-        """Notes the reason for the pool of the prompt, which is computed anew."""
+        """Notes the reason for the prompt's pool, when a new attempt computes the prompt."""
         self.timeline.prefill_worker, self.timeline.prefill_reason, self.source = "", reason, None
 
     def call(self, role: Role, worker: WorkerId, now_s: float) -> None:
-        """Begins a call of a worker. Calls of a request follow one another."""
+        """Begins a call of a worker. A request's calls do not overlap."""
         sent_ms = self._end_step(now_s)
         self.kind = Kind.CALL
         self._append(Kind.CALL.at(role.value), worker, sent_ms)
         setattr(self.timeline, f"{role.value}_worker", worker)
 
     def end_call(self, now_s: float, told: Sequence[pb.Span] = (), error: str = "") -> Sequence[pb.Span]:
-        """Puts a worker's spans, cut off at the end of its call, in place of the call; the last one has its error.
+        """Replaces a call by the worker's spans, cut at the call's end; the last span has the call's error.
 
-        Returns them, with what they leave to `network`. A call whose worker told none stands as one.
+        Returns them, with `network` in the gaps. A call without a worker's spans stays a span.
         """
         ended_ms, place = self.close(now_s), len(self.spans) - 1
         call = self.spans.pop() if told else self.spans[-1]
@@ -106,7 +106,7 @@ class RequestJournal(Journal):
         return spans
 
     def gain(self, choice: int, num_tokens: int, now_s: float) -> float | None:
-        """Notes tokens that a choice gained; returns when it gained some before, None for its first ones."""
+        """Notes gained tokens of a choice; returns the time of its last gain, None at the first."""
         self.num_output_tokens += num_tokens
         if self.ttft_s is None:
             self.ttft_s = now_s - self._arrived_s
@@ -115,7 +115,7 @@ class RequestJournal(Journal):
         return last_s
 
     def end(self, ended: pb.Complete | BatonError, now_s: float) -> None:
-        """Ends the last span. The message of an error that may quote the request is the parameter alone."""
+        """Ends the last span. If an error's message may quote the request, only its parameter is kept."""
         self.timeline.total_ms = self._end_step(now_s)
         if isinstance(ended, BatonError):
             may_quote = isinstance(ended, InvalidRequest | Unsupported)
@@ -127,7 +127,7 @@ class RequestJournal(Journal):
 
     @property
     def at(self) -> str:
-        """The step, or the call, in which the request is, or was last."""
+        """The present or last step or call of the request."""
         return next(span.name for span in reversed(self.spans) if span.name not in (ROUTER, NETWORK))
 
     @property
@@ -159,7 +159,7 @@ class RequestJournal(Journal):
 
     @property
     def values(self) -> Mapping[str, object]:
-        """The fields of its line in the log; nothing that the client sent or got."""
+        """The fields of its line in the log; no text of prompt or answer."""
         timeline, waits_s, cached = self.timeline, self.waits_s, self.cached
         return {
             "request_id": self.request_id,
@@ -178,14 +178,14 @@ class RequestJournal(Journal):
         }
 
     def _end_step(self, now_s: float) -> float:
-        """Closes the running span, and drops one without a step that took no time."""
+        """Closes the running span; drops a span without a step that took no time."""
         ended_ms = self.close(now_s)
         if self.kind is Kind.ELSEWHERE and not self.spans[-1].duration_ms:
             self.spans.pop()
         return ended_ms
 
     def _reached(self, sent_ms: float, place: int, to_ms: float) -> float:
-        """Fills the call from its last span to a time with `network`; returns where it is, which may be later."""
+        """Fills the call from its last span to a time with `network`; returns the call's end so far, maybe later."""
         last = self.spans[-1]
         from_ms = sent_ms if len(self.spans) == place else last.start_ms + last.duration_ms
         if to_ms > from_ms:

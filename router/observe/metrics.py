@@ -1,4 +1,4 @@
-"""Metrics of requests. docs/operating.md says what each one means."""
+"""Metrics of requests. docs/operating.md describes each metric."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ ABORT, ERROR = "abort", "error"
 
 
 class RequestMetrics:
-    """Written to on the event loop, read by scrapers' threads; a registry of its own, nothing global."""
+    """The metrics of requests, written on the event loop and read by scrapers' threads, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
@@ -50,13 +50,13 @@ class RequestMetrics:
 
     @property
     def prefix_cache(self) -> cluster_pb2.PrefixCache:
-        """The tokens of prompts so far, and how many of them each tier had."""
+        """The number of prompt tokens so far, and the number that each tier had."""
         queries, found = _values(self._prompt_tokens)[()], _values(self._hits)
         hits = [pb.TierTokens(tier=tier, tokens=int(found.get((tier,), 0))) for tier in Tier]
         return cluster_pb2.PrefixCache(queries=int(queries), hits=hits)
 
     def gained(self, journal: RequestJournal, choice: int, num_tokens: int, now_s: float) -> None:
-        """Counts tokens that a choice gained. Tokens that come together share the time since the one before."""
+        """Counts gained tokens of a choice. Tokens that come together share the time since the last gain."""
         if not num_tokens:
             return
         is_first, last_s = journal.ttft_s is None, journal.gain(choice, num_tokens, now_s)
@@ -68,11 +68,11 @@ class RequestMetrics:
                 self._inter_token.observe((now_s - last_s) / num_tokens)
 
     def refused(self, error: Exception) -> None:
-        """A request was not let in."""
+        """Counts a refused request."""
         self._requests.labels(outcome_of(error)).inc()
 
     def ended(self, journal: RequestJournal) -> None:
-        """Counts a request that is over."""
+        """Counts an ended request."""
         self._requests.labels(journal.outcome).inc()
         for reason in journal.finish_reasons or (ABORT if journal.outcome == CANCELLED else ERROR,):
             self._choices.labels(reason).inc()
@@ -91,7 +91,7 @@ class RequestMetrics:
             self._count_tiers(journal.num_prompt_tokens, journal.cached)
 
     def _count_tiers(self, num_sought: int, cached: Mapping[str, int]) -> None:
-        """Counts lookups and hits of tiers: one is asked for what no nearer one had."""
+        """Counts lookups and hits of tiers; a tier is asked for tokens that no nearer tier had."""
         for tier in Tier:
             self._queries.labels(tier).inc(num_sought)
             self._hits.labels(tier).inc(cached.get(tier, 0))

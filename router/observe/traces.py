@@ -1,4 +1,4 @@
-"""Traces of requests in OpenTelemetry's form, written when a request is over, from its timeline.
+"""Traces of requests in OpenTelemetry's form, written at a request's end, from its timeline.
 
     chat MODEL                                    the request, with GenAI's names
       router.check, router.tokenize               spans of its timeline before any attempt
@@ -32,7 +32,7 @@ Value = str | float | Sequence[str] | None
 
 
 class Traces:
-    """Chooses the requests to trace. ratio: of requests whose caller sends no trace."""
+    """The choice of requests to trace. ratio: the traced share of requests whose caller sends no trace."""
 
     def __init__(self, ratio: float, model: str, exporter: TraceExporter) -> None:
         self._ratio = ratio
@@ -40,7 +40,7 @@ class Traces:
         self._exporter = exporter
 
     def begin(self, prompt: object, sampling: SamplingParams, traceparent: str) -> "RequestTrace | None":
-        """Begins the trace of a request if its caller samples it, or the ratio does; None if not."""
+        """Begins the trace of a request if its caller or the ratio samples it; else returns None."""
         parent = TraceContext.parse(traceparent)
         if not (random() < self._ratio if parent is None else parent.is_sampled):
             return None
@@ -59,12 +59,12 @@ class RequestTrace:
     exporter: TraceExporter
 
     def end(self, journal: RequestJournal) -> None:
-        """Has the spans of the request, which is over now, made and sent; never waits."""
+        """Queues the ended request's spans to be made and sent; never waits."""
         ended_ns = time.time_ns()
         self.exporter.put(lambda: self.spans(journal, ended_ns))
 
     def spans(self, journal: RequestJournal, ended_ns: int) -> list[otlp.TraceSpan]:
-        """Makes the spans of a request that was over at `ended_ns`, since 1970: request, attempts, timeline."""
+        """Makes the spans of a request that ended at `ended_ns` since 1970: request, attempts, timeline."""
         timeline, attempts_ms, parent = journal.timeline, journal.attempts_ms, self.parent
         draft = SpanDrafts(
             randbytes(TRACE_ID_BYTES) if parent is None else parent.trace_id,
@@ -112,7 +112,7 @@ class RequestTrace:
 
 @dataclass(frozen=True)
 class SpanDrafts:
-    """The spans of one trace in the making. arrived_ns: the time that their milliseconds count from."""
+    """The unfinished spans of a trace. arrived_ns: the time from which their milliseconds count."""
 
     trace_id: bytes
     arrived_ns: int
@@ -138,7 +138,7 @@ class SpanDrafts:
 
 
 def _any(value: str | float | Sequence[str]) -> dict[str, object]:
-    """Describes an AnyValue; a message takes half as long to make from descriptions as from messages."""
+    """Describes an AnyValue; making a message from descriptions takes half as long as from messages."""
     match value:
         case str():
             return {"string_value": value}

@@ -24,7 +24,7 @@ from wire.trust.key_ring import KeyRing
 TOKENS_AROUND = 8
 """Shown before and behind the place where two prompts differ."""
 TIMEOUT_S = 120.0
-"""Of one node: it lists Redis and files a page at a time, and an engine may be in a long step."""
+"""Bound on a node's answer: it lists Redis and files page by page, and an engine may be in a long step."""
 
 
 class StoreAdministration:

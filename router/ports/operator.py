@@ -18,13 +18,14 @@ from wire.pools import Addresses
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SUBSCRIBERS = 8
-"""Of block events; each has its own reader, which looks at every node's directory up to 60 times a second."""
+"""Bound on subscribers to block events; each has a reader, which asks every node's directory up to 60 times a second.
+"""
 NOWHERE = worker_pb2.EventCursor()
 MAX_CURSORS, MAX_EPOCH_CHARS = 1024, 64
 
 
 class ClusterApi(ClusterServicer):
-    """Serves the operator. The server's interceptor makes statuses of what it raises."""
+    """The operator's service. The server's interceptor turns errors into statuses."""
 
     def __init__(self, router: Router, addresses: Addresses) -> None:
         self._router = router
@@ -119,7 +120,7 @@ class ClusterApi(ClusterServicer):
         return await self._router.administration.compare(request)
 
     async def _add_report(self, status: cluster_pb2.ClusterStatus) -> None:
-        """A cluster whose controller is gone still serves, and its status can still be read."""
+        """Adds the controller's report to a status; without a controller the cluster still serves, and has a status."""
         events = self._router.watch.events
         try:
             report = await self._port.report()

@@ -62,7 +62,7 @@ class Services:
 class AdmittedRequest:
     """A request that was admitted. `root` is its tenant's; times are of the event loop's clock.
 
-    id: the client's id, qualified by its tenant. journal: of the request, from its arrival on. life_s: the deadline as
+    id: the client's id, qualified by its tenant. journal: the request's, from its arrival on. life_s: the deadline as
     the client gave it, or the longest there is. deadline_s: a moment before it is over. trace: None if it has none.
     """
 
@@ -224,7 +224,7 @@ class Attempt:
         return AttemptFailed(WorkerLeaving(error.message) if is_leaving else error)
 
     async def _require_answer(self, member: Member) -> None:
-        """Asks a worker for a sign of life: a dead one must not use up a request's last attempt."""
+        """Asks a worker for a sign of life: a dead worker must not use up a request's last attempt."""
         try:
             await member.line.questions.status(False, PROBE_TIMEOUT_S)
         except BatonError as error:

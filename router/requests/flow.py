@@ -49,7 +49,7 @@ class Flow:
         return prepared.complete
 
     async def _run(self, attempt: Attempt) -> None:
-        """Runs an attempt. The one that may be its request's last waits for its turn in `IsolatedRetries`."""
+        """Runs an attempt. An attempt that may be its request's last first waits in `IsolatedRetries`."""
         if attempt.is_alone:
             self._request.journal.begin(Kind.WAIT_ISOLATED, self._clock())
             async with self._services.isolated_retries.alone(self._request.id):
