@@ -455,8 +455,8 @@ class TestOutgoing:
         outgoing = Outgoing()
         outgoing.begin(begin(A))
         outgoing.renew([B])
-        outgoing.release(C)
-        outgoing.ask(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
+        outgoing.short().releases.append(C)
+        outgoing.short().asks.append(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
         outgoing.abort(C)
         (message,) = written(outgoing)
         assert [AttemptId(one) for one in (*message.renewals, *message.releases, *message.aborts)] == [B, C, C]
@@ -517,5 +517,5 @@ class TestOutgoing:
         taking = asyncio.create_task(outgoing.take())
         await asyncio.sleep(0)
         assert not taking.done()
-        outgoing.release(A)
+        outgoing.short().releases.append(A)
         assert [AttemptId(one) for one in (await taking).releases] == [A]
