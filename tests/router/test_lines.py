@@ -390,7 +390,11 @@ async def renew_on_a_slow_line() -> None:
     prompts = [begin(AttemptId(f"r{number}/1"), num_prompt=100_000) for number in range(50)]
     async with line_to(FaultyTransport(worker, Faults(bytes_per_s=1e6))) as line:
         members.add(
-            Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.questions.info(5.0), line)
+            Member(
+                worker=Worker(worker.worker_id, worker.role, "", WorkerState.READY),
+                info=await line.questions.info(5.0),
+                line=line,
+            )
         )
         holds.resize()
         holds.start()
