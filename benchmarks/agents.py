@@ -28,7 +28,8 @@ from statistics import fmean
 
 from benchmarks.eviction import clairvoyant_hits
 from kv_store.eviction.hit_density import HitDensity
-from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kv_store.eviction.order import EvictionPolicy
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.directory import Directory
 from kv_store.node.messages import Block, KeepHint
 from kv_store.node.sessions import KeepLimits

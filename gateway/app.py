@@ -188,7 +188,7 @@ class Gateway:
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
         model = taken.get("model") or (await self._served_model(client)).name
-        timeline, returns_ids = taken.pop("timeline", False), taken.pop("return_token_ids", False)
+        request.wants_timeline, returns_ids = taken.pop("timeline", False), taken.pop("return_token_ids", False)
         hides_prompt = returns_ids and not taken.get("echo")
         if returns_ids:
             taken["echo"] = True
@@ -198,7 +198,7 @@ class Gateway:
             prompts=prompts,
             options=cast(Options, taken),
             usage=usage or {},
-            timeline=timeline,
+            timeline=request.wants_timeline,
             returns_ids=returns_ids,
             hides_prompt=hides_prompt,
             headers=request.told,

@@ -30,6 +30,7 @@ BatonError                INTERNAL             500
 import logging
 import secrets
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class BatonError(Exception):
 
     status = Status("INTERNAL", 500, False)
     exit_code = 1
+    timeline: Any = None
+    """Timeline of the request that the error ended, a message or baton's `Timeline`; None if it was not let in."""
 
     def __init__(self, message: str, **ids: str) -> None:
         super().__init__(message)

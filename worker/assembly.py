@@ -12,23 +12,24 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache
-from engine.core import EngineCore, PrefillMeter
+from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
+from engine.step.prefill_meter import PrefillMeter
 from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
 from kernels.selection import select_backend
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
+from kv_store.peers.block_reader import BlockReader
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.transfers import ThreadTransfers, Transfers

@@ -61,7 +61,12 @@ class OpenRequest:
         self._reason: BatonError | None = None
         self._loop = asyncio.get_running_loop()
         reply = ReplyWriter(
-            request.client_id, outbox, request.journal, services.metrics, lambda: on_first_token(request.id), self.stop
+            request.client_id,
+            outbox,
+            request.journal,
+            partial(services.metrics.gained, request.journal),
+            lambda: on_first_token(request.id),
+            self.stop,
         )
         self._task: asyncio.Task[pb.Complete] = asyncio.create_task(Flow(request, services, reply).serve())
         self._task.add_done_callback(self._ended)
@@ -84,6 +89,7 @@ class OpenRequest:
         journal.end(ended, self._loop.time())
         self._on_end(self._id, journal.num_prompt_tokens + journal.num_output_tokens)
         if isinstance(ended, BatonError):
+            ended.timeline = journal.timeline
             self.outbox.fail(ended)
         else:
             ended.timeline.CopyFrom(journal.timeline)

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from router.observe.journal import RequestJournal
-from router.observe.metrics import RequestMetrics
 from wire.errors import BatonError, Overloaded
 from wire.ids import RequestId
 from wire.limit import Limit
@@ -105,7 +104,8 @@ class Outbox:
 class ReplyWriter:
     """The messages of an answer on their way to the client.
 
-    on_first_token: called before the first chunk is sent. stop: ends the request with an error.
+    on_gain: notes the tokens that a choice gained, and when. on_first_token: called before the first chunk is sent.
+    stop: ends the request with an error.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class ReplyWriter:
         request_id: RequestId,
         outbox: Outbox,
         journal: RequestJournal,
-        metrics: RequestMetrics,
+        on_gain: Callable[[int, int, float], None],
         on_first_token: Callable[[], None],
         stop: Callable[[BatonError], None],
     ) -> None:
         self._journal = journal
-        self._metrics = metrics
+        self._on_gain = on_gain
         self._request_id = request_id
         self._outbox = outbox
         self._on_first_token = on_first_token
@@ -136,7 +136,7 @@ class ReplyWriter:
     def send(self, chunk: pb.Chunk) -> None:
         if self._journal.ttft_s is None:
             self._on_first_token()
-        self._metrics.gained(self._journal, chunk.index, len(chunk.token_ids), self._loop.time())
+        self._on_gain(chunk.index, len(chunk.token_ids), self._loop.time())
         self._put(pb.GenerateResponse(request_id=self._request_id, chunk=chunk))
 
     def send_prompt(self, part: pb.PromptPart) -> None:

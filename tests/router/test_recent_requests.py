@@ -3,8 +3,7 @@
 import pytest
 
 from router.observe.journal import RequestJournal
-from router.observe.latency_causes import Paces, causes_of
-from router.observe.recent_requests import MAX_KEPT, MAX_LISTED, RecentRequests
+from router.observe.recent_requests import MAX_KEPT, MAX_LISTED, Paces, RecentRequests, causes_of
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import FakeCluster, request, running
 from tests.router.test_request_metrics import record

@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.decode_rows import DecodeRows, Ints
 from engine.grammar.masks import Masker
-from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import Weighed
 from engine.model.batch import Batch, CausalModel, Watched
@@ -30,9 +28,11 @@ from engine.model.sampler import (
     logprobs_of,
     select,
 )
+from engine.pages.cache import KVCache
 from engine.sequence import Sequence
-from engine.step_shape import StepShape
-from engine.work import NO_ROWS, Drafts, Gains, Work
+from engine.step.decode_rows import DecodeRows
+from engine.step.step_shape import StepShape
+from engine.step.work import NO_ROWS, Drafts, Gains, Ints, Work
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NonFiniteLogits

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.events import Fetched
-from engine.kv.allocator import PageAllocator
 from engine.kv.dropping import gather_tokens
-from engine.kv.prefix_reads import PrefixReads
 from engine.kv.retention import BlockTable
+from engine.pages.allocator import PageAllocator
+from engine.pages.prefix_reads import PrefixReads
 from engine.request import HandOff
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool

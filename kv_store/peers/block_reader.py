@@ -1,4 +1,4 @@
-"""The blocks of another node, read over its block port; `kv_store.node.block_server` has the protocol."""
+"""The blocks of another node, read over its block port; `kv_store.peers.block_server` has the protocol."""
 
 import logging
 import secrets
@@ -13,7 +13,9 @@ from kv_store.connection import Breaker
 from kv_store.frame import CHECKSUM_BYTES, checksum_of
 from kv_store.mapped_arena import ArenaBlocks
 from kv_store.node.arena import Arena
-from kv_store.node.block_server import (
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.messages import Block
+from kv_store.peers.block_server import (
     DELETE,
     EXISTS,
     HERE,
@@ -28,8 +30,6 @@ from kv_store.node.block_server import (
     receive,
     receive_into,
 )
-from kv_store.node.directory_port import DirectoryPort
-from kv_store.node.messages import Block
 from wire.block_names import BlockName
 from wire.errors import StoreError, Unauthenticated
 from wire.ids import BlockKey

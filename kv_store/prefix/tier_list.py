@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from functools import partial
 
 from kv_store.frame import checksum_of
+from kv_store.prefix.sources import locate, read
 from kv_store.tiers.arena_tier import ArenaTier
 from kv_store.tiers.cold_tier import ColdTier
 from wire.block_names import BlockName
@@ -28,32 +30,28 @@ class TierList:
                 return tier
         raise Unsupported("pinned blocks are kept in host memory, and no tier of this store is there")
 
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Returns for each key whether some tier has a value; the value may be corrupt."""
+    def exists(self, names: Sequence[BlockName]) -> list[bool]:
+        """Returns for each block whether some tier has a value; the value may be corrupt."""
         with self._lock:
-            found = [tier.exists(keys) for tier in self._tiers]
-        return [any(here) for here in zip(*found, strict=True)]
+            return [tier is not None for tier in locate(names, self._tiers)]
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[Tier, None, None]:
         """Fills payloads from the front, and yields the tier of each block once it is verified and in nearer tiers.
 
-        Ends at the first block that no tier has. No other call is let in before the end, or `close`.
+        Ends at the first block that no tier has; a block that is spoilt in one tier is read from the next. No other
+        call is let in before the end, or `close`.
         """
-        place = 0
+        place, start = 0, -1
         with self._lock:
-            while place < len(names):
+            while start < place:
                 start = place
-                for number, tier in enumerate(self._tiers):
-                    with closing(tier.get(names[start:], into[start:])) as checksums:
-                        for checksum in checksums:
-                            for nearer in self._tiers[:number]:
-                                nearer.put(names[place], into[place], checksum)
-                            yield tier.tier
-                            place += 1
-                    if place > start:
-                        break
-                else:
-                    return
+                there = [*iter(partial(next, locate(names[place:], self._tiers), None), None)]
+                with closing(read(names[place:], there, into[place:], _get)) as blocks:
+                    for source, checksum in blocks:
+                        for nearer in self._tiers[: self._tiers.index(source)]:
+                            nearer.put(names[place], into[place], checksum)
+                        yield source.tier
+                        place += 1
 
     def write(self, names: Sequence[BlockName], payload_of: Callable[[int], memoryview]) -> list[bool]:
         """Writes each block to the tiers that lack it; returns for each whether some tier has it at the end.
@@ -71,7 +69,7 @@ class TierList:
                     checksum = checksum_of(payload)
                 for number in lacking:
                     self._tiers[number].put(name, payload, checksum)
-        return self.exists(keys)
+        return self.exists(names)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes blocks from every tier."""
@@ -86,3 +84,7 @@ class TierList:
         with self._lock:
             for tier in self._tiers:
                 tier.close()
+
+
+def _get(tier: ColdTier, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+    return tier.get(names, into)

@@ -7,13 +7,15 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.decode_rows import DecodeRows, Ints
+from engine.events import StepOutput
 from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from wire.errors import BatonError
 from wire.sampling import Logprobs
 
+Ints = npt.NDArray[np.integer]
 NO_ROWS = slice(0, 0)
 
 
@@ -148,6 +150,13 @@ class Gains:
         sequences = [self.sequences[one] for one in samples]
         return Gains(sequences, self.token_ids[samples], logprobs, self.failed, num_gained, self.scores)
 
+    def left(self) -> "Gains":
+        """Leaves out the samples of sequences that have ended with the request of a failed one."""
+        if not self.failed:
+            return self
+        kept = [sample for sample, sequence in enumerate(self.sequences) if sequence.phase is not Phase.ENDED]
+        return self.keeping(kept, self.num_gained)
+
     def followed_by(self, later: "Gains") -> "Gains":
         """Joins the gains of two runs without drafts."""
         num = len(self.token_ids)
@@ -156,9 +165,25 @@ class Gains:
         sequences, failed = [*self.sequences, *later.sequences], self.failed | later.failed
         return Gains(sequences, token_ids, logprobs, failed, scores=self.scores | later.scores)
 
-    def advance(self, rows: DecodeRows, num_rows: int) -> None:
-        """Adds the gained tokens to the first rows."""
-        if isinstance(self.num_gained, int):
-            rows.advance(self.token_ids[:num_rows])
-        else:
-            rows.advance(self.token_ids[self.num_gained.cumsum() - 1], self.num_gained)
+    def newest(self, num_rows: int) -> Ints:
+        """Returns the newest token of each of the first `num_rows` rows."""
+        return (
+            self.token_ids[:num_rows]
+            if isinstance(self.num_gained, int)
+            else self.token_ids[self.num_gained.cumsum() - 1]
+        )
+
+    def emit(self, output: StepOutput) -> list[Sequence]:
+        """Appends tokens to their sequences; returns the sequences that end with theirs."""
+        ending = []
+        output.choices = [sequence.choice for sequence in self.sequences]
+        output.token_ids = self.token_ids.tolist()
+        output.logprobs = self.logprobs
+        positions = output.positions
+        for sequence, token_id in zip(self.sequences, output.token_ids, strict=True):
+            output_ids, rule = sequence.output_ids, sequence.ending
+            positions.append(len(output_ids))
+            output_ids.append(token_id)
+            if len(output_ids) >= rule.max_output or token_id in rule.ids:
+                ending.append(sequence)
+        return ending

@@ -7,10 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.decode_rows import Ints
 from engine.model.sampler import Draw, score
 from engine.sequence import Sequence
-from engine.work import PromptChunk, Work
+from engine.step.work import Ints, PromptChunk, Work
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ import torch
 
 from engine.model.batch import Batch, CausalModel
 from engine.sequence import Sequence
+from engine.step.work import Ints
 from wire.ids import PageId
 from wire.layout import Window
-
-Ints = npt.NDArray[np.integer]
 
 _FIRST_ROWS = 32
 _DTYPES = {
