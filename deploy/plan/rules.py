@@ -15,7 +15,7 @@ from text.answer.formats import AUTO, CALL_FORMATS, CHANNELS, OFF
 from wire.errors import ConfigError
 from wire.layout import KV_DTYPES
 from wire.pools import Role
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.tier import Write
 from wire.typed_reader import shown
 from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings

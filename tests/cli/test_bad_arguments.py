@@ -15,7 +15,7 @@ from cli.__main__ import main, make_parser
 from cli.generate import NO_TIMEOUT_S
 from deploy.local.state import ClusterPhase, ClusterState
 from deploy.processes.process import ProcessRef
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 
 TLS = ("--tls-cert", "/none", "--tls-key", "/none")
 RUNNING, GONE = ClusterPhase.RUNNING, ProcessRef(pid=2**22 + 1, started=1.0, boot="none")

@@ -14,7 +14,7 @@ from tests.cli.test_cli import GONE, FakeServer
 from wire.pb import cluster_pb2, cluster_pb2_grpc
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc.channels import TOKEN_METADATA
+from wire.rpc import TOKEN_METADATA
 
 
 class CacheServer(FakeServer):

@@ -33,8 +33,8 @@ from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc.channels import PROXIES, TOKEN_METADATA
-from wire.rpc.status import to_status
+from wire.rpc import PROXIES, TOKEN_METADATA
+from wire.rpc_status import to_status
 
 BAD_REDIS_URLS = (
     *(

@@ -27,7 +27,7 @@ from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc.channels import TOKEN_METADATA
+from wire.rpc import TOKEN_METADATA
 from wire.trust.certificates import TlsFiles
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 from wire.typed_reader import to_json

@@ -21,8 +21,8 @@ from tests.cli.test_cli import GONE, FakeServer
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pools import Addresses
-from wire.rpc.channels import TOKEN_METADATA
-from wire.rpc.status import to_status
+from wire.rpc import TOKEN_METADATA
+from wire.rpc_status import to_status
 from wire.trust.key_ring import Allowance, KeyRing, Scope
 
 

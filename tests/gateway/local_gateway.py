@@ -36,8 +36,8 @@ from wire.errors import BatonError, Cancelled
 from wire.ids import TRACEPARENT
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc.channels import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
-from wire.rpc.status import bounded
+from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
+from wire.rpc_status import bounded
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0

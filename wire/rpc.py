@@ -11,7 +11,7 @@ from grpc_status import rpc_status
 
 from wire.errors import ConfigError, Unauthenticated
 from wire.pb.worker_pb2 import ConnectRequest
-from wire.rpc.status import to_status
+from wire.rpc_status import to_status
 from wire.trust.certificates import Certificates
 from wire.trust.identity import NONCE_BYTES, ROUTER, Handshake, Identity, is_equal
 
