@@ -129,7 +129,7 @@ class Costs:
     def timed(
         self, source: BlockSource, checksums: Generator[bytes, None, None], is_late: Callable[[], bool]
     ) -> Generator[bytes, None, None]:
-        """Passes on the blocks of a source until it is late, and learns from the times that it took over them."""
+        """Yields the source's checksums until it is late, and records the time of each block."""
         took_s: list[float] = []
         costs = self.of(source)
         try:

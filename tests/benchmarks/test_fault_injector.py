@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fault_plan import FaultKind, plan
+from benchmarks.fault_injector import FaultKind, plan
 
 KINDS = [FaultKind.KILL, FaultKind.REDIS_PAUSE]
 

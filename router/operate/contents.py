@@ -8,36 +8,36 @@ Only the router can name the tenant of a namespace: stores know digests of roots
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from itertools import takewhile
 
 from router.config import RouterConfig
-from router.other_namespaces import OtherName, miss_in_other_namespace
+from router.other_namespaces import OtherName, OtherNamespaces, miss_in_other_namespace
 from router.requests.dispatch import Dispatcher
-from router.requests.tokenizing import PUBLIC
 from router.workers.members import Member, Members
 from wire.block_names import digest_of
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
-from wire.ids import DEFAULT_TENANT, TENANT
+from wire.ids import DEFAULT_TENANT, PUBLIC, TENANT
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import KeyRing
 
 TOKENS_AROUND = 8
 """Shown before and behind the place where two prompts differ."""
-NAMING_TIMEOUT_S = 5.0
 TIMEOUT_S = 120.0
-"""Of one node: it lists Redis and files a page at a time, and an engine may be in a long step."""
+"""Bound on a node's answer: it lists Redis and files page by page, and an engine may be in a long step."""
 
 
 class StoreAdministration:
-    """Counts and clears the blocks of tiers. A node or tier that does not answer is a problem of the answer, no error.
+    """Counts and clears the blocks of tiers. Silent nodes and tiers become `problems` of the answer, not errors.
 
-    The namespaces that it can name are of the model that is served, for each tenant that a key was made for.
+    Names only namespaces of the served model and of tenants with a key.
     """
 
-    def __init__(self, config: RouterConfig, members: Members, dispatcher: Dispatcher, keys: KeyRing) -> None:
+    def __init__(
+        self, config: RouterConfig, members: Members, dispatcher: Dispatcher, keys: KeyRing, names: OtherNamespaces
+    ) -> None:
         self._config = config
+        self._names = names
         self._members = members
         self._dispatcher = dispatcher
         self._keys = keys
@@ -90,9 +90,8 @@ class StoreAdministration:
         """
         recent = self._dispatcher.recent
         [ended] = recent.list(cluster_pb2.ListRequestsRequest(request_id=request.request_id, limit=1)).requests
-        record, problems = recent.find(ended.number), list[str]()
-        if record is not None and record.summary.others is not None:
-            others = await _named(record.summary.others)
+        journal, problems = recent.find(ended.number), list[str]()
+        if journal is not None and (others := await self._names.of(journal)):
             told = await self._holdings_of(others)
             miss = miss_in_other_namespace(
                 self._config.model.namespace, others, (one for each in told for one in each.holdings)
@@ -106,7 +105,7 @@ class StoreAdministration:
         """Asks which tiers hold blocks now; a cluster without workers is a problem of the answer."""
         selection = worker_pb2.BlockSelection(keys=[one.key for one in others])
         try:
-            return [*(await self._of_nodes(worker_pb2.Ask(count=selection))).values()] if others else []
+            return [*(await self._of_nodes(worker_pb2.Ask(count=selection))).values()]
         except Unavailable as error:
             return [worker_pb2.Holdings(problems=[error.message])]
 
@@ -170,12 +169,6 @@ def _require_tenants(tenants: Sequence[str]) -> None:
 def _num_same(first: Sequence[object], second: Sequence[object]) -> int:
     """Counts the equal values that two sequences begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-async def _named(others: Future[list[OtherName]]) -> list[OtherName]:
-    """Waits for names that a thread makes; returns none where it takes longer than NAMING_TIMEOUT_S."""
-    await asyncio.wait([asyncio.wrap_future(others)], timeout=NAMING_TIMEOUT_S)
-    return others.result() if others.done() else []
 
 
 async def _ask(member: Member, question: worker_pb2.Ask) -> worker_pb2.Holdings:

@@ -178,5 +178,5 @@ def _changes_of_silence(before: Mapping[str, float], after: Mapping[str, float])
 
 
 def _silences(status: cluster_pb2.ClusterStatus) -> dict[str, float]:
-    """Of the workers that answered."""
+    """Maps each worker that answered to its engine's silence in seconds."""
     return {worker.worker_id: worker.engine_silent_s for worker in status.workers if worker.HasField("blocks")}

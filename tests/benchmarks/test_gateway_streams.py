@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.stream_gaps import gaps_while_all_open
+from benchmarks.gateway_streams import gaps_while_all_open
 
 
 def test_only_gaps_while_all_streams_are_open() -> None:
