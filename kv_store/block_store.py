@@ -12,7 +12,7 @@ from wire.ids import AttemptId, PageId
 from wire.tier import Disposition, FarStatus, Tier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoreStatus:
     """The state of a store, with counts since its start. directory: None while unreachable.
 

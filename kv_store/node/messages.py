@@ -92,7 +92,7 @@ class Lease:
     entries: list[Entry | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DirectoryStatus:
     """The state of a directory. Hits and misses count keys that readers asked for. cold: the writers' cold tiers."""
 
