@@ -43,7 +43,7 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc.channels import ADAPTED_METADATA, CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
+from wire.rpc import ADAPTED_METADATA, CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
 
 
 class _Connection:

@@ -20,7 +20,7 @@ from tests.bad_input.test_bad_requests import message
 from tests.harness.answer import ask
 from wire.convert import error_from_pb
 from wire.pb import worker_pb2
-from wire.rpc.channels import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 
 _TIMEOUT_S = 60.0
 _AT_ONCE_S = 10.0

@@ -11,7 +11,7 @@ from cli.terminal import Subparsers, add_command
 from deploy.local.client import explained, find_cluster
 from deploy.plan.model import DEMO_MODEL
 from wire.errors import BatonError
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 
 DESCRIPTION = """\
 Talks to the model, a line at a time, through its chat template; each answer is streamed, and the whole conversation is

@@ -21,7 +21,7 @@ from wire.convert import logprobs_to_pb
 from wire.errors import InvalidRequest
 from wire.journal import GATES, Kind
 from wire.pb import inference_pb2 as pb
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.sampling import MAX_STOPS
 from wire.tier import Tier
 

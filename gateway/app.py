@@ -31,7 +31,7 @@ from wire import errors
 from wire.errors import InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.ids import TRACEPARENT, TraceContext
 from wire.limit import Limit, Pace, Share
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
 

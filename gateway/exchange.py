@@ -13,7 +13,7 @@ from gateway import fields, unread
 from httpd.errors import HttpError, envelope, headers
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import REQUEST_ID
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import bearer
 from wire.typed_reader import Read
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from gateway.unread import pass_over
 from wire.errors import BatonError, InvalidRequest
-from wire.rpc.channels import MAX_TURNS
+from wire.rpc import MAX_TURNS
 from wire.typed_reader import Between, Misfit, Read, list_of, located, once, reader_of, wrong
 
 MAX_PROMPTS = 16

@@ -13,7 +13,7 @@ from httpd.errors import HttpError
 from httpd.request_reader import Scope
 from wire.errors import Overloaded
 from wire.limit import Limit
-from wire.rpc.channels import port_taken
+from wire.rpc import port_taken
 from wire.trust.certificates import Certificates
 
 MAX_CONNECTIONS = 2048

@@ -14,7 +14,7 @@ from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
-from wire.rpc.channels import CHANNEL_OPTIONS, NO_PROXY, TOKEN_METADATA
+from wire.rpc import CHANNEL_OPTIONS, NO_PROXY, TOKEN_METADATA
 
 CONNECT_TIMEOUT_S = 5.0
 

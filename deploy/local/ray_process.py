@@ -17,7 +17,7 @@ from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
 from wire.errors import ConfigError
 from wire.pools import Addresses, HeadAnswer
-from wire.rpc.channels import NO_PROXY
+from wire.rpc import NO_PROXY
 from wire.typed_reader import from_json, to_json
 
 RAY_TIMEOUT_S = 120.0

@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention of all layers. `windows`: for each layer the tokens that a token sees, itself included; None for all.
 
@@ -85,7 +85,7 @@ class AttentionConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model. `dtype` is the checkpoint's own; other files may name further `eos_token_ids`."""
 

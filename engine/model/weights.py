@@ -30,7 +30,7 @@ class Linear:
     bias: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products."""
 
@@ -98,12 +98,12 @@ class WeightLoader:
             attention_norm=self._norm(f"{layer}.input_layernorm", hidden),
             qkv=self._linear(qkv, hidden, attention.qkv_bias),
             heads=Heads(
-                attention.num_heads,
-                attention.num_kv_heads,
-                attention.head_dim,
-                query_norm,
-                key_norm,
-                config.rms_norm_eps,
+                num_queries=attention.num_heads,
+                num_kv=attention.num_kv_heads,
+                size=attention.head_dim,
+                query_norm=query_norm,
+                key_norm=key_norm,
+                norm_eps=config.rms_norm_eps,
             ),
             attention_output=self._linear({f"{layer}.self_attn.o_proj": hidden}, queries, attention.output_bias),
             mlp_norm=self._norm(f"{layer}.post_attention_layernorm", hidden),

@@ -25,7 +25,7 @@ from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
 from wire.pools import Addresses
-from wire.rpc.channels import SERVER_OPTIONS, listen
+from wire.rpc import SERVER_OPTIONS, listen
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyRing, Scope
 

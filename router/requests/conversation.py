@@ -9,7 +9,7 @@ from text.template.turns import ROLES, ChatTurn
 from wire.convert import given
 from wire.errors import InvalidRequest, require
 from wire.pb import inference_pb2 as pb
-from wire.rpc.channels import MAX_TURNS
+from wire.rpc import MAX_TURNS
 
 MAX_TOOLS = 128
 MAX_TOOL_DEPTH = 64

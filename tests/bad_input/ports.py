@@ -19,7 +19,7 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
-from wire.rpc.channels import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 from worker.config import ServerSettings
 from worker.server import WorkerServer
 

@@ -16,7 +16,7 @@ from tests.harness.assembled_worker import TOKEN
 from wire.convert import error_from_pb, sampling_to_pb
 from wire.errors import InvalidRequest
 from wire.pb import inference_pb2, worker_pb2
-from wire.rpc.channels import NONCE_METADATA, TOKEN_METADATA, first_of_line
+from wire.rpc import NONCE_METADATA, TOKEN_METADATA, first_of_line
 from wire.sampling import SamplingParams
 from wire.trust.identity import NONCE_BYTES
 

@@ -14,7 +14,7 @@ from tests.bad_input.raw_http2 import END_STREAM, PREFACE, RawHttp2, raw_http2
 from tests.bad_input.refusal import refused
 from tests.harness.fake_cluster import CONFIG, FakeCluster, expected, request
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc.channels import CHANNEL_OPTIONS, SERVER_OPTIONS, TOKEN_METADATA
+from wire.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, TOKEN_METADATA
 
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_CONNECTIONS = 4

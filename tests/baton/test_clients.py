@@ -26,7 +26,7 @@ from wire.errors import (
     WireError,
 )
 from wire.pb import inference_pb2 as pb
-from wire.rpc.channels import MAX_MESSAGE_BYTES, PROXIES
+from wire.rpc import MAX_MESSAGE_BYTES, PROXIES
 from wire.sampling import FinishReason
 
 Connect = Callable[[ScriptedService], Any]

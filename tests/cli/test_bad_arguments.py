@@ -15,7 +15,7 @@ from cli.__main__ import main, make_parser
 from cli.generate import NO_TIMEOUT_S
 from deploy.local.state import ClusterPhase, ClusterState
 from deploy.processes.process import ProcessRef
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 
 TLS = ("--tls-cert", "/none", "--tls-key", "/none")
 RUNNING, GONE = ClusterPhase.RUNNING, ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
@@ -271,7 +271,13 @@ def test_lines_of_a_chat(
     given: bytes, status: int, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(chat, "find_cluster", lambda name: ClusterState(name, RUNNING, GONE, "/", "", "m", "h:1"))
+    monkeypatch.setattr(
+        chat,
+        "find_cluster",
+        lambda name: ClusterState(
+            name=name, phase=RUNNING, command=GONE, run_dir="/", token="", model="m", ray_address="h:1"
+        ),
+    )
     monkeypatch.setattr(chat, "_answer", lambda _client, messages, _options: asked.append(messages[-1]["content"]))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
     told_status, told = outcome(["chat"], capsys)

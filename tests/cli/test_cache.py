@@ -14,7 +14,7 @@ from tests.cli.test_cli import GONE, FakeServer
 from wire.pb import cluster_pb2, cluster_pb2_grpc
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc.channels import TOKEN_METADATA
+from wire.rpc import TOKEN_METADATA
 
 
 class CacheServer(FakeServer):
@@ -53,7 +53,15 @@ def server(run_folder: Path) -> Iterator[CacheServer]:
     grpc_server.start()
     me, addresses = ProcessRef.of(os.getpid()), Addresses(address, address, address)
     StateFile("default").write(
-        ClusterState("default", ClusterPhase.RUNNING, GONE, str(run_folder), "secret", addresses=addresses, redis=me)
+        ClusterState(
+            name="default",
+            phase=ClusterPhase.RUNNING,
+            command=GONE,
+            run_dir=str(run_folder),
+            token="secret",
+            addresses=addresses,
+            redis=me,
+        )
     )
     yield fake
     grpc_server.stop(None).wait(5)

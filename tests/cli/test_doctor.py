@@ -27,7 +27,7 @@ from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc.channels import TOKEN_METADATA
+from wire.rpc import TOKEN_METADATA
 from wire.trust.certificates import TlsFiles
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 from wire.typed_reader import to_json
@@ -95,11 +95,11 @@ def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Patient
     monkeypatch.setattr(run_dir, "ROOT", tmp_path)
     fake.run_dir = run_dir.create("default")
     state = ClusterState(
-        "default",
-        ClusterPhase.RUNNING,
-        GONE,
-        str(fake.run_dir),
-        "secret",
+        name="default",
+        phase=ClusterPhase.RUNNING,
+        command=GONE,
+        run_dir=str(fake.run_dir),
+        token="secret",
         addresses=Addresses(address, address, address),
     )
     StateFile("default").write(state)

@@ -22,7 +22,7 @@ from tests.kv_store.names import MAC_KEY, got_one, names_of, put_one
 from tests.router.test_stopped_worker import HURRIED
 from wire.ids import WorkerId
 from wire.pools import WorkerState
-from wire.rpc.channels import LINE_OPTIONS
+from wire.rpc import LINE_OPTIONS
 
 NUM_REQUESTS = 6
 NUM_TOKENS = 24

@@ -14,7 +14,7 @@ from tests.harness.answer import Reader, ask
 from tests.harness.known_model import MODEL, prompt_of
 from wire.convert import tiers_from_pb
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc.channels import CHANNEL_OPTIONS
+from wire.rpc import CHANNEL_OPTIONS
 from wire.typed_reader import to_json
 
 NUM_REQUESTS = 6

@@ -22,7 +22,7 @@ from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG
 from wire.errors import Overloaded, Unavailable, Unreachable
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import KeyRing
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

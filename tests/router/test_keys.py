@@ -17,7 +17,7 @@ from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_
 from tests.wire.test_key_ring import WRONG
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
-from wire.rpc.channels import TOKEN_METADATA
+from wire.rpc import TOKEN_METADATA
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 
 ACME, ACME_TEXT = make_key("acme", [Scope.GENERATE], Allowance())

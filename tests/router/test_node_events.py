@@ -26,7 +26,7 @@ from wire.ids import DEFAULT_TENANT, NamespaceRoot, WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pools import WorkerState
-from wire.rpc.channels import LINE_OPTIONS
+from wire.rpc import LINE_OPTIONS
 
 NUM_SLOTS = 64
 NODES = {"p0": "a", "d0": "a", "p1": "b", "d1": "b"}

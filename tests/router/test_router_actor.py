@@ -24,7 +24,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.pools import PoolSizes, Role
-from wire.rpc.channels import TOKEN_METADATA
+from wire.rpc import TOKEN_METADATA
 from wire.typed_reader import to_json
 
 

@@ -34,8 +34,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.pools import Addresses
-from wire.rpc.channels import CHANNEL_OPTIONS, TOKEN_METADATA
-from wire.rpc.status import details_of
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA, details_of
 
 Code = grpc.StatusCode
 GENERATE = "/baton.v1.Inference/Generate"
@@ -357,7 +356,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.requests.prompt.PromptPreparer._prepare", prepare)
+        broken.setattr("router.requests.prompt.encode", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")

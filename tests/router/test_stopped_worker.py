@@ -13,7 +13,7 @@ from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
 from tests.router.test_lines import LEFT, TOKEN, A, Heard, begin
 from wire.errors import BatonError, Unavailable
-from wire.rpc.channels import CHANNEL_OPTIONS, LINE_OPTIONS
+from wire.rpc import CHANNEL_OPTIONS, LINE_OPTIONS
 
 TIMEOUT_S = 30.0
 HURRIED = {"grpc.keepalive_time_ms": 1_000, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}

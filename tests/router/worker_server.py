@@ -14,7 +14,7 @@ from tests.harness.fake_worker import FakeWorker
 from wire.ids import WorkerId
 from wire.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from wire.pools import Role
-from wire.rpc.channels import WORKER_SERVER_OPTIONS, ProofInterceptor, listen
+from wire.rpc import WORKER_SERVER_OPTIONS, ProofInterceptor, listen
 from worker.server import WorkerApi
 
 

@@ -20,7 +20,7 @@ from wire.errors import (
     Unavailable,
 )
 from wire.pb import inference_pb2 as pb
-from wire.rpc.channels import PROMPT_TOKENS_METADATA
+from wire.rpc import PROMPT_TOKENS_METADATA
 
 EARLY = 5
 """A client of a smaller amount goes by the clock, and so before its first token."""

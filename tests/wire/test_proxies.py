@@ -5,7 +5,7 @@ import asyncio
 import grpc.aio
 import pytest
 
-from wire.rpc.channels import LINE_OPTIONS, PROXIES, listen, open_channel, proxy_to
+from wire.rpc import LINE_OPTIONS, PROXIES, listen, open_channel, proxy_to
 
 NOWHERE = "http://127.0.0.1:9"
 FAR = "192.0.2.7:50051"

@@ -29,14 +29,14 @@ from tests.harness.one_worker import (
     timeless_node,
     tokens_of,
 )
+from wire import rpc
 from wire.convert import status_of
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.pools import Role
-from wire.rpc.channels import LINE_OPTIONS, NONCE_METADATA, first_of_line
-from wire.rpc.status import from_rpc_error
+from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line, from_rpc_error
 from wire.trust.identity import NONCE_BYTES, Identity, prove
 from worker.config import ServerSettings
 from worker.server import SERVICE_NAME, WorkerServer
@@ -176,7 +176,7 @@ async def test_refuses_the_workers_own_proof_sent_back(channel: grpc.aio.Channel
 async def test_a_line_that_says_nothing_is_ended(
     channel: grpc.aio.Channel, decode: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wire.rpc.channels.MAX_PROOF_S", 0.02)
+    monkeypatch.setattr(rpc, "MAX_PROOF_S", 0.02)
     call = cast(Call, WorkerStub(channel).Connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S))
     await require_refused(call, decode)
 

@@ -9,7 +9,7 @@ import pytest
 from deploy.plan.byte_size import format_bytes, parse_bytes
 from deploy.plan.config import MAX_FILE_BYTES, ClusterConfig
 from wire.errors import ConfigError
-from wire.rpc.channels import MAX_MESSAGE_BYTES
+from wire.rpc import MAX_MESSAGE_BYTES
 
 EXAMPLE = Path("deploy/baton.example.toml")
 

@@ -34,7 +34,7 @@ start_logging("decode-0")
 
 import grpc.aio
 from deploy.plan.authority import Authority
-from wire.rpc.channels import listen
+from wire.rpc import listen
 
 async def meet():
     server = grpc.aio.server()
