@@ -1,39 +1,30 @@
-"""Requests of a client as messages, and failures of its calls as errors."""
+"""A client's requests as messages, and failures of calls as errors."""
 
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NotRequired, Protocol, Self, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import grpc.aio
 
+from baton.results import Typed, read_timeline
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import inference_pb2 as pb
-from wire.rpc import MAX_MESSAGE_BYTES
-from wire.rpc_status import details_of, from_rpc_error
+from wire.rpc import MAX_MESSAGE_BYTES, details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
 API_KEY = "BATON_API_KEY"
-"""The variable of the environment that has the key of a client which is given none."""
+"""The environment variable with the key of a client that is given no key."""
 Metadata = tuple[tuple[str, str], ...]
-
-
-class Typed(Protocol):
-    """A class whose objects have a JSON schema, as pydantic's models do."""
-
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]: ...
-
-    @classmethod
-    def model_validate_json(cls, json_data: str) -> Self: ...
 
 
 class Message(TypedDict):
     """A turn of a chat. `role` is system, developer, user, assistant or tool, as the model's template takes them.
 
-    tool_calls: of an assistant, each in JSON; tool_call_id: of a tool's answer. proto/inference.proto gives their form.
+    tool_calls: an assistant's calls, each in JSON; tool_call_id: the call that a tool answers. Form:
+    proto/inference.proto.
     """
 
     role: str
@@ -65,7 +56,7 @@ OF_REQUESTS = (*OF_MESSAGES, "timeout_s", *OF_CHATS)
 
 
 class Options(ChatOptions, total=False):
-    """Settings of one request. The server completes the ones left out, and draws the seed.
+    """Settings of one request. The server gives omitted settings their defaults, and draws the seed.
 
     proto/inference.proto gives ranges and defaults. `timeout_s` bounds the call in place of the client's own.
     """
@@ -100,9 +91,9 @@ class Options(ChatOptions, total=False):
 
 
 def credentials(api_key: str | None) -> Metadata:
-    """Returns the metadata by which a call shows its key: "" is no key, None that of the environment, if any.
+    """Returns the metadata by which a call shows its key; "" shows no key, None the environment's, if any.
 
-    Raises InvalidRequest for a text that no call can carry.
+    Raises InvalidRequest for a key that gRPC cannot carry.
     """
     given = os.environ.get(API_KEY, "") if api_key is None else api_key
     if not re.fullmatch(r"[!-~]*", given):
@@ -111,7 +102,7 @@ def credentials(api_key: str | None) -> Metadata:
 
 
 def for_schema(options: Options, schema: type[Typed] | None) -> Options:
-    """Adds the response format of a class's objects. Raises InvalidRequest for two formats, and for several choices."""
+    """Sets the response format to a class's JSON schema. Raises InvalidRequest for a second format, or n above 1."""
     if schema is None:
         return options
     if "response_format" in options or options.get("n", 1) > 1:
@@ -120,7 +111,7 @@ def for_schema(options: Options, schema: type[Typed] | None) -> Options:
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
+    """Builds the message. Raises InvalidRequest for values that protobuf cannot hold; the server checks the rest."""
     request = pb.GenerateRequest()
     for name in OF_MESSAGES:
         with _refusing(name):
@@ -179,7 +170,7 @@ def _require_sendable(request: pb.GenerateRequest | pb.TokenizeRequest) -> None:
 
 @contextmanager
 def _refusing(param: str) -> Iterator[None]:
-    """Raises InvalidRequest for a value that protobuf refuses: of another type, too large, or no Unicode."""
+    """Raises InvalidRequest for a value that protobuf refuses: wrong type, too large, or no Unicode."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -188,9 +179,9 @@ def _refusing(param: str) -> Iterator[None]:
 
 @contextmanager
 def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
-    """Raises the BatonError that a failed call stands for; its `__cause__` is gRPC's own error.
+    """Raises a failed call's error as a BatonError; its `__cause__` is gRPC's own error.
 
-    proxy: the variable of the environment whose proxy gRPC asks, named where no server has answered.
+    proxy: the environment variable whose proxy gRPC uses; the message names it if no server has answered.
     """
     try:
         yield
@@ -200,6 +191,8 @@ def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
             late = f"no whole answer within the timeout of {timeout_s:g} s"
             raise DeadlineExceeded(f"{late}: give a longer one, or see `baton status`") from failure
         error = from_rpc_error(status)
+        if error.timeline is not None:
+            error.timeline = read_timeline(error.timeline)
         if proxy and isinstance(error, Unavailable) and not details_of(status):
             error = Unavailable(f"{error.message}: gRPC asks the proxy of {proxy}, unless no_proxy names the host")
         raise error from failure

@@ -6,21 +6,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import StringIO
-from typing import TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from baton.request import Typed
 from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import InvalidRequest, WireError
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs
 
+
+class Typed(Protocol):
+    """A class with a JSON schema of its objects, such as a pydantic model."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
+
+
 T = TypeVar("T", bound=Typed)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs(Logprobs):
-    """Log-probabilities with the bytes of text that the chosen token, and each of the likeliest, stand for.
+    """Log-probabilities of the chosen token and of the likeliest tokens, with their bytes of text.
 
     chosen: NaN where there is none, as for the first token of a prompt.
     """
@@ -41,10 +51,10 @@ class Chunk:
 
 
 class PromptPart(Chunk):
-    """A part of the prompt, for all choices, where its echo or its log-probabilities were asked for."""
+    """A part of the prompt, for all choices, if its echo or log-probabilities were asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """An answer of a request's n. `matched_stop` is the stop string or the stop token's id that ended it."""
 
@@ -56,12 +66,12 @@ class Choice:
     matched_stop: str | int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Usage:
     """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0.
 
-    guessed_tokens: of the answer, by speculation; accepted_tokens: the guesses that came true. reasoning_tokens: of
-    the answer, in its channel of reasoning.
+    guessed_tokens: the answer's tokens guessed by speculation; accepted_tokens: guesses that came true.
+    reasoning_tokens: the answer's tokens in its reasoning channel.
     """
 
     prompt_tokens: int
@@ -72,22 +82,26 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Span:
-    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names."""
+    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names.
+
+    error: the reason of the error that an attempt ended with here, "" for none.
+    """
 
     name: str
     worker: str
     start_ms: float
     duration_ms: float
     counts: Mapping[str, int]
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """Spans in order of their start. A role that had no part in the request has no worker.
 
-    prefill_reason: of docs/timeline.md, why the prompt went to a prefill worker, or to decode at once.
+    prefill_reason: why the prompt went to a prefill worker, or to decode at once; a word of docs/timeline.md.
     """
 
     prefill_worker: str | None
@@ -114,13 +128,13 @@ class Completion:
         return self.choices[0].text
 
     def read(self, schema: type[T]) -> T:
-        """Reads the answer as an object of a class. Raises InvalidRequest for one that ended before it was whole."""
+        """Reads the answer as an object of a class. Raises InvalidRequest if max_tokens cut it."""
         if self.choices[0].finish_reason is not FinishReason.STOP:
             raise InvalidRequest("max_tokens", "the answer ended before its object was whole")
         return schema.model_validate_json(self.text)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model that the cluster serves. `max_context_len` counts prompt and output tokens."""
 
@@ -162,7 +176,7 @@ class Draft:
         self._choices.clear()
 
     def accept(self, response: pb.GenerateResponse) -> Chunk | None:
-        """Adds a response; returns its chunk or its part of the prompt, None for the last response."""
+        """Adds a response; returns its chunk or part of the prompt, None for the last response."""
         event = response.WhichOneof("event")
         if event == "complete":
             self._completion = self._complete(response.request_id, response.complete)
@@ -176,7 +190,7 @@ class Draft:
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
-        usage, timeline = _read_usage(complete.usage), _read_timeline(complete.timeline)
+        usage, timeline = _read_usage(complete.usage), read_timeline(complete.timeline)
         return Completion(request_id, choices, usage, complete.seed, timeline, tuple(self.prompt))
 
     def _choice(self, choice: pb.Choice) -> Choice:
@@ -208,7 +222,14 @@ class _ChoiceDraft:
 
 def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(
-        Model(one.name, one.max_context_len, one.dtype, one.fingerprint, one.tool_format, one.reasoning_format)
+        Model(
+            name=one.name,
+            max_context_len=one.max_context_len,
+            dtype=one.dtype,
+            fingerprint=one.fingerprint,
+            tool_format=one.tool_format,
+            reasoning_format=one.reasoning_format,
+        )
         for one in response.models
     )
 
@@ -242,24 +263,34 @@ def _read_logprobs(logprobs: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs,
 
 def _read_usage(usage: pb.Usage) -> Usage:
     return Usage(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        tiers_from_pb(usage.cached_tokens),
-        usage.guessed_tokens,
-        usage.accepted_tokens,
-        usage.reasoning_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=tiers_from_pb(usage.cached_tokens),
+        guessed_tokens=usage.guessed_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 
-def _read_timeline(timeline: pb.Timeline) -> Timeline:
-    spans = tuple(Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts)) for one in timeline.spans)
+def read_timeline(timeline: pb.Timeline) -> Timeline:
+    spans = tuple(
+        Span(
+            name=one.name,
+            worker=one.worker,
+            start_ms=one.start_ms,
+            duration_ms=one.duration_ms,
+            counts=dict(one.counts),
+            error=one.error,
+        )
+        for one in timeline.spans
+    )
     workers = timeline.prefill_worker or None, timeline.decode_worker or None
     return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)
 
 
 @dataclass(frozen=True)
 class BlockCursor:
-    """A place in the events of a node: behind event `number` of an epoch. slot: of a snapshot under way, or 0.
+    """A place in a node's events: after event `number` of an epoch. slot: progress of a snapshot under way, or 0.
 
     epoch: empty once the node is gone.
     """
@@ -271,7 +302,7 @@ class BlockCursor:
 
 @dataclass(frozen=True)
 class BlockEvent:
-    """Blocks "stored" in a tier of a node, or "removed" from it, by their keys of 32 bytes; "cleared": all are gone."""
+    """Blocks "stored" in a node's tier, or "removed" from it, by their keys of 32 bytes; "cleared": all are gone."""
 
     kind: str
     tier: str
@@ -280,7 +311,7 @@ class BlockEvent:
 
 @dataclass(frozen=True)
 class BlockPage:
-    """The events of a node between two places. A subscriber goes on behind `cursor`."""
+    """The events of a node between two places. A subscriber continues after `cursor`."""
 
     node_id: str
     after: BlockCursor

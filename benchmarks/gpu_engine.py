@@ -57,7 +57,15 @@ class Shape:
             hidden_size=self.hidden,
             intermediate_size=self.mlp,
             num_layers=self.num_layers,
-            attention=AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, False, False, False, windows),
+            attention=AttentionConfig(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                qkv_bias=False,
+                output_bias=False,
+                qk_norm=False,
+                windows=windows,
+            ),
             rms_norm_eps=1e-5,
             rope=RopeConfig(500_000.0, RopeScaling()),
             max_context_len=16_384,
@@ -68,14 +76,14 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """Of the products of a token."""
+        """Weights in the products of a token."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden * (width + self.num_heads * self.head_dim + 3 * self.mlp)
         return self.num_layers * layer + self.hidden * self.vocab
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token."""
+        """Bytes of a token's KV."""
         return 4 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -96,17 +104,24 @@ def make_decoder(shape: Shape) -> Decoder:
     def norm() -> torch.Tensor:
         return torch.ones(shape.hidden, dtype=torch.bfloat16, device=DEVICE)
 
-    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, None, None, 1e-5)
+    heads = Heads(
+        num_queries=shape.num_heads,
+        num_kv=shape.num_kv_heads,
+        size=shape.head_dim,
+        query_norm=None,
+        key_norm=None,
+        norm_eps=1e-5,
+    )
     queries = shape.num_heads * shape.head_dim
     layers = tuple(
         LayerWeights(
-            norm(),
-            weight(queries + 2 * shape.num_kv_heads * shape.head_dim, shape.hidden),
-            heads,
-            weight(shape.hidden, queries),
-            norm(),
-            weight(2 * shape.mlp, shape.hidden),
-            weight(shape.hidden, shape.mlp),
+            attention_norm=norm(),
+            qkv=weight(queries + 2 * shape.num_kv_heads * shape.head_dim, shape.hidden),
+            heads=heads,
+            attention_output=weight(shape.hidden, queries),
+            mlp_norm=norm(),
+            gate_up=weight(2 * shape.mlp, shape.hidden),
+            down=weight(shape.hidden, shape.mlp),
         )
         for _ in range(shape.num_layers)
     )
@@ -128,7 +143,11 @@ class Load:
         prompt = torch.randint(1000, (prompt_len,)).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         name = AttemptId(f"{self._num}")
-        self.core.add(EngineRequest(name, ROOT, tuple(prompt), sampling, (ChoiceSoFar(0),)))
+        self.core.add(
+            EngineRequest(
+                attempt_id=name, root=ROOT, prompt_ids=tuple(prompt), sampling=sampling, choices=(ChoiceSoFar(0),)
+            )
+        )
         return name
 
     def step(self) -> tuple[float, int]:

@@ -13,19 +13,20 @@ from functools import partial
 from engine.events import Drafted, Failed, Fetched, Finished, Jumped, Scored
 from engine.request import EngineRequest
 from engine.schedule.batcher import Candidate, Pages, Phase, Plan, fit_running
+from wire.journal import Kind
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
-from worker.job import Behaviour, Job, News, SpanName, end_choice
+from worker.job import Behaviour, Job, News, end_choice
 
 
 @dataclass(frozen=True)
 class DecodeBatcher:
-    """Decode first, then chunks of prompt tokens without KV, small enough not to hold up decoding sequences.
+    """A batcher that decodes first, then runs prompt tokens without KV, in chunks that do not delay decoding much.
 
-    max_step_tokens: tokens of one step over all sequences; at least max_running + max_chunk_tokens.
-    max_running: sequences with pages at a time.
-    max_chunk_tokens: tokens of chunks in a step with decoding sequences; bounds the inter-token latency.
+    max_step_tokens: the most tokens of one step, at least max_running + max_chunk_tokens. max_running: the most
+    sequences with pages. max_chunk_tokens: the most tokens of chunks in a step that also decodes; bounds the
+    inter-token latency.
     """
 
     max_step_tokens: int = 2048
@@ -45,19 +46,19 @@ class DecodeBatcher:
 
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
-    """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
+    """Counts the pages left once each running sequence has pages for its next token, and one page more."""
     num_claimed = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
     return pages.num_allocatable - num_claimed
 
 
 class DecodeJob(Job):
-    """A Job with an update for each token, and one at the last choice's fetch, which releases the hold.
+    """A Job that sends an update for each token, and one after the last choice's fetch, which releases the hold.
 
     If the attempt ends before that, the router releases the hold.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
-        super().__init__(request, Role.DECODE, arrived_s, block_size, SpanName.GENERATE)
+        super().__init__(request, Role.DECODE, arrived_s, block_size, Kind.GENERATE)
         self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
         self._num_before = sum(self._num_output.values())
         self._unfinished = set(self._num_output)
@@ -68,16 +69,16 @@ class DecodeJob(Job):
         if isinstance(news, worker_pb2.Update):
             self._note_gained(news.choices[0], now_s)
             return news
-        self._prompt.note(news, now_s)
+        self.note(news, now_s)
         match news:
             case Fetched(choice=choice):
                 return self._fetched(choice)
             case Jumped():
-                return None if self._unfetched else self._update(prompt=self._prompt.source)
+                return None if self._unfetched else self._update(prompt=self.source)
             case Scored():
                 return self._scored(news)
             case Drafted(num_guessed=num_guessed, num_accepted=num_accepted):
-                self._stopwatch.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
+                self.journal.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
             case Finished():
                 return self._finished(news, now_s)
             case Failed(error=error):
@@ -90,14 +91,14 @@ class DecodeJob(Job):
     def _note_gained(self, tokens: worker_pb2.ChoiceTokens, now_s: float) -> None:
         if not self._generates:
             self._generates = True
-            self._stopwatch.begin_span(SpanName.GENERATE, now_s)
+            self._begin(Kind.GENERATE, now_s)
         self._num_output[tokens.index] = tokens.first_position + len(tokens.token_ids)
 
     def _fetched(self, choice: int) -> worker_pb2.Update | None:
         if choice not in self._unfetched:
             return None
         self._unfetched.remove(choice)
-        return None if self._unfetched else self._update(prompt=self._prompt.source)
+        return None if self._unfetched else self._update(prompt=self.source)
 
     def _finished(self, event: Finished, now_s: float) -> worker_pb2.Update:
         # A choice whose first token, drawn with a sibling's, is its last ends without a fetch of its own.
@@ -105,8 +106,8 @@ class DecodeJob(Job):
         end_choice(update.choices.add(index=event.choice, first_position=self._num_output[event.choice]), event)
         self._unfinished.discard(event.choice)
         if not self._unfinished:
-            self._stopwatch.count(tokens=sum(self._num_output.values()) - self._num_before)
-            update.end.spans.extend(self._stopwatch.spans(now_s))
+            self.journal.count(tokens=sum(self._num_output.values()) - self._num_before)
+            update.end.CopyFrom(self._ended(now_s))
         return update
 
 

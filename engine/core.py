@@ -1,24 +1,23 @@
-"""The engine's core: requests in, tokens and events out, one step at a time. No threads of its own, no text.
+"""The engine's core: requests in, tokens and events out, step by step. Without threads or text.
 
 WAITING -> FETCHING -> PREFILL -> DECODE -> ENDED
    ^          \\          |  \\-> HANDING_OFF -> ENDED
    |           \\---------+----> DECODE, if the fetch found all KV
    \\--- preempted, from PREFILL or DECODE; from FETCHING, if a part of the blocks that a policy kept is gone
 
-A sequence is one choice of a request, and the sequences of one request are siblings. The first, the leader, brings
-the KV of the prompt; the others draw their first token from its last row while they wait, and are then admitted with
-its pages.
-A sequence has a row of `DecodeRows` from its first step in DECODE on. While all have rows, a step is: run the rows.
+A sequence is one choice of a request, and the sequences of one request are siblings. The first, the leader, computes or
+fetches the prompt's KV; the others wait, draw their first token from its last row, and are then admitted with its
+pages. A sequence has a row of `DecodeRows` from its first step in DECODE on. While all sequences have rows, a step just
+runs the rows.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
 
-from engine.decode_rows import DecodeRows
+from engine.decoding import Decoding
 from engine.events import (
     EngineStats,
     Event,
@@ -34,16 +33,18 @@ from engine.events import (
     Started,
     StepOutput,
 )
-from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
 from engine.model.batch import CausalModel
+from engine.pages.cache import KVCache
 from engine.request import EngineRequest, HandOff
-from engine.runner import Launched, Runner
-from engine.schedule.batcher import Batcher, Gate, Phase, Plan
+from engine.schedule.batcher import Batcher, Phase, Plan
 from engine.sequence import Sequence, SequenceTable
 from engine.speculation.speculator import Speculator
-from engine.work import Gains, PromptChunk, Work
+from engine.step.decode_rows import DecodeRows
+from engine.step.prefill_meter import PrefillMeter
+from engine.step.runner import Launched, Runner
+from engine.step.work import Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
@@ -52,38 +53,13 @@ from wire.ids import AttemptId, BlockKey
 from wire.sampling import Logprobs
 
 MAX_SCORED_TOKENS = 512
-"""Tokens of prompts that one step scores: each needs a row of logits, which may be a megabyte."""
-
-
-class PrefillMeter:
-    """A meter of prefill: `report` gets the tokens and seconds of steps with chunks, from which the store learns.
-
-    A step that samples no token is not waited for, and the device may still run it: its tokens count in the report of
-    the next step with chunks that samples one.
-    """
-
-    def __init__(
-        self,
-        report: Callable[[int, float], None] = lambda num_tokens, took_s: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.clock = clock
-        self._report = report
-        self._num_tokens, self._took_s = 0, 0.0
-
-    def note(self, work: Work, began_s: float, has_waited: bool) -> None:
-        if work.chunks:
-            self._num_tokens += work.num_tokens
-            self._took_s += self.clock() - began_s
-            if has_waited:
-                self._report(self._num_tokens, self._took_s)
-                self._num_tokens, self._took_s = 0, 0.0
+"""Bound on the prompt tokens that a step scores: each needs a row of logits, maybe a megabyte."""
 
 
 class EngineCore:
-    """A model that runs many requests at once.
+    """A model that runs many requests together.
 
-    Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it.
+    Not thread-safe. `transfers` may use other threads; `step` polls it.
     """
 
     def __init__(
@@ -103,6 +79,7 @@ class EngineCore:
         self._rows = DecodeRows(model, pool.ledger.num_pages)
         self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
+        self._decoding = Decoding(self._rows, self._speculator, self._cache.allocator)
         self._meter = meter or PrefillMeter()
         self._table = SequenceTable()
         self._num_held: dict[AttemptId, int] = {}
@@ -116,29 +93,29 @@ class EngineCore:
 
     @property
     def attempts(self) -> Collection[AttemptId]:
-        """The requests here, by their ids."""
+        """The ids of the engine's requests."""
         return self._table.attempts
 
     @property
     def can_step(self) -> bool:
-        """False: nothing will happen before the next `add`, `abort` or finished transfer."""
+        """Whether `step` has work; if not, nothing happens before the next `add`, `abort` or finished transfer."""
         return self.has_requests and not self._is_stalled
 
     def add(self, request: EngineRequest) -> None:
-        """Queues a request. InvalidRequest if it can never run here, RequestExists if its id is taken."""
+        """Queues a request. Raises InvalidRequest if it can never run here, RequestExists if its id is taken."""
         self._check(request)
         self._table.add(request, self.model)
         self._is_stalled = False
 
     def abort(self, attempt_id: AttemptId) -> None:
-        """Ends a request without a further event, except HoldOrphaned. Does nothing if there is none."""
+        """Ends a request without a further event, except HoldOrphaned. Does nothing for an unknown request."""
         self._cache.pass_on_hint(self._close(attempt_id))
         self._is_stalled = False
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
-        """Ends a choice without an event; the others go on. Returns whether it did.
+        """Ends a choice without an event; the other choices go on. Returns whether it did.
 
-        It does nothing for a choice that has ended, nor for a hand-off's, which end with their first token anyway.
+        Does nothing for an ended choice, or for a hand-off's choice, which ends with its first token anyway.
         """
         choices = (one for one in self._table.siblings(attempt_id) if one.choice.index == index)
         sequence = next(choices, None)
@@ -152,8 +129,8 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Runs one iteration: finish transfers, plan, launch, launch ahead, read, apply. Cheap without work.
 
-        The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
-        A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
+        A step with ended transfers only reports them, so that they do not wait for a run. A faulty request fails alone.
+        A step that raises reports nothing, then or later; its requests can be aborted.
         """
         output = StepOutput()
         self._events = output.before
@@ -161,9 +138,10 @@ class EngineCore:
         if output.before:
             self._is_stalled = False
             return output
-        work = self._decode_all() or self._carry_out(self._plan())
+        work = self._decoding.work(self._table.num_active, self._runner.has_launched_ahead)
+        work = work or self._carry_out(self._plan())
         if work is not None:
-            work = work if self._runner.has_launched_ahead else self._with_drafts(work)
+            work = work if self._runner.has_launched_ahead else self._decoding.with_drafts(work)
             began_s = self._meter.clock()
             with torch.inference_mode():
                 launched = self._runner.launch(work)
@@ -191,11 +169,11 @@ class EngineCore:
         )
 
     def drop_cached(self, keys: Seq[BlockKey]) -> int:
-        """Takes blocks out of the device's index, these or else all, and counts them. Sequences keep their pages."""
+        """Takes these blocks, or all, out of the device's index, and counts them. Sequences keep their pages."""
         return self._cache.unindex(keys)
 
     def check(self) -> list[str]:
-        """Lists the faults of the pool's books; an empty list is a clean bill."""
+        """Lists violated invariants of the pool; empty if none."""
         problems = [*self.pool.ledger.check(), *self._rows.check(int(self._runner.launches_ahead))]
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
@@ -229,70 +207,28 @@ class EngineCore:
         elif attempt_id not in self.attempts:
             self._events.append(HoldOrphaned(attempt_id))
 
-    def _decode_all(self) -> Work | None:
-        """Plans a step of all rows, one token each, without the batcher.
-
-        None if some sequence does not decode, or pages are too few. A pass that was launched ahead is taken first,
-        though sequences may wait by now.
-        """
-        rows = self._rows
-        if not rows or not (self._runner.has_launched_ahead or len(rows) == self._table.num_active):
-            return None
-        if full := rows.full(len(rows)):
-            pages = self._cache.allocator.extend([rows.sequences[row] for row in full])
-            if pages is None:
-                return None
-            rows.grow(full, pages)
-        return Work(slice(0, len(rows)))
-
-    def _with_drafts(self, work: Work) -> Work:
-        drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
-        return Work(work.rows, work.chunks, drafts) if drafts else work
-
     def _launch_ahead(self, work: Work, launched: Launched | Exception) -> None:
-        """Launches the next forward pass before this step is read, if all sequences decode one token in both steps.
-
-        A sequence that ends with this step's token has run once in vain; a page gained for that is freed with the rest.
-        """
-        if not self._runner.launches_ahead or isinstance(launched, Exception):
-            return
-        rows, num_rows = self._rows, work.num_rows
-        if not num_rows == len(rows) == self._table.num_active or work.chunks or work.drafts:
-            return
-        ends_all = all(len(one.output_ids) + 1 >= one.ending.max_output for one in rows.sequences)
-        if ends_all or rows.is_watched[:num_rows].any() or self._speculator.may_draft(rows, num_rows, num_rows):
-            return
-        full = rows.full(num_rows, 1)
-        pages = self._cache.allocator.extend([rows.sequences[row] for row in full], 1)
-        if pages is not None:
-            self._runner.launch_ahead(launched, full, pages)
+        if self._runner.launches_ahead and not isinstance(launched, Exception):
+            pages = self._decoding.pages_ahead(work, self._table.num_active)
+            if pages is not None:
+                self._runner.launch_ahead(launched, *pages)
 
     def _plan(self) -> Plan:
-        self._follow_prefetches()
+        for jump in self._cache.prefixes.follow(self._table.running):
+            self._num["cached"] += jump.num_found
+            self._events.append(jump)
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
         plan = self._batcher.plan(waiting, running, self._cache.allocator.available)
-        self._tell_held_up({candidate.handle for candidate in waiting}.difference(plan.admit), plan.gate)
+        held_up = {candidate.handle for candidate in waiting}.difference(plan.admit)
+        for sequence in map(self._table.__getitem__, held_up):
+            if sequence.gate is not plan.gate:
+                sequence.gate = plan.gate
+                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, plan.gate))
         return plan
 
-    def _follow_prefetches(self) -> None:
-        """Lets sequences take over blocks read since, not computing them; reads on into pages that none lacks."""
-        for sequence in [one for one in self._table.running if one.prefetch is not None]:
-            pages = self._cache.allocator.available
-            num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
-            jump = self._cache.prefixes.follow(sequence, pages.num_allocatable - num_lacking)
-            if jump is not None:
-                self._num["cached"] += jump.num_found
-                self._events.append(jump)
-
-    def _tell_held_up(self, handles: Iterable[int], gate: Gate) -> None:
-        for sequence in map(self._table.__getitem__, handles):
-            if sequence.gate is not gate:
-                sequence.gate = gate
-                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, gate))
-
     def _carry_out(self, plan: Plan) -> Work | None:
-        """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
+        """Carries out a plan up to the run; chunks of one token come first, as the runner needs."""
         for handle in plan.preempt:
             self._preempt(self._table[handle])
         decoding, chunks = self._make_room(plan)
@@ -307,7 +243,7 @@ class EngineCore:
         return work if decoding or chunks else None
 
     def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[PromptChunk]]:
-        """Finds pages for the tokens of a plan; returns the sequences that have them: decoding ones, and chunks."""
+        """Finds pages for the tokens of a plan; returns the decoding sequences and the chunks that got pages."""
         decoding, chunks, num_scorable = [], [], MAX_SCORED_TOKENS
         for handle, num_planned in plan.run.items():
             sequence = self._table[handle]
@@ -348,26 +284,20 @@ class EngineCore:
         hand-offs    begin, and the other choices continue
         """
         rows = self._rows
-        gains.advance(rows, work.num_rows)
+        rows.advance(gains.newest(work.num_rows), gains.num_gained)
         self._events += self._speculator.learn(rows, work.drafts, gains.num_gained)
         filled = [rows.sequences[row] for row in rows.full(work.num_rows)]
-        gains = self._without_failed(gains)
+        for sequence, error in gains.failed.items():
+            self._fail(sequence, error)
+        gains = gains.left()
         self._tell_scores(gains.scores)
-        ending = self._emit(gains, output)
+        ending = gains.emit(output)
+        self._num["generated"] += len(output.token_ids)
         chunks = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
         self._fill({one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}, chunks)
         self._finish([one for one in ending if one.phase is not Phase.ENDED], chunks)
         for sequence in (one for chunk in chunks for one in chunk.sampled if one.phase is not Phase.ENDED):
             self._go_on(sequence)
-
-    def _without_failed(self, gains: Gains) -> Gains:
-        """Ends the requests of failed sequences, and leaves out what others of these requests gained."""
-        for sequence, error in gains.failed.items():
-            self._fail(sequence, error)
-        if not gains.failed:
-            return gains
-        kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
-        return gains.keeping(kept, gains.num_gained)
 
     def _fill(self, starts: dict[Sequence, int], chunks: list[PromptChunk]) -> None:
         """Indexes the blocks that rows and chunks have filled, writes them through, and drops KV at a boundary."""
@@ -378,7 +308,7 @@ class EngineCore:
                 self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Drops KV of a sequence at its boundary; a fault there, such as too little memory to weigh, fails it alone."""
+        """Drops KV of a sequence at its boundary; an error, such as too little memory, fails this sequence alone."""
         try:
             self._runner.drop(sequence)
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
@@ -393,24 +323,8 @@ class EngineCore:
                 self._events.append(Scored(choice.attempt_id, choice.index, sequence.num_scored, logprobs))
                 sequence.num_scored += len(logprobs)
 
-    def _emit(self, gains: Gains, output: StepOutput) -> list[Sequence]:
-        """Appends tokens to their sequences; returns the sequences that end with theirs."""
-        ending = []
-        output.choices = [sequence.choice for sequence in gains.sequences]
-        output.token_ids = gains.token_ids.tolist()
-        output.logprobs = gains.logprobs
-        positions = output.positions
-        for sequence, token_id in zip(gains.sequences, output.token_ids, strict=True):
-            output_ids, rule = sequence.output_ids, sequence.ending
-            positions.append(len(output_ids))
-            output_ids.append(token_id)
-            if len(output_ids) >= rule.max_output or token_id in rule.ids:
-                ending.append(sequence)
-        self._num["generated"] += len(output.token_ids)
-        return ending
-
     def _advance(self, chunks: list[PromptChunk]) -> dict[Sequence, int]:
-        """Counts the tokens of chunks as computed; returns where each began."""
+        """Counts the tokens of chunks as computed; returns the start of each."""
         starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
         for chunk in chunks:
             sequence, num_prompt = chunk.sequence, chunk.sequence.request.num_prompt
@@ -419,7 +333,7 @@ class EngineCore:
         return starts
 
     def _finish(self, ending: list[Sequence], chunks: list[PromptChunk]) -> None:
-        """Ends choices. Where a hand-off's leader ends at once, a sibling that goes on gets its KV and hands it off."""
+        """Ends choices. If a hand-off's leader ends at once, an unfinished sibling gets its KV and hands it off."""
         for chunk in chunks:
             leader = chunk.sequence
             heir = next((one for one in chunk.sampled if one not in ending), None)
@@ -432,7 +346,7 @@ class EngineCore:
             self._close_if_over(choice.attempt_id)
 
     def _go_on(self, sequence: Sequence) -> None:
-        """Continues a sequence that has computed all known tokens and gained a further one."""
+        """Continues a sequence that has computed all known tokens and gained a token."""
         if isinstance(sequence.request, HandOff):
             self._hand_off(sequence)
             self._close_if_over(sequence.choice.attempt_id)
@@ -440,7 +354,7 @@ class EngineCore:
             sequence.begin_run(sequence.num_computed)
 
     def _hand_off(self, sequence: Sequence) -> None:
-        """Hands off a sequence after its first token; the first sibling to do so writes the prompt for all."""
+        """Hands off a sequence after its first token; the first sibling writes the prompt for all."""
         attempt_id = sequence.request.attempt_id
         if attempt_id in self._num_held:
             self._end(sequence)
@@ -458,7 +372,7 @@ class EngineCore:
         self._cache.pass_on_hint(self._close(attempt_id))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
-        """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
+        """Ends the request of a failed sequence, unless a sibling's failure has ended it."""
         if sequence.phase is not Phase.ENDED:
             if not isinstance(error, InvalidRequest):  # a grammar's fault says nothing of KV that others share
                 self._cache.purge(sequence)
@@ -466,7 +380,7 @@ class EngineCore:
             self._events.append(Failed(sequence.choice.attempt_id, error))
 
     def _close(self, attempt_id: AttemptId) -> list[Sequence]:
-        """Ends the sequences of a request that have not ended; returns all of them."""
+        """Ends a request's unfinished sequences; returns all its sequences."""
         self._num_held.pop(attempt_id, None)
         sequences = self._table.remove(attempt_id)
         for sequence in sequences:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from http import HTTPStatus
 from math import ceil
 
@@ -29,7 +30,7 @@ _CODES: dict[type[BatonError], str] = {
 
 
 class HttpError(BatonError):
-    """A fault of HTTP: path, method, type, size or time. The connection of one whose body was not read is closed."""
+    """A fault of HTTP: path, method, type, size or time. The connection closes if the request's body was not read."""
 
     def __init__(self, status: HTTPStatus, message: str, **ids: str) -> None:
         super().__init__(message, **ids)
@@ -42,8 +43,8 @@ def envelope(error: BatonError) -> bytes:
     return json.dumps({"error": describe(error)}).encode()
 
 
-def describe(error: BatonError) -> dict[str, str | None]:
-    """Describes an error in OpenAI's words."""
+def describe(error: BatonError) -> dict[str, object]:
+    """Describes an error in OpenAI's words, with the timeline of its request if it has one."""
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
@@ -52,11 +53,12 @@ def describe(error: BatonError) -> dict[str, str | None]:
         "type": kind,
         "param": error.ids.get("param") or None,
         "code": code,
+        **({} if error.timeline is None else {"timeline": asdict(error.timeline)}),
     }
 
 
 def message_of(error: BatonError, words: Callable[[Lengths], str]) -> str:
-    """Writes the message of an error. words: the dialect's own for a context that is too short, put before ours."""
+    """Writes the message of an error. words: the dialect's text about a context that is too short, put before ours."""
     lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
     return error.message if lengths is None else words(lengths) + error.message
 

@@ -1,62 +1,56 @@
-"""The plan of a cluster, which starts its controller, and the configuration of each process by it. Pure."""
+"""The plan of a cluster, which starts its controller, and the configuration of each process. Pure."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from deploy.plan.authority import Authority
-from deploy.plan.config import ClusterConfig, RouterSettings, is_within
+from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import SHARED_MEMORY, Machine, RayNode, Resources, num_fitting
 from deploy.plan.model import DraftFacts, ModelFacts
+from deploy.plan.rules import is_within
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
-from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
+from router.config import LOOPBACK, ClusterAccess, RouterConfig
 from wire.block_names import digest_of
 from wire.errors import ConfigError
-from wire.layout import KVLayout
 from wire.pools import Role, Worker
+from wire.served_model import ServedModel
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import ROUTER, Identity
 from wire.trust.key_ring import NO_CALLER, KeyList
-from worker.config import MAX_SILENCE_S, CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import MAX_SILENCE_S, CheckpointSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0
-Part = TypeVar("Part", AdmissionBounds, Listeners, StreamBounds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeConfig:
     """The configuration of a node's service. The workers of the node share `store`.
 
-    model_folder: must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
-    one; empty where there are none. token: the cluster's, which readers know. identity: the service's, for TLS.
-    shares: of tenants in the arena, by the digests of their namespace roots, in hex. keeps: bounds on hints.
+    model: a folder that must exist. block_address: HOST:PORT from which other nodes read the arena, port 0 for a free
+    port; empty without other nodes. token: the cluster's. identity: the service's, for TLS. shares: a tenant's share of
+    the arena, by the digest of its namespace root, in hex. keeps: bounds on hints.
     """
 
     store: StoreSettings
     arena_path: str
-    layout_hex: str
+    model: ServedModel
     num_slots: int
-    model_folder: str = "/"
     block_address: str = ""
     token: str = ""
     identity: Identity | None = None
     shares: dict[str, float] = field(default_factory=dict)
     keeps: KeepLimits = DEFAULT_LIMITS
 
-    @property
-    def layout(self) -> KVLayout:
-        return KVLayout.decode(bytes.fromhex(self.layout_hex))
-
 
 @dataclass(frozen=True)
 class NodeBaseline:
-    """A node that hosts workers, and its machine as it was before any of them: all sizes follow from it again.
+    """A node that hosts workers, and its machine as it was before them, from which all sizes follow.
 
-    block_address: of its service; empty before that has started, and where no other node can read its arena.
+    block_address: the service's block port; empty before the service starts, and if no other node reads the arena.
     """
 
     node: RayNode
@@ -64,13 +58,13 @@ class NodeBaseline:
     block_address: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
     """All decisions of `baton up`.
 
-    machine: that of the only node; None for a Ray cluster that was joined: each node is inspected. cold: the tiers
-    of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor. authority: it
-    certifies an identity for each configuration; None without TLS. key_file: has the keys of callers.
+    machine: the only node's; None for a joined Ray cluster, where each node is inspected. cold: the head's cold tiers.
+    run_dir: the cluster's folder on the head, with the controller's records for its successor. authority: certifies an
+    identity for each configuration; None without TLS. key_file: the file of callers' keys.
     """
 
     config: ClusterConfig
@@ -90,7 +84,7 @@ class ClusterPlan:
 
     @property
     def is_alone(self) -> bool:
-        """True where no node but the head can ever be."""
+        """Whether the head is the only node for ever."""
         return self.machine is not None
 
     @property
@@ -102,14 +96,14 @@ class ClusterPlan:
         return not self.is_alone and self.config.ray.plain_network is None
 
     def under(self, authority: Authority) -> "ClusterPlan":
-        """Returns the plan of the same cluster with TLS between its nodes."""
+        """Returns this plan with TLS between the nodes."""
         access = replace(self.router.cluster, identity=authority.issue(ROUTER, LOOPBACK))
         return replace(self, authority=authority, router=replace(self.router, cluster=access))
 
     def with_keys(self, listed: KeyList) -> "ClusterPlan":
-        """Returns the plan of the same cluster whose router and gateways go by these keys.
+        """Returns this plan with these keys for router and gateways.
 
-        Without any, a door that other machines reach lets no caller in, unless it was made so with `insecure`.
+        Without keys, a port that other machines reach admits no caller, unless `insecure` allows it.
         """
         if not listed.keys and self.config.is_public and not self.config.insecure:
             listed = NO_CALLER
@@ -129,7 +123,7 @@ class ClusterPlan:
         return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
 
     def sizes(self, role: Role, baseline: NodeBaseline) -> Sizes:
-        """Returns the shares of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
+        """Returns the sizes of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
         num_workers = len(every) if self.is_alone else num_fitting(baseline.node, every)
         try:
@@ -140,21 +134,20 @@ class ClusterPlan:
             raise ConfigError(f"node {baseline.node.name}: {error.message}") from error
 
     def num_more(self, role: Role, machine: Machine) -> int:
-        """Counts the further workers of a role for which a node, one of several, has memory now."""
+        """Counts the further workers of a role for which a node has memory now."""
         return num_more(self._config_of(role), self._model_of(role), machine)
 
     def node_config(self, baseline: NodeBaseline) -> NodeConfig:
         """Returns the configuration of a node's service.
 
-        Raises ConfigError for a node on which nothing fits, or that is not in the network for ports without TLS.
+        Raises ConfigError if nothing fits on the node, or if it is outside the network for ports without TLS.
         """
         self._require_network(baseline.node)
         return NodeConfig(
             store=self._store(baseline),
             arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{baseline.node.label}"),
-            layout_hex=self.model.served.layout_hex,
+            model=self.model.served,
             num_slots=self.sizes(Role.DECODE, baseline).num_arena_slots,
-            model_folder=self.model.served.folder,
             block_address="" if self.is_alone else baseline.block_address or f"{baseline.node.host}:0",
             token=self.token,
             identity=self._identity(baseline.node.service, baseline.node.host),
@@ -163,23 +156,16 @@ class ClusterPlan:
         )
 
     def worker_config(self, worker: Worker, baseline: NodeBaseline) -> WorkerConfig:
-        """Returns the configuration of a worker on a node. Raises as `node_config` does."""
-        served, sizes = self.model.served, self.sizes(worker.role, baseline)
+        """Returns the configuration of a worker on a node. Raises the errors of `node_config`."""
+        settings, sizes = self.config.model, self.sizes(worker.role, baseline)
         # On a GPU only the first steps take more than a second, which compile kernels.
         default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
         host = LOOPBACK if baseline.node.is_head else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
-                served.folder,
-                served.fingerprint_hex,
-                served.dtype,
-                self.model.device,
-                self.model.kernels,
-                self.config.model.kv_dtype,
-                self.config.model.kv_policy,
-                self.config.model.weight_cache_bytes,
+                self.model.served, self.model.device, self.model.kernels, settings.kv_dtype, settings.weight_cache_bytes
             ),
-            pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
+            num_blocks=sizes.num_pool_blocks,
             store=replace(self._store(baseline), node_id=baseline.node.name, block_address=baseline.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=self.config.batch,
@@ -187,7 +173,7 @@ class ClusterPlan:
             num_threads=sizes.num_threads,
             max_silence_s=self.config.worker.max_silence_s or default_silence_s,
             worker_id=worker.id,
-            role=worker.role.value,
+            role=worker.role,
         )
 
     def _require_network(self, node: RayNode) -> None:
@@ -200,22 +186,22 @@ class ClusterPlan:
         return self.authority.issue(name, host) if self.authority else None
 
     def _config_of(self, role: Role) -> ClusterConfig:
-        """Returns the settings as workers of a role have them."""
+        """Returns the settings for workers of a role."""
         worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
         return replace(self.config, worker=worker)
 
     def _model_of(self, role: Role) -> ModelFacts:
-        """Returns the model as workers of a role have it: prefill workers have no draft."""
+        """Returns the model for workers of a role: prefill workers have no draft."""
         return self.model if role is Role.DECODE else replace(self.model, draft=DraftFacts())
 
     def _store(self, baseline: NodeBaseline) -> StoreSettings:
-        """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""
+        """Describes a node's store: the socket of its directory, in its service's folder, and the reachable tiers."""
         cold = tuple(one for one in self.cold if baseline.node.is_head or not one.place.startswith("unix:"))
         return StoreSettings(f"{self.run_dir}.{baseline.node.label}/directory.sock", self.mac_key_hex, cold)
 
 
 def namespace(run_dir: str) -> str:
-    """Returns the Ray namespace of a cluster's actors: that of no other cluster, whatever its name."""
+    """Returns the Ray namespace of a cluster's actors, which no other cluster has, even of the same name."""
     return Path(run_dir).name
 
 
@@ -236,10 +222,8 @@ def make_plan(
         router=RouterConfig(
             model=model.served,
             cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(run_dir)),
-            listeners=replace(_part(Listeners, config.router), tls=config.tls.files),
-            admission=_part(AdmissionBounds, config.router),
-            streams=_part(StreamBounds, config.router),
-            public_prefixes=config.router.public_prefixes,
+            settings=config.router,
+            tls=config.tls.files,
             traces=config.traces,
         ),
         cold=cold,
@@ -259,7 +243,7 @@ def make_plan(
 
 
 def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSettings, ...]:
-    """Lists the cold tiers, nearest first. redis_url: of the server that there is, None without one."""
+    """Lists the cold tiers, nearest first. redis_url: the URL of the Redis server, None without one."""
     redis, files = config.redis, config.files
     write = redis.write or (Write.DEMOTED if redis.url == "own" else Write.ALL)
     tiers = (
@@ -267,14 +251,14 @@ def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSet
         (Tier.FILES, files.folder, files.write, files),
     )
     return tuple(
-        ColdSettings(tier, place, Write(write), settings.timeout_ms / 1000, settings.max_bytes, settings.ttl_s or 0.0)
+        ColdSettings(
+            tier=tier,
+            place=place,
+            write=Write(write),
+            timeout_s=settings.timeout_ms / 1000,
+            max_bytes=settings.max_bytes,
+            ttl_s=settings.ttl_s or 0.0,
+        )
         for tier, place, write, settings in tiers
         if place is not None
     )
-
-
-def _part(cls: type[Part], settings: RouterSettings) -> Part:
-    """Picks a part's own settings; one that is off is None there."""
-    given: dict[str, Any] = {one.name: getattr(settings, one.name, one.default) for one in fields(cls)}
-    given |= {name: None for name, value in given.items() if value == "off"}
-    return cls(**given)

@@ -1,1 +1,1 @@
-"""The pages of a sequence: its block table, and the rule by which KV stays in them."""
+"""The KV of a sequence: its block table, its retention, and the read of its prefix."""

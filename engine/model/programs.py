@@ -1,7 +1,7 @@
-"""Decode steps that were recorded once: Python between kernels is slower than some of them.
+"""Decode steps that were recorded once: Python between kernels is slower than some kernels.
 
-On a CPU a recorder notes the operations; on a GPU a graph captures their launches. Either has inputs of its own,
-of a fixed number of rows, which the rows of a step are copied to.
+On a CPU a recorder notes the operations; on a GPU a graph captures their launches. Either has input tensors with a
+fixed number of rows, and a step's rows are copied there.
 """
 
 from collections.abc import Callable
@@ -43,11 +43,20 @@ class RecordedProgram:
         num_blocks: int,
         block_size: int,
     ) -> None:
-        """all_angles: of any position; half: numbers of a row of them."""
+        """all_angles: finds the angles of any position. half: numbers in a row of angles."""
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
+        batch = Batch(
+            token_ids=ids[0],
+            positions=ids[1],
+            slot_mapping=ids[2],
+            block_tables=tables,
+            context_lens=lens,
+            cu_query_lens=starts,
+            num_decodes=num_rows,
+            sample_rows=ids[0],
+        )
         turns = Angles(*torch.empty(2, num_rows, half)) if isinstance(all_angles, FarAngles) else None
         angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
         if isinstance(all_angles, Angles):
@@ -82,7 +91,7 @@ class RecordedProgram:
         return torch.from_numpy(drawn)
 
     def _take(self, batch: Batch) -> None:
-        """Copies a batch to where the recording has its own; numpy's small copies take half the time of torch's."""
+        """Copies a batch into the recording's inputs; numpy's small copies take half the time of torch's."""
         for name, own in zip(_COLUMNS, self._columns, strict=True):
             column = getattr(batch, name).numpy()
             own[: len(column)] = column
@@ -114,10 +123,10 @@ class PinnedColumns:
 
 
 class CapturedProgram:
-    """A forward pass that a graph of the accelerator has captured; each row is a sequence.
+    """A forward pass captured as the accelerator's graph, one row for each sequence.
 
-    A step's columns go to the device in one copy from pinned memory, but for token ids that are there already; the next
-    step's may be written meanwhile. Rows that a batch does not fill have no context and no slot: they write nothing.
+    A step's columns go to the device in one copy from pinned memory, except token ids that are there already; the next
+    step's columns may be written meanwhile. Rows beyond the batch have no context and no slot, and write nothing.
     """
 
     def __init__(
@@ -129,7 +138,16 @@ class CapturedProgram:
         ids, positions, slots, lens, tables = _views(self._on_device, num_rows)
         slots.fill_(-1)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        batch = Batch(ids, positions, slots, tables, lens, starts, num_rows, ids)
+        batch = Batch(
+            token_ids=ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=tables,
+            context_lens=lens,
+            cu_query_lens=starts,
+            num_decodes=num_rows,
+            sample_rows=ids,
+        )
         self._ids, self._kept = ids, (forward, all_angles)
         side = torch.Stream(device)
         side.wait_stream(torch.accelerator.current_stream(device))

@@ -13,12 +13,12 @@ from kernels.quantized.matrix import Quantized
 from kernels.torch_backend import TorchBackend
 
 Packing = Callable[[str, Callable[[], Weight]], Weight]
-"""Finds the matrix that begins with a tensor of that name, or calls what packs it."""
+"""A function that finds the packed matrix by its first tensor's name, or packs it by the given function."""
 META = torch.device("meta")
 
 
 def pack_anew(_name: str, pack: Callable[[], Weight]) -> Weight:
-    """Implements `Packing`, for a process that keeps its weights to itself."""
+    """Implements `Packing` for a process with private weights."""
     return pack()
 
 
@@ -30,7 +30,7 @@ class Linear:
     bias: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products."""
 
@@ -45,7 +45,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """embedding, head: [vocab_size, hidden_size], the same object where they are tied."""
+    """embedding, head: [vocab_size, hidden_size], one object where they are tied."""
 
     embedding: Weight
     layers: tuple[LayerWeights, ...]
@@ -75,7 +75,7 @@ class WeightLoader:
         self._packing = packing
 
     def load(self) -> DecoderWeights:
-        """Raises ModelError if a tensor is missing or of the wrong shape."""
+        """Loads all weights. Raises ModelError if a tensor is missing or of the wrong shape."""
         config = self._config
         vocabulary = config.vocab_size, config.hidden_size
         embedding = self._packed({"model.embed_tokens.weight": vocabulary})
@@ -98,12 +98,12 @@ class WeightLoader:
             attention_norm=self._norm(f"{layer}.input_layernorm", hidden),
             qkv=self._linear(qkv, hidden, attention.qkv_bias),
             heads=Heads(
-                attention.num_heads,
-                attention.num_kv_heads,
-                attention.head_dim,
-                query_norm,
-                key_norm,
-                config.rms_norm_eps,
+                num_queries=attention.num_heads,
+                num_kv=attention.num_kv_heads,
+                size=attention.head_dim,
+                query_norm=query_norm,
+                key_norm=key_norm,
+                norm_eps=config.rms_norm_eps,
             ),
             attention_output=self._linear({f"{layer}.self_attn.o_proj": hidden}, queries, attention.output_bias),
             mlp_norm=self._norm(f"{layer}.post_attention_layernorm", hidden),
@@ -148,7 +148,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Outlines(TorchBackend):
-    """A backend for tensors without content: codes are not widened, which would import as many modules."""
+    """A backend for tensors without content; it does not widen codes, which would import 900 modules."""
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(parts[0].codes)
@@ -160,7 +160,7 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises ModelError for a tensor that is missing, of another shape or no part of the model; reads no content."""
+    """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content."""
     WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
     checkpoint.refuse_unread()
 

@@ -1,92 +1,17 @@
 """Claims on the slots of an arena: leases of readers, holds of attempts, reservations of writers.
 
-A lease or a reservation is a transfer on its slots, so that none is given out meanwhile; a hold is a reference.
+A lease or a reservation is a transfer on its slots, which are then not allocated; a hold is a reference.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Generic, TypeVar
 
 from kv_store.ledger import Ledger, PageState
-from kv_store.node.directory_port import Hold
+from kv_store.node.expiring import Expiring
+from kv_store.node.messages import Hold
 from wire.block_names import BlockName
 from wire.ids import AttemptId, SlotId
-
-_MAX_STALE = 1024
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Ranking(Generic[K]):
-    """Keys by a number each, the lowest first. Every call takes a logarithm, amortised; stale entries go lazily."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[K, float] = {}
-        self._order: list[tuple[float, int, K]] = []
-        self._counter = count()
-
-    def put(self, key: K, rank: float) -> None:
-        """Gives a key its number, in place of an earlier one."""
-        self._ranks[key] = rank
-        heapq.heappush(self._order, (rank, next(self._counter), key))
-        if len(self._order) > 2 * len(self._ranks) + _MAX_STALE:
-            self._order = [(rank, next(self._counter), key) for key, rank in self._ranks.items()]
-            heapq.heapify(self._order)
-
-    def discard(self, key: K) -> None:
-        """Removes a key, if it is there."""
-        self._ranks.pop(key, None)
-
-    def rank_of(self, key: K) -> float | None:
-        return self._ranks.get(key)
-
-    def first(self) -> K | None:
-        """Returns the key of the lowest number; of equal numbers, the one that came first."""
-        while self._order:
-            rank, _, key = self._order[0]
-            if self._ranks.get(key) == rank:
-                return key
-            heapq.heappop(self._order)
-        return None
-
-
-class Expiring(Generic[K, V]):
-    """Values by key, each until its end by `clock`; only `expire` takes out values past their end."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._values: dict[K, V] = {}
-        self._ends = Ranking[K]()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def items(self) -> list[tuple[K, V]]:
-        return [*self._values.items()]
-
-    def get(self, key: K) -> V | None:
-        return self._values.get(key)
-
-    def put(self, key: K, value: V, ttl_s: float) -> None:
-        """Stores a value. A known key keeps its end if that is later."""
-        self._values[key] = value
-        end = self._clock() + ttl_s
-        self._ends.put(key, max(end, self._ends.rank_of(key) or end))
-
-    def pop(self, key: K) -> V | None:
-        self._ends.discard(key)
-        return self._values.pop(key, None)
-
-    def expire(self) -> list[V]:
-        """Takes out the values past their end, in the order of their ends."""
-        now, expired = self._clock(), []
-        while (key := self._ends.first()) is not None and (self._ends.rank_of(key) or 0.0) <= now:
-            self._ends.discard(key)
-            expired.append(self._values.pop(key))
-        return expired
 
 
 @dataclass(frozen=True)
@@ -120,7 +45,7 @@ class Leases:
         return self._num_taken
 
     def end(self, lease_id: int) -> bool:
-        """Ends a lease; False if it has ended before."""
+        """Ends a lease; returns False if it has ended before."""
         reading = self._readings.pop(lease_id)
         if reading is not None:
             self._stop(reading)
@@ -142,7 +67,7 @@ class Leases:
 
 @dataclass
 class _Held:
-    """The slots of a hold, in order; once it moves, also the slots without a copy in a cold tier."""
+    """The slots of a hold, in order; once it moves, also its slots without a copy in a cold tier."""
 
     slots: dict[SlotId, None] = field(default_factory=dict)
     to_move: list[SlotId] | None = None
@@ -180,7 +105,7 @@ class Holds:
         return list(held.slots)
 
     def end_if_moved(self, attempt_id: AttemptId, is_safe: Callable[[SlotId], bool]) -> None:
-        """Ends a hold that moves, once the arena may lose all its slots."""
+        """Ends a moving hold, once the arena may lose all its slots."""
         held = self._held.get(attempt_id)
         if held is None or held.to_move is None:
             return
@@ -190,14 +115,14 @@ class Holds:
             self.release(attempt_id)
 
     def renew(self, attempt_id: AttemptId, ttl_s: float) -> bool:
-        """Prolongs an attempt's hold; False if there is none."""
+        """Prolongs an attempt's hold; returns False if there is none."""
         held = self._held.get(attempt_id)
         if held is not None:
             self._held.put(attempt_id, held, ttl_s)
         return held is not None
 
     def release(self, attempt_id: AttemptId) -> bool:
-        """Ends an attempt's hold; False if there is none."""
+        """Ends an attempt's hold; returns False if there is none."""
         held = self._held.pop(attempt_id)
         self._let_go(held or _Held())
         return held is not None
@@ -212,7 +137,7 @@ class Holds:
 
 
 class Reservations:
-    """Slots under writing, by writer, without a time limit: only the writer, or its death, ends a reservation."""
+    """Reserved slots by writer, without a time limit: only the writer, or its death, ends a reservation."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self._ledger = ledger
@@ -233,7 +158,7 @@ class Reservations:
         return slots
 
     def name_of(self, writer: str, slot: SlotId) -> BlockName | None:
-        """Names the block that a writer writes to a slot; None if the slot is not reserved by it."""
+        """Names the block that a writer writes to a slot; None if the writer has not reserved the slot."""
         return self._writing.get(writer, {}).get(slot)
 
     def end(self, writer: str, slot: SlotId) -> None:
@@ -259,7 +184,7 @@ class Claims:
         self.reservations = Reservations(ledger)
 
     def expire(self) -> None:
-        """Ends the leases and holds that have run out."""
+        """Ends expired leases and holds."""
         self.leases.expire()
         self.holds.expire()
 

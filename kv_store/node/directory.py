@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_store.eviction.order import EvictionOrder
-from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
-from kv_store.node.directory_port import Block, DirectoryInfo, DirectoryPort, Entry, Hold, Lease, Reservation
+from kv_store.eviction.order import EvictionOrder, EvictionPolicy
+from kv_store.eviction.policy import LeastRecentlyUsed
+from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import NUM_PLACES
+from kv_store.node.messages import Block, DirectoryInfo, Entry, Hold, Lease, Reservation
 from kv_store.node.records import Contents, Records
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from kv_store.node.tombstones import Loss
@@ -24,7 +25,7 @@ from wire.ids import AttemptId, BlockKey, SlotId
 from wire.tier import Tier, Write
 
 _MAX_HELD_SHARE = 0.25
-"""Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
+"""Beyond this share of the slots, held blocks move to cold tiers; prefill waits at twice this share (`HoldBudget`)."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Directory(DirectoryPort):
 
     @exclusive
     def writer_died(self, writer: str) -> None:
-        """Gives back the slots of a writer and reader. To be called only once its process is gone."""
+        """Gives back the slots of a writer and reader. Call it only after its process has ended."""
         self._claims.reservations.end_all_of(writer)
         self._claims.leases.end_all_of(writer)
 
@@ -127,7 +128,7 @@ class Directory(DirectoryPort):
 
     @exclusive
     def lease_cold(self, tier: Tier, max_blocks: int, ttl_s: float) -> ColdBatch:
-        """Leases blocks to be written to a tier, the oldest first."""
+        """Leases blocks to write to a tier, the oldest first."""
         slots = self.state.queues.next(tier, max_blocks)
         return ColdBatch(self._claims.leases.take("", slots, ttl_s), [self.state.block(slot) for slot in slots])
 

@@ -1,13 +1,12 @@
-"""The lists of blocks in a node's tiers, by namespace, and their clearing: by pages of keys, so that no call is long.
+"""Lists of the blocks in a node's tiers, by namespace, and their clearing; in pages of keys, so that no call is long.
 
-    ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for ─▶ Tally
+    ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for
 
-Stores know tenants and models by the digest of their namespace root alone; no token, text or root is read.
+Stores know tenants and models only by the digest of their namespace root; no token, text or root is read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kv_store.node.directory_port import DirectoryPort
@@ -29,29 +28,29 @@ Sized = TypeVar("Sized", bound=HasBytes)
 
 @dataclass(frozen=True)
 class Selection:
-    """Blocks to count or clear. keys: these alone; empty: all. namespaces: of these alone; empty: of all."""
+    """Blocks to count or clear. keys: limits them to these keys, empty for all. namespaces: likewise."""
 
     keys: tuple[BlockKey, ...] = ()
     namespaces: frozenset[bytes] = frozenset()
 
 
 class ListableTier(Protocol):
-    """A tier whose blocks can be listed. Each call, and each step of `key_pages`, raises StoreError if it fails."""
+    """A tier that can list its blocks. Each call, and each step of `key_pages`, raises StoreError if it fails."""
 
     tier: Tier
 
     def key_pages(self) -> Iterator[Sequence[BlockKey]]:
-        """Yields the keys of the blocks that are there all the time, in short pages; of others, perhaps."""
+        """Yields the keys of all blocks in short pages; blocks that come or go meanwhile may be missing."""
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        """Describes the blocks that are there, without counting a use."""
+        """Describes the stored blocks among these, without counting a use."""
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         """Deletes blocks."""
 
 
 def find(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]]:
-    """Yields the selected blocks of a tier, a page at a time."""
+    """Yields the selected blocks of a tier, page by page."""
     pages = iter(_pages(selection.keys)) if selection.keys else tier.key_pages()
     for keys in pages:
         found = tier.describe(keys)
@@ -59,14 +58,14 @@ def find(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]
 
 
 def clear(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]]:
-    """Clears the selected blocks of a tier, and yields them, a page at a time."""
+    """Clears the selected blocks of a tier, and yields them, page by page."""
     for blocks in find(tier, selection):
         tier.clear([one.key for one in blocks])
         yield blocks
 
 
 def beyond(oldest: Sequence[Sized], max_bytes: float) -> list[Sized]:
-    """Lists what to evict of blocks or files, the oldest first, so that the others have at most `max_bytes`."""
+    """Lists the blocks or files to evict, the oldest first, so that the others have at most `max_bytes`."""
     num_bytes, victims = sum(one.num_bytes for one in oldest), list[Sized]()
     for one in oldest:
         if num_bytes <= max_bytes:
@@ -77,7 +76,7 @@ def beyond(oldest: Sequence[Sized], max_bytes: float) -> list[Sized]:
 
 
 class HostTier:
-    """The arena behind a directory, as a tier."""
+    """A directory's arena as a ListableTier."""
 
     tier = Tier.HOST
 
@@ -95,45 +94,7 @@ class HostTier:
         self._directory.contents.clear(keys)
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
-        """Does nothing: an arena evicts as it is written to."""
-
-
-@dataclass
-class Holding:
-    """The blocks of one namespace in one tier. places: theirs among the keys of a selection.
-
-    newest_s, oldest_s: since the last use of the block that was used last, and of the one that was not for longest.
-    """
-
-    tier: Tier
-    namespace: bytes
-    num_blocks: int = 0
-    num_bytes: int = 0
-    newest_s: float = inf
-    oldest_s: float = 0.0
-    places: list[int] = field(default_factory=list)
-
-
-class Tally:
-    """Sums of a selection's blocks by tier and namespace, with their places among its keys; problems of tiers."""
-
-    def __init__(self, selection: Selection) -> None:
-        self.problems: list[str] = []
-        self._place_of = {key: place for place, key in enumerate(selection.keys)}
-        self._holdings: dict[tuple[Tier, bytes], Holding] = {}
-
-    def add(self, tier: Tier, blocks: Sequence[StoredBlock]) -> None:
-        for one in blocks:
-            holding = self._holdings.setdefault((tier, one.namespace), Holding(tier, one.namespace))
-            holding.num_blocks += 1
-            holding.num_bytes += one.num_bytes
-            holding.newest_s = min(holding.newest_s, one.idle_s)
-            holding.oldest_s = max(holding.oldest_s, one.idle_s)
-            holding.places += [self._place_of[one.key]] if one.key in self._place_of else []
-
-    @property
-    def holdings(self) -> list[Holding]:
-        return [*self._holdings.values()]
+        """Does nothing: an arena evicts at each write."""
 
 
 def _pages(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:

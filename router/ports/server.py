@@ -20,7 +20,7 @@ from router.ports.interceptors import ArrivalLimit, ErrorInterceptor, KeyInterce
 from router.ports.operator import ClusterApi
 from router.router import Router
 from wire import errors
-from wire.errors import BatonError, ConfigError, Unavailable
+from wire.errors import ConfigError, Unavailable
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
@@ -31,14 +31,14 @@ from wire.trust.key_ring import KeyRing, Scope
 
 STOP_GRACE_S = 1.0
 MAX_SCRAPE_S = 5.0
-"""How long a scraper waits for its page, the pages of others before it included."""
+"""Bound on a scraper's wait for its page, earlier scrapers' pages included."""
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _GENERATE = f"/{_INFERENCE}/Generate"
 _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
 class RouterServer:
-    """Serves from `start` to `stop`, with health and maybe reflection on both ports; the operator's wants the token."""
+    """The servers of a router, from `start` to `stop`, with health checks; the operator's port needs the token."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -52,18 +52,18 @@ class RouterServer:
 
     @property
     def num_arriving(self) -> int:
-        """Messages that are on their way to the public port."""
+        """Messages on their way to the public port."""
         return self._arrivals.messages.num_used
 
     async def start(self) -> Addresses:
-        """Raises ConfigError if a port is in use; nothing is left running then."""
+        """Opens the ports. Raises ConfigError if a port is in use, and then leaves nothing running."""
         try:
             addresses = await self._bind()
         except ConfigError:
             await self.stop()
             raise
         router, config = self._router, self._router.config
-        inference = InferenceApi(config.model, router.dispatcher, config.streams)
+        inference = InferenceApi(config.model, router.dispatcher, config.settings)
         cluster = ClusterApi(router, addresses)
         add_InferenceServicer_to_server(inference, self._public)
         add_ClusterServicer_to_server(cluster, self._operator)
@@ -75,7 +75,7 @@ class RouterServer:
         return addresses
 
     async def stop(self) -> None:
-        """Takes no new requests, ends the open ones with Unavailable, and closes the ports."""
+        """Refuses new requests, ends open requests with Unavailable, and closes the ports."""
         await self._health.enter_graceful_shutdown()
         await self._router.stop()
         await self._public.stop(STOP_GRACE_S)
@@ -84,34 +84,34 @@ class RouterServer:
             await self._metrics.stop()
 
     async def _bind(self) -> Addresses:
-        listeners = self._router.config.listeners
-        tls = None if listeners.tls is None else Certificates(listeners.tls)
+        config, settings = self._router.config, self._router.config.settings
+        tls = None if config.tls is None else Certificates(config.tls)
         metrics = ""
-        if listeners.metrics_port is not None:
+        if isinstance(settings.metrics_port, int):
             self._metrics = MetricsServer(self._router.metrics_page, self._router.keys)
-            metrics = await self._metrics.start(LOOPBACK if tls else listeners.host, listeners.metrics_port)
-        public = listen(self._public, listeners.host, listeners.grpc_port, tls)
+            metrics = await self._metrics.start(LOOPBACK if tls else settings.host, settings.metrics_port)
+        public = listen(self._public, settings.host, settings.grpc_port, tls)
         return Addresses(
             public,
-            public if tls is None else listen(self._public, LOOPBACK, listeners.local_port),
-            listen(self._operator, LOOPBACK, listeners.operator_port),
+            public if tls is None else listen(self._public, LOOPBACK, config.local_port),
+            listen(self._operator, LOOPBACK, config.operator_port),
             metrics,
         )
 
     def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
-        listeners = self._router.config.listeners
-        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", listeners.max_connections))
+        settings = self._router.config.settings
+        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", settings.max_connections))
         server = grpc.aio.server(interceptors=interceptors, options=options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if listeners.reflection:
+        if settings.reflection:
             reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
 
 class MetricsServer:
-    """A registry's page over HTTP, in Prometheus' formats, made on a thread of its own, one at a time.
+    """The server of a registry's page, in Prometheus' formats; pages are made one at a time, on a separate thread.
 
-    Wants a key with the scope `metrics`, where there are keys.
+    If there are keys, a scraper needs a key with the scope `metrics`.
     """
 
     def __init__(self, registry: CollectorRegistry, keys: KeyRing) -> None:
@@ -121,7 +121,7 @@ class MetricsServer:
         self._thread = ThreadPoolExecutor(1, "metrics")
 
     async def start(self, host: str, port: int) -> str:
-        """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
+        """Opens the port, for 0 a free port; returns the address. Raises ConfigError if the port is taken."""
         return await self._server.start(host, port)
 
     async def stop(self) -> None:
@@ -133,7 +133,7 @@ class MetricsServer:
         try:
             status, (kind, page), more = HTTPStatus.OK, await self._page(scope), []
         except Exception as failure:  # of whatever kind a collector may raise
-            error = failure if isinstance(failure, BatonError) else errors.report(failure)
+            error = errors.known(failure)
             status, kind, page = HTTPStatus(error.status.http), "application/json", envelope(error)
             more = headers(error)
         head = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]
@@ -141,7 +141,7 @@ class MetricsServer:
         await send({"type": "http.response.body", "body": page, "more_body": False})
 
     async def _page(self, scope: HttpScope) -> tuple[str, bytes]:
-        """Returns the type and the text. Raises Unauthenticated, PermissionDenied, HttpError or Unavailable."""
+        """Returns content type and text. Raises Unauthenticated, PermissionDenied, HttpError or Unavailable."""
         given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
         self._keys.admit([value for name, value in given if name == b"authorization"], Scope.METRICS)
         if scope["method"] not in ("GET", "HEAD"):
@@ -156,7 +156,7 @@ class MetricsServer:
 
 
 def _choose_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """Chooses the format that a client asks for; plain text where its words cannot be read."""
+    """Chooses the format that a client asks for; plain text if its `accept` cannot be parsed."""
     try:
         return choose_encoder(accept)
     except (TypeError, ValueError):

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.decode_rows import DecodeRows
-from engine.kv.cache import KVCache
 from engine.model.hash_model import HashModel
+from engine.pages.cache import KVCache
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
+from engine.step.decode_rows import DecodeRows
+from engine.step.runner import Runner
+from engine.step.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT
@@ -36,7 +36,9 @@ class Bench:
 
     def make(self, prompt: tuple[int, ...], output: tuple[int, ...], sampling: SamplingParams = GREEDY) -> Sequence:
         self._num_made += 1
-        request = EngineRequest(AttemptId(str(self._num_made)), ROOT, prompt, sampling)
+        request = EngineRequest(
+            attempt_id=AttemptId(str(self._num_made)), root=ROOT, prompt_ids=prompt, sampling=sampling
+        )
         sequence = Sequence(self._num_made, request, ChoiceSoFar(0, output), self.model)
         sequence.begin_run(0)
         assert self.cache.allocator.grow(sequence, sequence.num_known)

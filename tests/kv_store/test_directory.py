@@ -12,9 +12,10 @@ import pytest
 from kv_store.node import records as records_module
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import Block, DirectoryPort, Entry, Hold
+from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import BlockEvents, EventCursor, EventPage
+from kv_store.node.messages import Block, Entry, Hold
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.block_names import BlockName, cover, digest_of
@@ -353,7 +354,7 @@ def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
 def crowded(tier_state: str = "up") -> tuple[Directory, list[BlockName]]:
     """A directory with a hold of three blocks and a tail, of eight slots."""
     directory = Directory(NUM_SLOTS, FakeClock())
-    directory.records.note_cold(FarStatus(Tier.REDIS, tier_state))
+    directory.records.note_cold(FarStatus(tier=Tier.REDIS, state=tier_state))
     names = names_of(14)
     Served(directory, directory, FakeClock()).publish(names, hold())
     return directory, names
@@ -379,13 +380,13 @@ def test_a_hold_stays_where_no_cold_tier_answers() -> None:
     assert written_next(directory, Tier.REDIS) == []
     directory, names = crowded()
     directory.records.mark_cold(Tier.REDIS, keys(names), [])
-    directory.records.note_cold(FarStatus(Tier.REDIS, "broken"))
+    directory.records.note_cold(FarStatus(tier=Tier.REDIS, state="broken"))
     assert directory.renew([REQUEST], 10.0) == []
 
 
 def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
     directory = Directory(NUM_SLOTS, FakeClock())
-    directory.records.note_cold(FarStatus(Tier.REDIS, "up"))
+    directory.records.note_cold(FarStatus(tier=Tier.REDIS, state="up"))
     names = names_of(8)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert written_next(directory, Tier.REDIS) == []
@@ -396,7 +397,7 @@ def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
 def test_a_block_that_is_to_move_is_written_to_one_tier() -> None:
     directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
     for tier in COLD_TIERS:
-        directory.records.note_cold(FarStatus(tier, "up"))
+        directory.records.note_cold(FarStatus(tier=tier, state="up"))
     names = names_of(12)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert (written_next(directory, Tier.REDIS), set(written_next(directory, Tier.FILES))) == ([], set(keys(names)))

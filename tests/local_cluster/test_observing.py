@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
-from router.observe.record import GATES
 from router.ports.server import MetricsServer
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.errors import InvalidRequest
+from wire.journal import GATES
 from wire.pb import inference_pb2 as pb
 from worker.config import BatchSettings
 
@@ -137,7 +137,7 @@ async def test_one_scrape_tells_of_the_whole_cluster() -> None:
 
 
 async def test_a_worker_that_hangs_does_not_hold_up_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.status.ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("router.operate.status.ASK_TIMEOUT_S", 0.05)
     async with LocalCluster.running(MODEL, 1, 1) as cluster, scraped(cluster) as address:
 
         async def never(*_: object) -> None:

@@ -16,16 +16,16 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
-from engine.runner import Runner
+from engine.step.runner import Runner
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold
+from kv_store.node.messages import Block, Hold
 from kv_store.node_store import NodeStore
 from kv_store.page_store import PageStore
+from kv_store.prefix.tier_list import TierList
 from kv_store.tiers.memory_tier import MemoryTier
-from kv_store.tiers.tier_list import TierList
 from kv_store.transfers import Fetch, InlineTransfers, ThreadTransfers, Transfer, WriteThrough
 from tests.docs.sizes import product_packages
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
@@ -147,7 +147,19 @@ def decode(folder: Path) -> None:
     row, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
     lens, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     for _ in range(3):
-        model.forward(Batch(row, row, row, table, lens, starts, 1, row), core.pool.kv)
+        model.forward(
+            Batch(
+                token_ids=row,
+                positions=row,
+                slot_mapping=row,
+                block_tables=table,
+                context_lens=lens,
+                cu_query_lens=starts,
+                num_decodes=1,
+                sample_rows=row,
+            ),
+            core.pool.kv,
+        )
 
 
 def fail_steps(folder: Path) -> None:
@@ -176,7 +188,7 @@ OF_BLOCKS = [lambda _: hand_over_blocks(carry_inline), lambda _: hand_over_block
 PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/model/programs.py": [decode],
     "engine/model/sampler.py": [decode],
-    "engine/runner.py": [fail_steps],
+    "engine/step/runner.py": [fail_steps],
     "kv_store/device_pool.py": OF_BLOCKS,
     "kv_store/node_store.py": OF_BLOCKS,
     "kv_store/page_store.py": [keep_in_tiers],

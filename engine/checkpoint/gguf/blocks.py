@@ -1,4 +1,4 @@
-"""The types of a GGUF tensor: blocks of numbers, and what their bytes mean.
+"""The types of a GGUF tensor: blocks of numbers, and the meaning of their bytes.
 
 Source: ggml's ggml-common.h; the package `gguf` is the oracle of the tests.
 """
@@ -17,7 +17,7 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], and such offsets or None."""
+    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], offsets alike or None."""
 
     codes: NDArray[np.int8]
     scale: Floats
@@ -37,12 +37,12 @@ class CodedRows:
         return grouped.reshape(self.codes.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """A type of a tensor: its number in a file, and the `numbers` and `bytes` of a block.
+    """A tensor type: its number in a file, and how many `numbers` and `bytes` a block has.
 
-    dtype: torch's name of a type of floats, else None. halves: bytes of a block at which half-precision numbers stand.
-    decode: maps uint8 [blocks, bytes] to codes with one row a block.
+    dtype: torch's name of a float type, else None. halves: offsets of half-precision numbers in a block. decode: maps
+    uint8 [blocks, bytes] to codes with one row a block.
     """
 
     name: str
@@ -66,7 +66,7 @@ class BlockType:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor: `offset` from the file's beginning, `heads` whose rows are stored in pairs, 0 for none."""
+    """The place of a tensor: `offset` from the file's beginning; `heads` whose rows are stored in pairs, 0 for none."""
 
     kind: BlockType
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _k_codes(blocks: Bytes, at: int, codes: Bytes) -> CodedRows:
-    """Puts codes under the scales and minima that begin a block; `at`: the byte after them."""
+    """Joins codes with the scales and minima at a block's beginning; `at`: the byte after these."""
     scales, minima = _k_scales(blocks[:, 4:at])
     return CodedRows(codes.view(np.int8), _half(blocks, 0) * scales, -(_half(blocks, 2) * minima))
 
@@ -165,17 +165,17 @@ def _q6_k(blocks: Bytes) -> CodedRows:
 TYPES = {
     kind.name: kind
     for kind in (
-        BlockType("F32", 0, 1, 4, "float32"),
-        BlockType("F16", 1, 1, 2, "float16"),
-        BlockType("BF16", 30, 1, 2, "bfloat16"),
-        BlockType("Q4_0", 2, 32, 18, halves=(0,), decode=_q4_0),
-        BlockType("Q4_1", 3, 32, 20, halves=(0, 2), decode=_q4_1),
-        BlockType("Q5_0", 6, 32, 22, halves=(0,), decode=_q5_0),
-        BlockType("Q5_1", 7, 32, 24, halves=(0, 2), decode=_q5_1),
-        BlockType("Q8_0", 8, 32, 34, halves=(0,), decode=_q8_0),
-        BlockType("Q4_K", 12, 256, 144, halves=(0, 2), decode=_q4_k),
-        BlockType("Q5_K", 13, 256, 176, halves=(0, 2), decode=_q5_k),
-        BlockType("Q6_K", 14, 256, 210, halves=(208,), decode=_q6_k),
+        BlockType(name="F32", number=0, numbers=1, bytes=4, dtype="float32"),
+        BlockType(name="F16", number=1, numbers=1, bytes=2, dtype="float16"),
+        BlockType(name="BF16", number=30, numbers=1, bytes=2, dtype="bfloat16"),
+        BlockType(name="Q4_0", number=2, numbers=32, bytes=18, halves=(0,), decode=_q4_0),
+        BlockType(name="Q4_1", number=3, numbers=32, bytes=20, halves=(0, 2), decode=_q4_1),
+        BlockType(name="Q5_0", number=6, numbers=32, bytes=22, halves=(0,), decode=_q5_0),
+        BlockType(name="Q5_1", number=7, numbers=32, bytes=24, halves=(0, 2), decode=_q5_1),
+        BlockType(name="Q8_0", number=8, numbers=32, bytes=34, halves=(0,), decode=_q8_0),
+        BlockType(name="Q4_K", number=12, numbers=256, bytes=144, halves=(0, 2), decode=_q4_k),
+        BlockType(name="Q5_K", number=13, numbers=256, bytes=176, halves=(0, 2), decode=_q5_k),
+        BlockType(name="Q6_K", number=14, numbers=256, bytes=210, halves=(208,), decode=_q6_k),
     )
 }
 """The types that are served."""

@@ -15,8 +15,9 @@ from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
-from deploy.plan.config import TEXTS, ClusterConfig
+from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import RayNode
+from deploy.plan.rules import TEXTS
 from deploy.processes.process import ProcessRef, spawn_leader
 from engine.checkpoint.pulled import NamedModel
 from kv_store.frame import mac_key_of
@@ -127,7 +128,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert from_json(ClusterPlan, to_json(plan), "plan") == plan
         assert plan.machine is not None
         node = plan.node_config(NodeBaseline(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
-        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.layout.block_bytes}"
+        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.model.layout.block_bytes}"
     finally:
         _end(state)
 
@@ -199,7 +200,9 @@ def _crash() -> Path:
     """Leaves what a crashed cluster does; returns its folder."""
     folder = run_dir.create(NAME)
     _arena(folder).touch()
-    StateFile(NAME).write(ClusterState(NAME, ClusterPhase.RUNNING, GONE, str(folder), "t", head=GONE))
+    StateFile(NAME).write(
+        ClusterState(name=NAME, phase=ClusterPhase.RUNNING, command=GONE, run_dir=str(folder), token="t", head=GONE)
+    )
     return folder
 
 
@@ -231,7 +234,9 @@ def test_a_cluster_that_crashed_or_never_came_up_is_removed_though_parts_of_it_l
 
 def test_a_cluster_that_lives_keeps_its_name(checkpoint: Path) -> None:
     me = ProcessRef.of(os.getpid())
-    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-00000000", "t", head=me)
+    living = ClusterState(
+        name=NAME, phase=ClusterPhase.RUNNING, command=GONE, run_dir=f"/tmp/baton-{NAME}-00000000", token="t", head=me
+    )
     StateFile(NAME).write(living)
     with pytest.raises(ConfigError, match=f"is running: stop it with `baton down --name {NAME}`"):
         Startup(_config(checkpoint), Silent()).run()
