@@ -259,7 +259,7 @@ def test_an_end_that_min_tokens_forbids_fails_the_request() -> None:
 def test_a_grammar_whose_tokens_take_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     given = SamplingParams(max_tokens=20, response_format=ResponseFormat(FormatKind.REGEX, "[ab]{30}"))
     thread_times = count(0.0, 0.05)
-    monkeypatch.setattr("engine.grammar.matcher.time.thread_time", lambda: next(thread_times))
+    monkeypatch.setattr("engine.model.matcher.time.thread_time", lambda: next(thread_times))
     error = failure_of(given)
     assert isinstance(error, InvalidRequest)
     assert "too long" in error.message
