@@ -156,27 +156,19 @@ class ThreadTransfers:
         self._store = store
         self._wake = wake
         self._max_pending = max_pending
-        self._num_pending = 0
+        self.pending = 0
         self._orders: SimpleQueue[Transfer | None] = SimpleQueue()
         self._done: deque[Done] = deque()
-        self._is_closing = False
+        self.is_closing = False
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
-
-    @property
-    def pending(self) -> int:
-        return self._num_pending
-
-    @property
-    def is_closing(self) -> bool:
-        return self._is_closing
 
     def start(self) -> None:
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
         self._store.fence()
-        self._num_pending += 1
-        if self._num_pending > self._max_pending:
+        self.pending += 1
+        if self.pending > self._max_pending:
             self._done.append(Done(transfer, error="too many transfers"))
         else:
             self._orders.put(transfer)
@@ -184,7 +176,7 @@ class ThreadTransfers:
     def run_one(self) -> bool:
         """Carries out the oldest order; blocks until there is an order. Returns False once closed."""
         transfer = self._orders.get()
-        if transfer is None or self._is_closing:
+        if transfer is None or self.is_closing:
             return False
         self._done.append(self._end_of(transfer))
         self._wake()
@@ -192,11 +184,11 @@ class ThreadTransfers:
 
     def poll(self) -> list[Done]:
         done = [self._done.popleft() for _ in range(len(self._done))]
-        self._num_pending -= len(done)
+        self.pending -= len(done)
         return done
 
     def close(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
