@@ -1,27 +1,17 @@
-"""The read of a prefix: the blocks that a sequence begins with, and groups of later blocks, read while it computes.
-
- blocks   0 ... p ─── computed in chunks ──▶        ◀── read in groups ─── last
-                  p: pages that are indexed are acquired, and count as run
-
-No sequence owns a group's pages: they drain while they are filled, and are cached once verified.
-"""
+"""The read of a prefix: the blocks that a sequence begins with; `later_read` has blocks read while it computes."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from engine.events import PromptTokens
 from engine.kv.retention import Prefix
-from kv_store.prefix.plan import Needs, Read, usable_end
+from kv_store.prefix.plan import Needs, usable_end
 from kv_store.transfers import Done, Fetch
 from wire.block_names import BlockName
-from wire.ids import BlockKey, PageId
+from wire.ids import PageId
 from wire.layout import Window
 from wire.tier import Cause, Disposition, Miss, Tier, runs_of
-
-Find = Callable[[BlockKey], PageId | None]
-"""A function that finds the device page of a block."""
 
 
 class PrefixRead:
@@ -30,7 +20,7 @@ class PrefixRead:
     found: the device page of each block or None; a fetch adds pages. blocks: the blocks' dispositions. hits: pages
     found first, except for blocks behind the window. missing: the places of blocks to ask the store for. starts: for
     each missing block the place in `missing` of the first block to fetch with it; None without a window, where a block
-    needs all blocks before it. stop: the block after the last of the step that a fetch has left.
+    needs all blocks before it.
     """
 
     def __init__(
@@ -51,11 +41,6 @@ class PrefixRead:
         self.hits = self.pages(len(found), behind)
         self.missing = [place for place, page in enumerate(found) if page is None and place not in behind]
         self.starts = None if window.layout.window is None else self._starts()
-        self._later: Read | None = None
-        self._places: Sequence[int] = ()
-        self._num_left = self.stop = 0
-        self._may_begin = True
-        self._tiers: dict[int, Tier] = {}
 
     def usable(self) -> tuple[int, range]:
         """Finds the end of the longest prefix after which a token can run, and the blocks that it does not read."""
@@ -123,54 +108,6 @@ class PrefixRead:
         """Orders the missing blocks. splits: whether a block is of use before all blocks before it are here."""
         names = [self.names[place] for place in self.missing]
         return Fetch(names, pages, peers, Needs(self.starts if names else None, self._num_sinks, splits))
-
-    def begin_later(self, step: Read) -> None:
-        """Begins the step that a fetch has left."""
-        place_of = {name.key: place for place, name in enumerate(self.names)}
-        self._later, self._places = step, [place_of[name.key] for name in step.names]
-        self._num_left, self.stop = len(step.names), self._places[-1] + 1
-
-    def run(self, start: int, find: Find) -> list[PageId]:
-        """Lists the pages of consecutive blocks on the device, from `start` on."""
-        pages = (find(name.key) for name in self.names[start : self.stop])
-        return [*iter(partial(next, pages, None), None)]
-
-    def acquired(self, start: int, stop: int) -> PromptTokens:
-        """Notes acquired blocks, by the tiers that they were read from; returns the prompt's tokens."""
-        self.blocks[start:stop] = [self._tiers.get(place, Tier.DEVICE) for place in range(start, stop)]
-        return self.tokens
-
-    def chunk_stop(self, start: int, find: Find) -> int:
-        """Finds the end of a chunk from block `start` on: the first block that is cached, or the group being read."""
-        assert self._later is not None
-        group = self._places[self._num_left] if self._num_left < len(self._places) else self.stop
-        stop = start + self._later.num_in_chunk
-        stop = min(stop, group) if group > start else stop
-        later = range(start + 1, min(stop, self.stop))
-        return next((place for place in later if find(self.names[place].key) is not None), stop)
-
-    def next_group(self, start: int, find: Find, max_pages: int) -> Read | None:
-        """Takes the next group, if it can be read before a sequence at block `start` computes up to it.
-
-        Returns None, now and later, if there is no group or no room.
-        """
-        if not self._may_begin or self._later is None:
-            return None
-        while self._num_left and find(self._later.names[self._num_left - 1].key) is not None:
-            self._num_left -= 1
-        first = min(bisect_left(self._places, start), self._num_left)
-        num_before = [place - start for place in self._places[first : self._num_left]]
-        left = self._later.part(first, self._num_left)
-        num = max(0, min(left.num_in_group(num_before), max_pages))
-        self._num_left -= num
-        self._may_begin = False
-        return self._later.part(self._num_left, self._num_left + num) if num else None
-
-    def end_group(self, done: Done) -> None:
-        """Ends a group; after an incomplete group no other begins."""
-        tiers = done.reading.tiers
-        self._may_begin = len(tiers) == len(done.transfer.pages)
-        self._tiers |= dict(zip(self._places[self._num_left :], tiers, strict=False))
 
     @property
     def _num_sinks(self) -> int:

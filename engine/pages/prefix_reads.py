@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.events import Fetched, Jumped
+from engine.kv.later_read import LaterRead
 from engine.kv.prefix_read import PrefixRead
 from engine.kv.retention import BlockTable
 from engine.pages.allocator import PageAllocator
@@ -32,8 +33,8 @@ class PrefixReads:
         self._block_size = pool.layout.block_size
         self._begin = begin
         self._fetches: dict[Transfer, tuple[Sequence, PrefixRead]] = {}
-        self._groups: dict[Transfer, tuple[Sequence, PrefixRead]] = {}
-        self._splits: dict[Sequence, PrefixRead] = {}
+        self._groups: dict[Transfer, tuple[Sequence, LaterRead]] = {}
+        self._splits: dict[Sequence, LaterRead] = {}
 
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
@@ -44,17 +45,17 @@ class PrefixReads:
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        taken = self._take(PrefixRead(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
+        taken = self._acquire(PrefixRead(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
         if taken is None:
             return False
         read, pages = taken
         sequence.kv.reserved, to_fill = pages[: prefix.num_reserved], pages[prefix.num_reserved :]
         sequence.kv.begin(BlockTable([*read.hits, *to_fill], num_dropped=prefix.num_dropped))
         sequence.phase = Phase.FETCHING
-        self._fetch(sequence, read, to_fill, siblings)
+        self._begin_fetch(sequence, read, to_fill, siblings)
         return True
 
-    def _take(self, read: PrefixRead) -> tuple[PrefixRead, list[PageId]] | None:
+    def _acquire(self, read: PrefixRead) -> tuple[PrefixRead, list[PageId]] | None:
         """Acquires found pages, and allocates reserved pages and pages to fill; without room returns None, unchanged.
 
         If there is no room for later windows besides the window on the device, cuts them from the read.
@@ -65,9 +66,11 @@ class PrefixReads:
             return read, self._ledger.allocate(read.prefix.num_reserved + read.num_to_fill)
         except OutOfBlocks:
             self._allocator.free(read.hits)
-            return self._take(read.cut()) if read.starts else None
+            return self._acquire(read.cut()) if read.starts else None
 
-    def _fetch(self, sequence: Sequence, read: PrefixRead, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
+    def _begin_fetch(
+        self, sequence: Sequence, read: PrefixRead, to_fill: list[PageId], siblings: Iterable[Sequence]
+    ) -> None:
         """Begins a fetch; if only the tail is missing, copies it from a sibling's page instead, if possible."""
         if len(read.missing) == 1 and read.names[-1].is_tail:
             [place] = read.missing
@@ -93,7 +96,7 @@ class PrefixReads:
         """Takes the blocks of a read, before its transfer on the pages ends; ignores other transfers."""
         fetched, group = self._fetches.pop(done.transfer, None), self._groups.pop(done.transfer, None)
         if fetched is not None and fetched[0].phase is Phase.FETCHING:
-            return self._fetched(*fetched, done)
+            return self._end_fetch(*fetched, done)
         if group is not None and group[0].chunk_end is not None and self._splits.get(group[0]) is group[1]:
             group[1].end_group(done)
             read = [*zip(done.transfer.names, done.transfer.pages, done.reading.tiers, strict=False)]
@@ -101,7 +104,7 @@ class PrefixReads:
                 self._ledger.index(page, name.key)
         return None
 
-    def _fetched(self, sequence: Sequence, read: PrefixRead, done: Done) -> Fetched | None:
+    def _end_fetch(self, sequence: Sequence, read: PrefixRead, done: Done) -> Fetched | None:
         """Makes the block table of the longest usable prefix, and frees the other pages.
 
         Returns None if the sequence cannot begin with that and waits again.
@@ -120,44 +123,43 @@ class PrefixReads:
         sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
         read.settle(end, behind)
         if done.reading.later is not None:
-            read.begin_later(done.reading.later)
-            self._splits[sequence], sequence.chunk_end = read, 0
+            self._splits[sequence], sequence.chunk_end = LaterRead(read, done.reading.later), 0
         return Fetched(sequence.choice.attempt_id, sequence.choice.index, read.tokens)
 
     def follow(self, running: Seq[Sequence]) -> list[Jumped]:
         """Has sequences acquire newly read blocks; begins to read groups into pages that no sequence needs."""
         self._splits = {one: self._splits[one] for one in running if one.chunk_end is not None}
         jumps = []
-        for sequence, read in self._splits.items():
+        for sequence, later in self._splits.items():
             pages = self._allocator.available
             num_lacking = sum(pages.needed_in_all(one.candidate) for one in running)
-            jumps += self._follow(sequence, read, pages.num_allocatable - num_lacking)
+            jumps += self._follow(sequence, later, pages.num_allocatable - num_lacking)
         return jumps
 
-    def _follow(self, sequence: Sequence, read: PrefixRead, num_spare: int) -> list[Jumped]:
+    def _follow(self, sequence: Sequence, later: LaterRead, num_spare: int) -> list[Jumped]:
         """Has a sequence acquire the blocks that it has reached, and begins a group of at most `num_spare` pages."""
         block_size, find = self._block_size, self._ledger.find
         start, is_within = divmod(sequence.num_computed, block_size)
         is_at_end = not is_within and len(sequence.kv.table) == start
-        pages = read.run(start, find) if is_at_end else []
+        pages = later.run(start, find) if is_at_end else []
         for page in pages:
             self._ledger.acquire(page)
         sequence.kv.table.extend(pages)
         if pages:
             sequence.begin_run((start + len(pages)) * block_size)
         place = start + len(pages)
-        if place < read.stop and (group := read.next_group(place, find, num_spare)) is not None:
-            self._read_group(sequence, read, group)
-        sequence.chunk_end = read.chunk_stop(place, find) * block_size if place < read.stop else None
+        if place < later.stop and (group := later.next_group(place, find, num_spare)) is not None:
+            self._begin_group(sequence, later, group)
+        sequence.chunk_end = later.chunk_stop(place, find) * block_size if place < later.stop else None
         if not pages:
             return []
-        tokens, choice = read.acquired(start, place), sequence.choice
+        tokens, choice = later.acquired(start, place), sequence.choice
         return [Jumped(choice.attempt_id, choice.index, range(start * block_size, place * block_size), tokens)]
 
-    def _read_group(self, sequence: Sequence, read: PrefixRead, group: Read) -> None:
+    def _begin_group(self, sequence: Sequence, later: LaterRead, group: Read) -> None:
         """Begins to read a group. Its pages drain meanwhile, so that batchers count them as soon free."""
         pages = self._allocator.allocate(len(group.names))
         order = Fetch(group.names, pages, step=group)
-        self._groups[order] = sequence, read
+        self._groups[order] = sequence, later
         self._begin(order)
         self._allocator.free(pages)

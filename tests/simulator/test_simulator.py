@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from engine.events import Jumped
-from engine.kv.prefix_read import Find, PrefixRead
+from engine.kv.later_read import Find, LaterRead
 from kv_store import node_store
 from kv_store.block_store import BlockStore, Reading
 from kv_store.eviction.order import Page
@@ -125,8 +125,8 @@ def whole_group(order: Fetch, store: BlockStore) -> Done:
     return Done(order, Reading([Tier.PEERS] * len(order.pages)))
 
 
-def run_over_holes(prefix: PrefixRead, start: int, find: Find) -> list[PageId]:
-    pages = [find(name.key) for name in prefix.names[start : prefix.stop]]
+def run_over_holes(later: LaterRead, start: int, find: Find) -> list[PageId]:
+    pages = [find(name.key) for name in later.front.names[start : later.stop]]
     return [page for page in pages if page is not None]
 
 
@@ -150,7 +150,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
     "a group that came back short counts as whole": (Fetch, "run", whole_group, {"I4"}),
-    "a jump passes over a hole": (PrefixRead, "run", run_over_holes, {"I4", "I6"}),
+    "a jump passes over a hole": (LaterRead, "run", run_over_holes, {"I4", "I6"}),
     "a jump counts its tokens twice": (Jumped, "num_found", property(jump_counted_twice), {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
