@@ -82,7 +82,7 @@ class DecodeJob(Job):
             case Finished():
                 return self._finished(news, now_s)
             case Failed(error=error):
-                return self.withdraw(error)
+                return self.withdraw(error, now_s)
         return None
 
     def releases_hold(self, update: worker_pb2.Update) -> bool:
@@ -106,9 +106,12 @@ class DecodeJob(Job):
         end_choice(update.choices.add(index=event.choice, first_position=self._num_output[event.choice]), event)
         self._unfinished.discard(event.choice)
         if not self._unfinished:
-            self.journal.count(tokens=sum(self._num_output.values()) - self._num_before)
             update.end.CopyFrom(self._ended(now_s))
         return update
+
+    def _ended(self, now_s: float) -> worker_pb2.End:
+        self.journal.count(tokens=sum(self._num_output.values()) - self._num_before)
+        return super()._ended(now_s)
 
 
 def decode_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:

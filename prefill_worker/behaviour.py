@@ -85,7 +85,7 @@ class PrefillJob(Job):
                 self.journal.count(blocks=num_held)
                 return self._answer(num_held, now_s)
             case Failed(error=error):
-                return self._failed(error)
+                return self._failed(error, now_s)
         return None
 
     def releases_hold(self, update: worker_pb2.Update) -> bool:
@@ -99,9 +99,9 @@ class PrefillJob(Job):
             end=self._ended(now_s),
         )
 
-    def _failed(self, error: BatonError) -> worker_pb2.Update:
+    def _failed(self, error: BatonError, now_s: float) -> worker_pb2.Update:
         """Adds the sources of the prompt's KV to the error: a cached block may be why logits are NaN."""
-        update = self.withdraw(error)
+        update = self.withdraw(error, now_s)
         if (source := self.source) is not None:
             update.prompt.CopyFrom(source)
         return update

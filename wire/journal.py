@@ -176,7 +176,8 @@ class Kind(Row, Enum):
         "call",
         WORKERS,
         Phase.BETWEEN,
-        "a call that ended before its worker could tell more: the worker was lost, or a stop string ended the answer",
+        "a call without its worker's spans: the worker was lost or refused it, or the router ended it for a stop "
+        "string, a deadline or an abort",
         "was at {worker}, which has not said what it did",
     )
     NETWORK = (

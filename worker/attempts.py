@@ -180,7 +180,7 @@ class Attempts:
 
     def _end(self, attempt: BegunAttempt, error: BatonError) -> None:
         self._forget(attempt)
-        attempt.line.send(attempt.job.withdraw(error))
+        attempt.line.send(attempt.job.withdraw(error, self._clock()))
         self._loop.put(Abort(attempt.id))
 
     def _forget(self, attempt: BegunAttempt) -> None:

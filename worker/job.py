@@ -31,7 +31,7 @@ _ORDER = tuple(Kind)
 class Job(ABC):
     """A running attempt. Pure: times are readings of one monotonic clock. An update with an end is the last.
 
-    `journal` appends to the spans of `end`, the last message, unless an error comes.
+    `journal` appends to the spans of `end`, the last message.
     """
 
     def __init__(self, request: EngineRequest, role: Role, arrived_s: float, block_size: int, after: Kind) -> None:
@@ -54,9 +54,14 @@ class Job(ABC):
     def releases_hold(self, update: worker_pb2.Update) -> bool:
         """Tells whether the attempt's hold ends with this update."""
 
-    def withdraw(self, error: BatonError) -> worker_pb2.Update:
-        """Ends the attempt with an error of the worker: aborted, out of time, replaced, drained, or a failed step."""
-        return ended_with(self.request.attempt_id, error)
+    def withdraw(self, error: BatonError, now_s: float) -> worker_pb2.Update:
+        """Ends the attempt with an error of the worker: aborted, out of time, replaced, drained, or a failed step.
+
+        The running span ends now: it is the phase in which the error came.
+        """
+        update = ended_with(self.request.attempt_id, error)
+        update.end.MergeFrom(self._ended(now_s))
+        return update
 
     @property
     def source(self) -> worker_pb2.PromptSource | None:

@@ -103,9 +103,9 @@ class Paces:
         self._ms: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
 
     def add(self, timeline: pb.Timeline) -> None:
-        """Notes the pace of each phase of an ended request."""
+        """Notes the pace of each phase of an ended request, but not of phases that an error cut short."""
         for span in timeline.spans:
-            if num_tokens := _num_units(span):
+            if not span.error and (num_tokens := _num_units(span)):
                 paces, ms = self._ms[_kind(span, num_tokens)], span.duration_ms / num_tokens
                 if len(paces) > MAX_PACES:
                     paces.clear()

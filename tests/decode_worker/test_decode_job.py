@@ -19,12 +19,12 @@ from tests.worker.engine_events import (
     tokens,
     update,
 )
+from wire.convert import error_to_pb
 from wire.errors import BatonError, Cancelled
 from wire.ids import NamespaceRoot
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
-from worker.convert import ended_with
 
 FETCHED = PromptTokens({"host": 40})
 LACKING = PromptTokens({"host": 32}, computed=8)
@@ -108,13 +108,23 @@ def test_counts_what_was_guessed_and_what_of_it_came_true() -> None:
 
 def test_a_withdrawn_request_leaves_its_hold_to_the_router() -> None:
     error = Cancelled("gone")
-    assert run(job(), [[Scheduled(ID, 0)], [Withdrawn(error)]]) == [ended_with(ID, error)]
+    spans = span("decode.queue", 0.0, 1000.0), span("decode.fetch", 1000.0, 1000.0)
+    told = run(job(), [[Scheduled(ID, 0)], [Withdrawn(error)]])
+    assert told == [update(end=worker_pb2.End(spans=spans, error=error_to_pb(error)))]
 
 
 def test_a_failed_request_ends_after_the_tokens_it_had() -> None:
     error = BatonError("no number")
-    told = run(job(), [[tokens(0, 2, 7), Failed(ID, error)]])
-    assert told == [update(choices=[tokens(0, 2, 7)], end=ended_with(ID, error).end)]
+    told = run(job(), [[Scheduled(ID, 0)], [tokens(0, 2, 7)], [tokens(0, 3, 8), Failed(ID, error)]])
+    spans = (
+        span("decode.queue", 0.0, 1000.0),
+        span("decode.fetch", 1000.0, 1000.0),
+        span("decode.generate", 2000.0, 1000.0, {"tokens": 2}),
+    )
+    assert told == [
+        update(choices=[tokens(0, 2, 7)]),
+        update(choices=[tokens(0, 3, 8)], end=worker_pb2.End(spans=spans, error=error_to_pb(error))),
+    ]
 
 
 @given(decodes())
@@ -126,6 +136,6 @@ def test_whatever_the_engine_reports_there_is_one_end(script: Script) -> None:
     fetched = [update for update in told if update.HasField("prompt")]
     assert len(fetched) <= 1
     assert fetched == [update for update in told if asked.releases_hold(update)]
+    assert_spans_tile(end, end_s=len(script.steps))
     if not end.HasField("error"):
-        assert_spans_tile(end, end_s=len(script.steps))
         assert len(fetched) == 1

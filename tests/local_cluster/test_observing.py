@@ -11,15 +11,18 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.core import EngineCore
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
+from engine.request import EngineRequest
 from kernels.backend import KVPages
 from router.ports.server import MetricsServer
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
-from wire.errors import InvalidRequest
-from wire.journal import GATES
+from wire.errors import BatonError, InvalidRequest
+from wire.journal import GATES, Kind
+from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from worker.config import BatchSettings
 
@@ -78,6 +81,54 @@ async def test_a_timeline_names_the_gate_at_which_its_request_waited(gate: str, 
         assert_tiles(timeline)
     longest = max(waited_ms(timeline)[gate] for timeline in seen if gate in waited_ms(timeline))
     assert longest > STEP_S * 1000
+
+
+class SpoiltModel(SlowModel):
+    """Its logits are no numbers after token 299."""
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        return torch.full_like(logits, torch.nan) if (batch.token_ids == 299).any() else logits
+
+
+async def spans_of_a_failure(cluster: LocalCluster, prompt: tuple[int, ...] = PROMPT) -> list[tuple[str, str]]:
+    """Names and errors of the spans that workers measured of a request that fails."""
+    with pytest.raises(BatonError):
+        await cluster.generate(ask(prompt, 1000))
+    [ended] = cluster.router.dispatcher.recent.list(cluster_pb2.ListRequestsRequest(limit=1)).requests
+    assert_tiles(ended.timeline)
+    return [(span.name, span.error) for span in ended.timeline.spans if span.worker in ("p0", "d0")]
+
+
+async def test_an_attempt_that_its_workers_timer_ends_shows_what_the_worker_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.attempts.MAX_REQUEST_S", 0.1)
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
+        spans = await spans_of_a_failure(cluster)
+    assert spans[0] == ("prefill.queue", "")
+    assert spans[-1] == ("decode.generate", "DEADLINE_EXCEEDED")
+    assert not {name for name, _ in spans} & {*Kind.CALL.names}
+
+
+@pytest.mark.parametrize(("num_prefill", "place"), [(0, "decode"), (1, "prefill")])
+async def test_a_failed_attempt_shows_its_workers_spans_up_to_the_error(num_prefill: int, place: str) -> None:
+    async with LocalCluster.running(SpoiltModel(LAYOUT, vocab_size=300), num_prefill, 1) as cluster:
+        spans = await spans_of_a_failure(cluster, (*PROMPT, 299))
+    assert spans[:3] == [(f"{place}.{step}", "") for step in ("queue", "fetch", "wait_turn")]
+    assert spans[-1] == (f"{place}.compute", "NON_FINITE_LOGITS")
+
+
+@pytest.mark.parametrize(("num_prefill", "name"), [(0, "decode.queue"), (1, "prefill.queue")])
+async def test_a_request_that_the_engine_refuses_shows_that_it_came_to_its_queue(
+    num_prefill: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(core: EngineCore, request: EngineRequest) -> None:
+        raise InvalidRequest("prompt", "can never run here")
+
+    monkeypatch.setattr(EngineCore, "add", refuse)
+    async with LocalCluster.running(MODEL, num_prefill, 1) as cluster:
+        assert await spans_of_a_failure(cluster) == [(name, "INVALID_REQUEST")]
 
 
 async def test_waiting_for_a_decode_worker() -> None:

@@ -29,12 +29,12 @@ from tests.worker.engine_events import (
     tokens,
     update,
 )
+from wire.convert import error_to_pb
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import NamespaceRoot
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
-from worker.convert import ended_with
 
 TIERS = PromptTokens({"device": 16, "host": 20}, computed=4)
 
@@ -137,12 +137,15 @@ def test_usage_is_what_the_leader_first_found() -> None:
 def test_a_withdrawn_request_tells_no_token_and_holds_nothing() -> None:
     error = DeadlineExceeded("too late")
     told = run(job(), [[Scheduled(ID, 0)], [tokens(0, 0, 77)], [Withdrawn(error)]])
-    assert told == [ended_with(ID, error)]
+    spans = span("prefill.queue", 0.0, 1000.0), span("prefill.fetch", 1000.0, 2000.0)
+    assert told == [update(end=worker_pb2.End(spans=spans, error=error_to_pb(error)))]
 
 
 def test_a_failed_request_ends_with_the_engines_error_and_holds_nothing() -> None:
     error = BatonError("no number")
-    assert run(job(), [[Failed(ID, error)]]) == [ended_with(ID, error)]
+    spans = [span("prefill.queue", 0.0, 1000.0)]
+    told = run(job(), [[Failed(ID, error)]])
+    assert told == [update(end=worker_pb2.End(spans=spans, error=error_to_pb(error)))]
 
 
 @given(hand_offs())
@@ -151,6 +154,6 @@ def test_whatever_the_engine_reports_there_is_one_update_and_it_is_the_end(scrip
     (answer,) = run(asked, script.steps)
     end = end_of([answer])
     assert asked.releases_hold(answer) == end.HasField("error")
+    assert_spans_tile(end, end_s=len(script.steps))
     if not end.HasField("error"):
         assert outputs([answer]) == script.outputs
-        assert_spans_tile(end, end_s=len(script.steps))

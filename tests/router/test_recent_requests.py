@@ -123,6 +123,14 @@ def test_a_worker_is_slow_beside_others() -> None:
     assert cause == "800 ms: generated 20 tokens at d2"
 
 
+def test_a_phase_that_an_error_cut_short_says_nothing_of_a_workers_pace() -> None:
+    paces, failed = Paces(), generated("d0", 0.1)
+    failed.spans[-1].error = "DEADLINE_EXCEEDED"
+    paces.add(failed)
+    [cause] = causes_of(generated("d1", 5.0), paces)
+    assert cause == "100 ms: generated 20 tokens at d1"
+
+
 def test_a_span_of_an_unknown_name_is_a_cause_too() -> None:
     [cause] = causes_of(timeline(pb.Span(name="decode.{worker.x}", worker="d0", duration_ms=7.0)), Paces())
     assert cause == "7 ms: was at d0"

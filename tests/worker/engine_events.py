@@ -146,7 +146,7 @@ def assert_spans_tile(end: worker_pb2.End, end_s: float) -> None:
 
 def _answer(job: Job, event: Told, now_s: float) -> worker_pb2.Update | None:
     if isinstance(event, Withdrawn):
-        return job.withdraw(event.error)
+        return job.withdraw(event.error, now_s)
     return job.take(update(choices=[event]) if isinstance(event, worker_pb2.ChoiceTokens) else event, now_s)
 
 
