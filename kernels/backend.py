@@ -42,7 +42,8 @@ class Heads:
 class Angles:
     """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]. Raises ValueError for others.
 
-    turns: the angles by which a row's query is turned back before it meets sinks behind its window.
+    A model with several rotary embeddings has their columns side by side. turns: the angles by which a row's query is
+    turned back before it meets sinks behind its window.
     """
 
     cosines: Tensor
@@ -56,6 +57,12 @@ class Angles:
     def at(self, positions: Tensor) -> "Angles":
         """Picks the angles of positions int64 [T]."""
         return Angles(self.cosines[positions], self.sines[positions])
+
+    def columns(self, first: int, half: int) -> "Angles":
+        """Views `half` columns from the first one on."""
+        if self.cosines.shape[-1] == half:
+            return self
+        return Angles(self.cosines[:, first : first + half], self.sines[:, first : first + half])
 
 
 @dataclass(frozen=True)
@@ -177,8 +184,8 @@ class Backend(Protocol):
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, one behind the other, with the products of `dequantize` in a dtype."""
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
-        """Returns the rows `token_ids` int64 [T] of a table, [T, depth]."""
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Returns the rows `token_ids` int64 [T] of a table, times `scale`, [T, depth]."""
 
     def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467."""

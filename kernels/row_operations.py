@@ -81,7 +81,7 @@ def to_codes(numbers, divisors, LARGEST: tl.constexpr, CODES: tl.constexpr):
 @triton.jit
 def rotate_and_write_heads(
     qkv_ptr,  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]; queries are rotated in place
-    cosines_ptr,  # [num_rows, head_dim / 2] float32
+    cosines_ptr,  # [num_rows, head_dim / 2] float32, angle_stride apart
     sines_ptr,  # likewise
     query_norm_ptr,  # [head_dim], or None, as the next one
     key_norm_ptr,  # [head_dim]
@@ -90,6 +90,7 @@ def rotate_and_write_heads(
     page_to_open_ptr,  # [num_pages] int32 of int4, or None
     slot_mapping_ptr,  # [num_rows] int64
     qkv_row_stride,
+    angle_stride,
     kv_page_stride,
     kv_plane_stride,
     kv_head_stride,
@@ -124,8 +125,8 @@ def rotate_and_write_heads(
         weight_low += tl.load(key_norm_ptr + places, mask=of_key, other=0.0)
         weight_high += tl.load(key_norm_ptr + HALF + places, mask=of_key, other=0.0)
         low, high = norm_of_head(low, high, weight_low, weight_high, eps, HEAD_DIM)
-    cosines = tl.load(cosines_ptr + row * HALF + dims, mask=dims < HALF, other=0.0)[None, :]
-    sines = tl.load(sines_ptr + row * HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+    cosines = tl.load(cosines_ptr + row * angle_stride + dims, mask=dims < HALF, other=0.0)[None, :]
+    sines = tl.load(sines_ptr + row * angle_stride + dims, mask=dims < HALF, other=0.0)[None, :]
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     low = (wide_low * cosines - wide_high * sines).to(own_low.dtype)
     high = (wide_high * cosines + wide_low * sines).to(own_low.dtype)
@@ -206,6 +207,7 @@ def rotate_and_write(qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, 
             None if int4 is None else int4.page_to_open,
             slot_mapping,
             qkv.stride(0),
+            angles.cosines.stride(0),
             *target.stride()[:3],
             *((0, 0, 0) if scales is None else scales.stride()[:3]),
             heads.norm_eps,

@@ -30,8 +30,9 @@ class TorchBackend:
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
-        return _given(F.embedding(token_ids, table.data), out)
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        rows = F.embedding(token_ids, table.data)
+        return _given(rows if scale == 1 else rows * scale, out)
 
     def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         wide = states.float()

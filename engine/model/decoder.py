@@ -1,4 +1,4 @@
-"""The native decoder: Llama, Mistral, Qwen2, Qwen3 and models that differ from them in data only.
+"""The native decoder, of the architectures in engine/checkpoint/families.py, which differ in data only.
 
 Numerics follow transformers step by step (norms, angles and softmax in float32, the rest in the model's dtype), so that
 greedy tokens in float32 are the same.
@@ -80,8 +80,9 @@ class Decoder:
         self.max_context_len = config.max_context_len
         self.eos_token_ids = config.eos_token_ids
         self._backend = backend
-        self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
-        scale = config.attention.head_dim**-0.5
+        self._half = config.attention.head_dim // 2
+        self._angles = make_angles(config.ropes, config.attention.head_dim, 1, self.device)
+        scale = config.attention.scale
         windows, num_sinks = config.attention.windows, layout.num_sinks
         self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
         self._far_angles = self._make_far_angles() if num_sinks else None
@@ -138,12 +139,14 @@ class Decoder:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
         eps = self.config.rms_norm_eps
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
-        states = do.embed(batch.token_ids, self.weights.embedding, to.states)
+        of_ropes = [angles.columns(at * self._half, self._half) for at in range(len(self.config.ropes))]
+        of_layers = [of_ropes[at] for at in self.config.layer_to_rope]
+        states = do.embed(batch.token_ids, self.weights.embedding, self.config.scalars.of_embeddings, to.states)
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
             normed = do.rms_norm(states, layer.attention_norm, eps, to.normed)
             qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
-            query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
+            query = do.rotate_and_write(qkv, layer.heads, of_layers[index], pages, batch.slot_mapping)
             for one in batch.watched:
                 one.queries[index] = query[one.rows]
             attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
@@ -189,7 +192,7 @@ class Decoder:
             recorder,
             lambda batch, angles: self.run(recorder, batch, angles, kv, buffers),
             self.angles_for(kv),
-            self.config.attention.head_dim // 2,
+            len(self.config.ropes) * self._half,
             num_rows,
             self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len)),
             self.layout.block_size,
@@ -211,7 +214,7 @@ class Decoder:
 
     def _make_far_angles(self) -> FarAngles:
         head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1
-        return FarAngles(self.config.rope, head_dim, self.max_context_len, last_near, self.device)
+        return FarAngles(self.config.ropes[0], head_dim, self.max_context_len, last_near, self.device)
 
     def angles_for(self, kv: KVPages) -> Angles | FarAngles:
         """Makes the angles of all positions that a pool has room for, once."""
@@ -219,7 +222,7 @@ class Decoder:
             return self._far_angles
         num_positions = Window(self.layout).max_len(len(kv.data), self.max_context_len)
         if len(self._angles.cosines) < num_positions:
-            self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
+            self._angles = make_angles(self.config.ropes, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
 
 

@@ -73,6 +73,7 @@ class WeightLoader:
         self._device = device
         self._backend = backend
         self._packing = packing
+        self._orders = _row_orders(checkpoint.config)
 
     def load(self) -> DecoderWeights:
         """Raises ModelError if a tensor is missing or of the wrong shape."""
@@ -82,7 +83,8 @@ class WeightLoader:
         is_tied = config.tied_embeddings and "lm_head.weight" not in self._checkpoint
         head = embedding if is_tied else self._packed({"lm_head.weight": vocabulary})
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(config.num_layers))
-        return DecoderWeights(embedding, layers, self._norm("model.norm", config.hidden_size), head)
+        norm = self._norm("model.norm", config.hidden_size) / config.scalars.logits
+        return DecoderWeights(embedding, layers, norm, head)
 
     def _layer(self, layer: str) -> LayerWeights:
         config, attention = self._config, self._config.attention
@@ -92,8 +94,12 @@ class WeightLoader:
             self._norm(f"{layer}.self_attn.{name}", attention.head_dim) if attention.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        qkv = {f"{layer}.self_attn.{name}_proj": size for name, size in (("q", queries), ("k", keys), ("v", keys))}
-        gate_up = {f"{layer}.mlp.gate_proj": mlp, f"{layer}.mlp.up_proj": mlp}
+        if config.is_fused:
+            qkv = {f"{layer}.self_attn.qkv_proj": queries + 2 * keys}
+            gate_up = {f"{layer}.mlp.gate_up_proj": 2 * mlp}
+        else:
+            qkv = {f"{layer}.self_attn.{name}_proj": size for name, size in (("q", queries), ("k", keys), ("v", keys))}
+            gate_up = {f"{layer}.mlp.gate_proj": mlp, f"{layer}.mlp.up_proj": mlp}
         return LayerWeights(
             attention_norm=self._norm(f"{layer}.input_layernorm", hidden),
             qkv=self._linear(qkv, hidden, attention.qkv_bias),
@@ -120,7 +126,7 @@ class WeightLoader:
         return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape))
 
     def _pack(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
-        codes = [self._checkpoint.read_codes(*one, self._dtype, self._device) for one in name_to_shape.items()]
+        codes = [self._codes(name, shape) for name, shape in name_to_shape.items()]
         parts = [one for one in codes if one is not None]
         if len(parts) == len(codes):
             return self._backend.pack_codes(parts, self._dtype)
@@ -130,6 +136,10 @@ class WeightLoader:
         ]
         return self._backend.pack(_joined(plain))
 
+    def _codes(self, name: str, shape: tuple[int, int]) -> Quantized | None:
+        codes, order = self._checkpoint.read_codes(name, shape, self._dtype, self._device), self._order_of(name)
+        return codes if codes is None or order is None else codes.pick(order)
+
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
 
@@ -137,7 +147,29 @@ class WeightLoader:
         return self._tensor(f"{name}.weight", size)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self._checkpoint.read(name, shape, self._dtype, self._device)
+        tensor, order = self._checkpoint.read(name, shape, self._dtype, self._device), self._order_of(name)
+        return tensor if order is None else tensor[order]
+
+    def _order_of(self, name: str) -> torch.Tensor | None:
+        """Finds the order of a tensor's rows in which heads rotate as ours do; None as they are, or without content."""
+        return None if self._device == META else self._orders.get(name.split(".")[-2])
+
+
+def _row_orders(config: ModelConfig) -> Mapping[str, torch.Tensor]:
+    """Maps a matrix or norm to the order of its rows; empty where heads rotate in a checkpoint as ours do."""
+    attention = config.attention
+    if (order := config.ropes[0].head_order(attention.head_dim)) is None:
+        return {}
+    num_rotated = attention.num_heads + attention.num_kv_heads
+    heads = torch.arange(num_rotated + attention.num_kv_heads)[:, None] * attention.head_dim
+    rotated, values = heads[:num_rotated] + order, heads[num_rotated:] + torch.arange(attention.head_dim)
+    return {
+        "q_proj": rotated[: attention.num_heads].flatten(),
+        "k_proj": rotated[: attention.num_kv_heads].flatten(),
+        "qkv_proj": torch.cat([rotated, values]).flatten(),
+        "q_norm": order,
+        "k_norm": order,
+    }
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -41,13 +41,13 @@ UNBOUNDED = 2**31 - 1
 """The window of attention to all tokens."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 KERNELS: dict[str, list[type]] = {
-    **{f"{layout}unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, POINTER] for layout in ("", "packed_")},
+    **{f"{layout}unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, REAL, POINTER] for layout in ("", "packed_")},
     **{f"{layout}linear": [CODE, *[POINTER] * 5, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
     **{f"{layout}linear_to_float": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
     "rms_norm": [CODE, POINTER, POINTER, REAL, ROWS, SIZE, POINTER],
     "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
     "rotate_and_write": [
-        *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER],
+        *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER, SIZE],
         *[ROWS, *[SIZE] * 3, POINTER, POINTER],
     ],
     "attention": [POINTER, SEQUENCES, DECODES],
@@ -133,11 +133,11 @@ class CpuBackend:
         columns = sum(part.columns for part in parts)
         return Weight(packed.pack(self._library, parts), columns, parts[0].depth, dtype)
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         out = torch.empty(len(token_ids), table.depth, dtype=table.dtype) if out is None else out
         self._call(
             _kernel("unpack_rows", table), DTYPE_TO_CODE[out.dtype], table.data, token_ids,
-            len(token_ids), table.depth, out,
+            len(token_ids), table.depth, scale, out,
         )  # fmt: skip
         return out
 
@@ -174,8 +174,8 @@ class CpuBackend:
     ) -> Tensor:
         self._call(
             "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
-            angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            _described(pages, qkv.dtype), slot_mapping,
+            angles.cosines, angles.sines, angles.cosines.stride(0),
+            len(qkv), heads.num_queries, heads.num_kv, heads.size, _described(pages, qkv.dtype), slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 

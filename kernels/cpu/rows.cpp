@@ -213,17 +213,17 @@ extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int
 }
 
 // qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
-// cosines, sines [rows, head_size / 2]; slots [rows], -1 for no write. With INT4 a block whose last slot is written is then quantized.
+// cosines, sines [rows, head_size / 2], `angle_stride` apart; slots [rows], -1 for no write. With INT4 a block whose last slot is written is then quantized.
 extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
-                                       const float* cosines, const float* sines, int64_t num_rows, int64_t num_queries,
-                                       int64_t num_kv, int64_t head_size, const Layer* layer, const int64_t* slots) {
+                                       const float* cosines, const float* sines, int64_t angle_stride, int64_t num_rows,
+                                       int64_t num_queries, int64_t num_kv, int64_t head_size, const Layer* layer, const int64_t* slots) {
     const Heads heads{num_queries, num_kv, head_size};
     const Layer& pages = *layer;
-    const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
+    const int64_t columns = (num_queries + 2 * num_kv) * head_size;
     FOR_DTYPE(dtype, {
         for_each_row(num_rows, [&](int64_t row) {
             rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
-                             cosines + row * half, sines + row * half, heads, pages, slots[row]);
+                             cosines + row * angle_stride, sines + row * angle_stride, heads, pages, slots[row]);
         });
         if (pages.kept == INT4)
             for_each_row(num_rows, [&](int64_t row) {

@@ -68,6 +68,31 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
         {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
     ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 2.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 64}),
+    "phi3-part": (
+        transformers.Phi3Config,
+        {
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+                "long_factor": [4.0] * 6,
+            },
+        },
+    ),
 }
 
 
