@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -153,6 +154,13 @@ class AttentionVariant:
     scores: Scores = field(default_factory=Scores)
 
 
+class Activation(Enum):
+    """The activation of a gate: SiLU, or GELU approximated by tanh (arXiv 1606.08415)."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 class Program(Protocol):
     """Operations that were recorded."""
 
@@ -187,8 +195,14 @@ class Backend(Protocol):
     def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Returns the rows `token_ids` int64 [T] of a table, times `scale`, [T, depth]."""
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467."""
+    def rms_norm(
+        self, states: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467.
+
+        A weight in float32 beside states in another dtype scales them before they are rounded. Adds `residual`. Rows
+        of `states` and `out`, which may be one tensor, may be parts of longer rows.
+        """
 
     def linear(
         self,
@@ -228,8 +242,11 @@ class Backend(Protocol):
     ) -> Tensor:
         """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` says; returns their shape."""
 
-    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns silu(first half) * second half of rows [T, 2 * columns]."""
+    def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        """Returns activation(first half) * second half of rows [T, 2 * columns]."""
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """Makes each of float32 [T, columns] cap * tanh(logit / cap), in place; returns them."""
 
 
 class StepTensors(Protocol):

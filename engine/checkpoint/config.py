@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.checkpoint.families import FAMILIES, Family, Scalars, Windows, parse_architecture
+from engine.checkpoint.families import FAMILIES, Family, Ropes, Scalars, Windows, parse_architecture
 from engine.checkpoint.json_fields import JsonFields
-from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT, UNROTATED, RopeConfig
+from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT
+from kernels.backend import Activation
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import KVPolicy, Sinks
 from wire.layout import INT4_HEAD_STEP, KV_DTYPES, KVLayout
@@ -20,6 +21,7 @@ MAX_LAYERS = 1024
 SINKS_CONTEXT_LEN = 1 << 20
 """Tokens of a context that is kept in constant memory; its block table takes a quarter of a MiB."""
 RMS_NORM_EPS = (1e-12, 0.1)
+_ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class AttentionConfig:
     scale: float
     qkv_bias: bool
     output_bias: bool
-    qk_norm: bool
     windows: Windows
     num_sinks: int = 0
 
@@ -55,15 +56,13 @@ class AttentionConfig:
             raise fields.wrong("num_key_value_heads", f"a divisor of {num_heads} attention heads")
         if head_dim % 2:
             raise ModelError(f"a head of {head_dim} dimensions cannot be rotated: it must be even")
-        has_bias = family.reads_attention_bias and fields.flag("attention_bias", False)
         return cls(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5 if scale is None else scale,
-            qkv_bias=has_bias or family.has_qkv_bias,
-            output_bias=has_bias,
-            qk_norm=family.has_qk_norm,
+            qkv_bias=family.qkv_bias.read(fields, "attention_bias"),
+            output_bias=family.output_bias.read(fields, "attention_bias"),
             windows=family.windows(fields, num_layers),
         )
 
@@ -72,8 +71,7 @@ class AttentionConfig:
 class ModelConfig:
     """A decoder-only model. `dtype` is that of its authors; other files may name further `eos_token_ids`.
 
-    rms_norm_eps: as states are kept, see `Scalars`. ropes: rotary embeddings; layer_to_rope: which of them a layer has.
-    is_fused: query, key and value are one tensor of the checkpoint, gate and up another.
+    layer_ropes: the rotary embedding of each layer.
     """
 
     architecture: str
@@ -88,10 +86,17 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     attention: AttentionConfig
-    ropes: tuple[RopeConfig, ...]
-    layer_to_rope: tuple[int, ...]
+    layer_ropes: Ropes
     scalars: Scalars
-    is_fused: bool
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @property
+    def ropes(self) -> Ropes:
+        """The rotary embeddings that some layer has, each once."""
+        return tuple(dict.fromkeys(self.layer_ropes))
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -99,33 +104,29 @@ class ModelConfig:
         architecture = parse_architecture(JsonFields(config, "config.json"))
         family = FAMILIES[architecture]
         fields = JsonFields({**family.defaults, **config}, "config.json")
-        _refuse_unsupported(fields)
+        _refuse_unsupported(family, fields)
         hidden_size = fields.count("hidden_size")
         num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
         max_context_len = fields.count("max_position_embeddings", most=MAX_CONTEXT, least=MIN_CONTEXT)
         vocab_size = fields.count("vocab_size")
         scalars = family.scalars(fields)
         attention = AttentionConfig.parse(family, fields, hidden_size, num_layers, scalars.scores)
-        rope = RopeConfig.parse(fields, max_context_len, attention.head_dim, family.rotates_part)
-        rotated = family.rotated(fields, num_layers)
-        ropes = tuple(one for one in (rope, UNROTATED) if (one is rope) in rotated)
+        ropes = family.ropes(fields, num_layers, max_context_len, attention.head_dim)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.count("intermediate_size"),
             num_layers=num_layers,
-            max_context_len=min(max_context_len, rope.scaling.max_len),
-            rms_norm_eps=scalars.norm_eps(fields.number("rms_norm_eps", *RMS_NORM_EPS, 1e-6)),
-            mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias", False),
+            max_context_len=min(max_context_len, *(rope.scaling.max_len for rope in ropes)),
+            rms_norm_eps=fields.number("rms_norm_eps", *RMS_NORM_EPS, 1e-6),
+            mlp_bias=family.mlp_bias.read(fields, "mlp_bias"),
             tied_embeddings=fields.flag("tie_word_embeddings", False),
             dtype=_parse_dtype(fields),
             eos_token_ids=parse_eos(fields, vocab_size),
             attention=attention,
-            ropes=ropes,
-            layer_to_rope=tuple(ropes.index(rope if one else UNROTATED) for one in rotated),
+            layer_ropes=ropes,
             scalars=scalars,
-            is_fused=family.is_fused,
         )
 
     def keeping(self, policy: KVPolicy) -> "ModelConfig":
@@ -183,9 +184,13 @@ def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _refuse_unsupported(fields: JsonFields) -> None:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise fields.wrong("hidden_act", "silu")
+def _refuse_unsupported(family: Family, fields: JsonFields) -> None:
+    names = _ACTIVATIONS[family.activation]
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    if fields.text(key, names[0]) not in names:
+        raise fields.wrong(key, names[0])
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.wrong("use_bidirectional_attention", "false: a token's KV would depend on the tokens after it")
 
 
 def _parse_dtype(fields: JsonFields) -> str:

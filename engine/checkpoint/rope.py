@@ -108,12 +108,14 @@ class ShortScaling(RopeScaling):
 class RopeConfig:
     """theta: the longest period, in units of 2 pi positions, as head_dim grows. part: the share of a head that rotates.
 
-    A checkpoint has the rotated part of a head first; each half of ours begins with a half of that: see `head_order`.
+    A checkpoint has the rotated part of a head first. is_interleaved: it rotates neighbours there, else a number of its
+    first half with one of its second.
     """
 
     theta: float
     scaling: RopeScaling
     part: float = 1.0
+    is_interleaved: bool = False
 
     def rotated_dim(self, head_dim: int) -> int:
         return int(head_dim * self.part)
@@ -132,37 +134,38 @@ class RopeConfig:
         return factors
 
     def head_order(self, head_dim: int) -> torch.Tensor | None:
-        """Returns which number of a checkpoint's head each of ours is, int64 [head_dim]; None where all is rotated.
+        """Returns which number of a checkpoint's head each of ours is, int64 [head_dim]; None where they are the same.
 
-        Ours turns each number of the first half with one of the second, a checkpoint within the part that it rotates.
+        Ours rotates each number of the first half of a whole head with one of the second half.
         """
         rotated = self.rotated_dim(head_dim)
-        if rotated in (0, head_dim):
+        if rotated in (0, head_dim) and not self.is_interleaved:
             return None
-        halves = torch.arange(rotated).view(2, -1), torch.arange(rotated, head_dim).view(2, -1)
-        return torch.cat(halves, dim=1).flatten()
+        pairs = torch.arange(rotated).view(-1, 2).T if self.is_interleaved else torch.arange(rotated).view(2, -1)
+        return torch.cat([pairs, torch.arange(rotated, head_dim).view(2, -1)], dim=1).flatten()
 
     @classmethod
-    def parse(cls, config: JsonFields, max_context_len: int, head_dim: int, rotates_part: bool) -> "RopeConfig":
-        """Parses `rope_scaling` and `rope_theta` (transformers 4) or `rope_parameters` (5) of a whole config.json.
+    def parse(
+        cls,
+        fields: JsonFields,
+        config: JsonFields,
+        max_context_len: int,
+        head_dim: int,
+        part: float = 1.0,
+        is_interleaved: bool = False,
+    ) -> "RopeConfig":
+        """Parses `rope_scaling` (transformers 4) or `rope_parameters` (5). config: has `rope_theta`, if they have not.
 
         Raises ModelError for kinds that cannot be served.
         """
-        fields = config.section("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
-        for name in ("full_attention", "sliding_attention"):
-            if name in fields:
-                raise ModelError("rotary embeddings that differ from layer to layer are not supported")
-        source = fields if "partial_rotary_factor" in fields else config
-        part = source.number("partial_rotary_factor", 0.01, 1.0, 1.0)
-        if part != 1 and not rotates_part:
-            raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
-        if int(head_dim * part) % 2 or not int(head_dim * part):
-            raise source.wrong("partial_rotary_factor", f"an even part of a head of {head_dim} dimensions")
+        rotated = int(head_dim * part)
+        if rotated % 2 or not rotated:
+            raise fields.wrong("partial_rotary_factor", f"an even part of a head of {head_dim} dimensions")
         length = "original_max_position_embeddings"
         trained_len = (config if length in config else fields).count(length, max_context_len, MAX_CONTEXT, MIN_CONTEXT)
         theta = (fields if "rope_theta" in fields else config).number("rope_theta", *THETAS, DEFAULT_THETA)
-        num_frequencies = int(head_dim * part) // 2
-        return cls(theta, _parse_scaling(fields, max_context_len, trained_len, num_frequencies), part)
+        scaling = _parse_scaling(fields, max_context_len, trained_len, rotated // 2)
+        return cls(theta, scaling, part, is_interleaved)
 
 
 UNROTATED = RopeConfig(DEFAULT_THETA, RopeScaling(), 0.0)

@@ -32,15 +32,22 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products."""
+    """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products.
 
-    attention_norm: torch.Tensor
+    row_norms: norms of columns of qkv. added_norm: of what attention adds to states; added_mlp_norm: of what the
+    feed-forward layer adds. A norm is None where the architecture has none.
+    """
+
+    attention_norm: torch.Tensor | None
     qkv: Linear
+    row_norms: tuple[tuple[slice, torch.Tensor], ...]
     heads: Heads
     attention_output: Linear
-    mlp_norm: torch.Tensor
+    added_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
+    added_mlp_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -90,19 +97,27 @@ class WeightLoader:
         config, attention = self._config, self._config.attention
         hidden, mlp = config.hidden_size, config.intermediate_size
         queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        query_norm, key_norm = (
-            self._norm(f"{layer}.self_attn.{name}", attention.head_dim) if attention.qk_norm else None
-            for name in ("q_norm", "k_norm")
-        )
-        if config.is_fused:
-            qkv = {f"{layer}.self_attn.qkv_proj": queries + 2 * keys}
-            gate_up = {f"{layer}.mlp.gate_up_proj": 2 * mlp}
-        else:
-            qkv = {f"{layer}.self_attn.{name}_proj": size for name, size in (("q", queries), ("k", keys), ("v", keys))}
-            gate_up = {f"{layer}.mlp.gate_proj": mlp, f"{layer}.mlp.up_proj": mlp}
+        family, norms = config.family, config.family.norms
+        attend = f"{layer}.self_attn"
+        query_norm, key_norm = None, None
+        row_norms: tuple[tuple[slice, torch.Tensor], ...] = ()
+        if norms.of_heads:
+            query_norm, key_norm = (self._norm(f"{attend}.{name}", attention.head_dim) for name in ("q_norm", "k_norm"))
+        if norms.of_whole_rows:
+            row_norms = (
+                (slice(queries), self._norm(f"{attend}.q_norm", queries)),
+                (slice(queries, queries + keys), self._norm(f"{attend}.k_norm", keys)),
+            )
+        qkv = {"qkv": queries + 2 * keys} if family.fuses_qkv else {"q": queries, "k": keys, "v": keys}
+        gate_up = {"gate_up": 2 * mlp} if family.fuses_gate else {"gate": mlp, "up": mlp}
+
+        def norm(name: str | None) -> torch.Tensor | None:
+            return None if name is None else self._norm(f"{layer}.{name}", hidden)
+
         return LayerWeights(
-            attention_norm=self._norm(f"{layer}.input_layernorm", hidden),
-            qkv=self._linear(qkv, hidden, attention.qkv_bias),
+            attention_norm=norm(norms.before_attention),
+            qkv=self._linear(attend, qkv, hidden, attention.qkv_bias),
+            row_norms=row_norms,
             heads=Heads(
                 attention.num_heads,
                 attention.num_kv_heads,
@@ -111,15 +126,19 @@ class WeightLoader:
                 key_norm,
                 config.rms_norm_eps,
             ),
-            attention_output=self._linear({f"{layer}.self_attn.o_proj": hidden}, queries, attention.output_bias),
-            mlp_norm=self._norm(f"{layer}.post_attention_layernorm", hidden),
-            gate_up=self._linear(gate_up, hidden, config.mlp_bias),
-            down=self._linear({f"{layer}.mlp.down_proj": hidden}, mlp, config.mlp_bias),
+            attention_output=self._linear(attend, {"o": hidden}, queries, attention.output_bias),
+            added_norm=norm(norms.after_attention),
+            mlp_norm=norm(norms.before_mlp),
+            gate_up=self._linear(f"{layer}.mlp", gate_up, hidden, config.mlp_bias),
+            down=self._linear(f"{layer}.mlp", {"down": hidden}, mlp, config.mlp_bias),
+            added_mlp_norm=norm(norms.after_mlp),
         )
 
-    def _linear(self, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
-        weight = self._packed({f"{name}.weight": (size, in_size) for name, size in name_to_size.items()})
-        bias = self._stacked({f"{name}.bias": (size,) for name, size in name_to_size.items()}) if has_bias else None
+    def _linear(self, part: str, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
+        """Loads matrices of a part of a layer as one, of `name_to_size` columns each."""
+        names = {f"{part}.{name}_proj": size for name, size in name_to_size.items()}
+        weight = self._packed({f"{name}.weight": (size, in_size) for name, size in names.items()})
+        bias = self._stacked({f"{name}.bias": (size,) for name, size in names.items()}) if has_bias else None
         return Linear(weight, bias)
 
     def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
@@ -144,7 +163,10 @@ class WeightLoader:
         return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        return self._tensor(f"{name}.weight", size)
+        norms = self._config.family.norms
+        if not norms.is_wide:
+            return self._tensor(f"{name}.weight", size)
+        return self._checkpoint.read(f"{name}.weight", (size,), self._dtype, self._device).float() + norms.offset
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor, order = self._checkpoint.read(name, shape, self._dtype, self._device), self._order_of(name)
