@@ -49,8 +49,8 @@ from wire.trace_context import TRACEPARENT, TraceContext
 class _Connection:
     """A connection to a cluster's public port, HOST:PORT. `timeout_s` bounds each call.
 
-    api_key: None takes it from BATON_API_KEY, if that is set. tls: of `grpc.ssl_channel_credentials`, where the port
-    speaks TLS; with key and certificate where it wants them.
+    api_key: None takes it from BATON_API_KEY, if that is set. tls: result of `grpc.ssl_channel_credentials`, if the
+    port speaks TLS; with key and certificate if the port requires them.
     """
 
     _grpc: Any
@@ -86,7 +86,7 @@ class _Connection:
 
 
 class _Answer:
-    """An answer under way, over a call of either kind."""
+    """An answer under way, over a blocking or an asyncio call."""
 
     def __init__(self, call: Any, timeout_s: float, proxy: str = "") -> None:
         self._call = call
@@ -96,16 +96,16 @@ class _Answer:
 
     @property
     def completion(self) -> Completion:
-        """The whole answer, once all chunks are read; WireError before."""
+        """The whole answer, once all chunks are read. Raises WireError before that."""
         return self._draft.require_completion()
 
     @property
     def prompt(self) -> tuple[Chunk, ...]:
-        """The parts of the prompt that have come, if its echo or log-probabilities were asked for: before any chunk."""
+        """The parts of the prompt so far, if its echo or log-probabilities were asked for; they precede all chunks."""
         return tuple(self._draft.prompt)
 
     def forget(self) -> None:
-        """Drops the chunks that have come, and the prompt: `completion` will be without them."""
+        """Drops prompt and chunks so far: `completion` will lack them."""
         self._draft.forget()
 
 
@@ -125,7 +125,7 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
 
 
 class Client(_Connection, AbstractContextManager["Client"]):
-    """A connection that threads may share."""
+    """A client of a cluster. Thread-safe; each call blocks."""
 
     _grpc = grpc
 
@@ -143,11 +143,11 @@ class Client(_Connection, AbstractContextManager["Client"]):
             return stream.completion if schema is None else stream.completion.read(schema)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
+        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest; reading raises any BatonError."""
         return Stream(*self._open(prompt, options))
 
     def abort(self, request_id: str) -> None:
-        """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
+        """Ends a running request, whose stream then raises Cancelled. Raises RequestNotFound if it does not run."""
         self._call("Abort", pb.AbortRequest(request_id=request_id))
 
     def tokenize(self, prompt: str | Sequence[Message], **options: Unpack[ChatOptions]) -> Tokens:
@@ -163,10 +163,10 @@ class Client(_Connection, AbstractContextManager["Client"]):
         return read_models(self._call("ListModels", pb.ListModelsRequest()))
 
     def watch_blocks(self, after: Mapping[str, BlockCursor] | None = None) -> Iterator[BlockPage]:
-        """Yields the events of all nodes' blocks as they come; blocks between them. For the operator's port alone.
+        """Yields the events of all nodes' blocks as they come; waits between them. For the operator's port alone.
 
-        after: the place behind which a node's events begin; of another node its blocks come first. A program that was
-        away too long gets "cleared" and all blocks again. Raises any BatonError, DeadlineExceeded at the timeout.
+        after: for each known node the place after which its events begin; other nodes' blocks come first. If events
+        were missed, "cleared" comes, then all blocks again. Raises any BatonError, DeadlineExceeded at the timeout.
         """
         call = self._watch(after)
         try:
@@ -194,11 +194,11 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
         return (piece async for piece in self.pieces() if not isinstance(piece, PromptPart))
 
     async def admitted(self) -> int:
-        """Waits until a worker is there for the prompt; returns its tokens, 0 where reading the answer raises."""
+        """Waits until a worker has the prompt; returns the number of its tokens, 0 if reading the answer will raise."""
         return int(dict(await self._call.initial_metadata()).get(PROMPT_TOKENS_METADATA, 0))
 
     async def adapted(self) -> str:
-        """Waits as `admitted`; returns what messages were changed in for the model's chat template, "" for nothing."""
+        """Waits as `admitted` does; returns the changes made to messages for the model's chat template, "" for none."""
         return str(dict(await self._call.initial_metadata()).get(ADAPTED_METADATA, ""))
 
     async def pieces(self) -> AsyncGenerator[Chunk, None]:
@@ -215,7 +215,7 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
 
 
 class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
-    """A connection of one event loop."""
+    """A client of a cluster, for one event loop."""
 
     _grpc = grpc.aio
 
@@ -235,11 +235,11 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
             return stream.completion if schema is None else stream.completion.read(schema)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
+        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest; reading raises any BatonError."""
         return AsyncStream(*self._open(prompt, options))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
+        """Ends a running request, whose stream then raises Cancelled. Raises RequestNotFound if it does not run."""
         await self._call("Abort", pb.AbortRequest(request_id=request_id))
 
     async def tokenize(self, prompt: str | Sequence[Message], **options: Unpack[ChatOptions]) -> Tokens:
@@ -265,9 +265,9 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
             call.cancel()
 
     def with_key(self, api_key: str, trace: TraceContext | None = None) -> Self:
-        """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest.
+        """Returns a client that shares the connection and shows this key; "" shows no key. Raises InvalidRequest.
 
-        trace: the trace that its requests belong to.
+        trace: the trace that the client's requests belong to.
         """
         shared = copy(self)
         shared._metadata = credentials(api_key) + (() if trace is None else ((TRACEPARENT, str(trace)),))

@@ -8,7 +8,7 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def release() -> str:
-    """Returns the installed release; in a source tree that nothing was installed from, the tree's own."""
+    """Returns the installed release, or the source tree's if nothing is installed."""
     try:
         return version("baton-serve")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Requests of a client as messages, and failures of its calls as errors."""
+"""A client's requests as messages, and failures of calls as errors."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
 API_KEY = "BATON_API_KEY"
-"""The variable of the environment that has the key of a client which is given none."""
+"""The environment variable with the key of a client that is given no key."""
 Metadata = tuple[tuple[str, str], ...]
 
 
 class Typed(Protocol):
-    """A class whose objects have a JSON schema, as pydantic's models do."""
+    """A class with a JSON schema of its objects, such as a pydantic model."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, Any]: ...
@@ -33,7 +33,8 @@ class Typed(Protocol):
 class Message(TypedDict):
     """A turn of a chat. `role` is system, developer, user, assistant or tool, as the model's template takes them.
 
-    tool_calls: of an assistant, each in JSON; tool_call_id: of a tool's answer. proto/inference.proto gives their form.
+    tool_calls: an assistant's calls, each in JSON; tool_call_id: the call that a tool answers. Form:
+    proto/inference.proto.
     """
 
     role: str
@@ -65,7 +66,7 @@ OF_REQUESTS = (*OF_MESSAGES, "timeout_s", *OF_CHATS)
 
 
 class Options(ChatOptions, total=False):
-    """Settings of one request. The server completes the ones left out, and draws the seed.
+    """Settings of one request. The server gives omitted settings their defaults, and draws the seed.
 
     proto/inference.proto gives ranges and defaults. `timeout_s` bounds the call in place of the client's own.
     """
@@ -100,9 +101,9 @@ class Options(ChatOptions, total=False):
 
 
 def credentials(api_key: str | None) -> Metadata:
-    """Returns the metadata by which a call shows its key: "" is no key, None that of the environment, if any.
+    """Returns the metadata by which a call shows its key; "" shows no key, None the environment's, if any.
 
-    Raises InvalidRequest for a text that no call can carry.
+    Raises InvalidRequest for a key that gRPC cannot carry.
     """
     given = os.environ.get(API_KEY, "") if api_key is None else api_key
     if not re.fullmatch(r"[!-~]*", given):
@@ -111,7 +112,7 @@ def credentials(api_key: str | None) -> Metadata:
 
 
 def for_schema(options: Options, schema: type[Typed] | None) -> Options:
-    """Adds the response format of a class's objects. Raises InvalidRequest for two formats, and for several choices."""
+    """Sets the response format to a class's JSON schema. Raises InvalidRequest for a second format, or n above 1."""
     if schema is None:
         return options
     if "response_format" in options or options.get("n", 1) > 1:
@@ -120,7 +121,7 @@ def for_schema(options: Options, schema: type[Typed] | None) -> Options:
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
+    """Builds the message. Raises InvalidRequest for values that protobuf cannot hold; the server checks the rest."""
     request = pb.GenerateRequest()
     for name in OF_MESSAGES:
         with _refusing(name):
@@ -179,7 +180,7 @@ def _require_sendable(request: pb.GenerateRequest | pb.TokenizeRequest) -> None:
 
 @contextmanager
 def _refusing(param: str) -> Iterator[None]:
-    """Raises InvalidRequest for a value that protobuf refuses: of another type, too large, or no Unicode."""
+    """Raises InvalidRequest for a value that protobuf refuses: wrong type, too large, or no Unicode."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -188,9 +189,9 @@ def _refusing(param: str) -> Iterator[None]:
 
 @contextmanager
 def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
-    """Raises the BatonError that a failed call stands for; its `__cause__` is gRPC's own error.
+    """Raises a failed call's error as a BatonError; its `__cause__` is gRPC's own error.
 
-    proxy: the variable of the environment whose proxy gRPC asks, named where no server has answered.
+    proxy: the environment variable whose proxy gRPC uses; the message names it if no server has answered.
     """
     try:
         yield

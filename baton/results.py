@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Typed)
 
 @dataclass(frozen=True)
 class TokenLogprobs(Logprobs):
-    """Log-probabilities with the bytes of text that the chosen token, and each of the likeliest, stand for.
+    """Log-probabilities of the chosen token and of the likeliest tokens, with their bytes of text.
 
     chosen: NaN where there is none, as for the first token of a prompt.
     """
@@ -41,7 +41,7 @@ class Chunk:
 
 
 class PromptPart(Chunk):
-    """A part of the prompt, for all choices, where its echo or its log-probabilities were asked for."""
+    """A part of the prompt, for all choices, if its echo or log-probabilities were asked for."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Choice:
 class Usage:
     """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0.
 
-    guessed_tokens: of the answer, by speculation; accepted_tokens: the guesses that came true. reasoning_tokens: of
-    the answer, in its channel of reasoning.
+    guessed_tokens: the answer's tokens guessed by speculation; accepted_tokens: guesses that came true.
+    reasoning_tokens: the answer's tokens in its reasoning channel.
     """
 
     prompt_tokens: int
@@ -87,7 +87,7 @@ class Span:
 class Timeline:
     """Spans in order of their start. A role that had no part in the request has no worker.
 
-    prefill_reason: of docs/timeline.md, why the prompt went to a prefill worker, or to decode at once.
+    prefill_reason: why the prompt went to a prefill worker, or to decode at once; a word of docs/timeline.md.
     """
 
     prefill_worker: str | None
@@ -114,7 +114,7 @@ class Completion:
         return self.choices[0].text
 
     def read(self, schema: type[T]) -> T:
-        """Reads the answer as an object of a class. Raises InvalidRequest for one that ended before it was whole."""
+        """Reads the answer as an object of a class. Raises InvalidRequest if max_tokens cut it."""
         if self.choices[0].finish_reason is not FinishReason.STOP:
             raise InvalidRequest("max_tokens", "the answer ended before its object was whole")
         return schema.model_validate_json(self.text)
@@ -162,7 +162,7 @@ class Draft:
         self._choices.clear()
 
     def accept(self, response: pb.GenerateResponse) -> Chunk | None:
-        """Adds a response; returns its chunk or its part of the prompt, None for the last response."""
+        """Adds a response; returns its chunk or part of the prompt, None for the last response."""
         event = response.WhichOneof("event")
         if event == "complete":
             self._completion = self._complete(response.request_id, response.complete)
@@ -259,7 +259,7 @@ def _read_timeline(timeline: pb.Timeline) -> Timeline:
 
 @dataclass(frozen=True)
 class BlockCursor:
-    """A place in the events of a node: behind event `number` of an epoch. slot: of a snapshot under way, or 0.
+    """A place in a node's events: after event `number` of an epoch. slot: progress of a snapshot under way, or 0.
 
     epoch: empty once the node is gone.
     """
@@ -271,7 +271,7 @@ class BlockCursor:
 
 @dataclass(frozen=True)
 class BlockEvent:
-    """Blocks "stored" in a tier of a node, or "removed" from it, by their keys of 32 bytes; "cleared": all are gone."""
+    """Blocks "stored" in a node's tier, or "removed" from it, by their keys of 32 bytes; "cleared": all are gone."""
 
     kind: str
     tier: str
@@ -280,7 +280,7 @@ class BlockEvent:
 
 @dataclass(frozen=True)
 class BlockPage:
-    """The events of a node between two places. A subscriber goes on behind `cursor`."""
+    """The events of a node between two places. A subscriber continues after `cursor`."""
 
     node_id: str
     after: BlockCursor

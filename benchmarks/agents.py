@@ -30,7 +30,7 @@ from benchmarks.eviction import clairvoyant_hits
 from kv_store.eviction.hit_density import HitDensity
 from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, KeepHint
+from kv_store.node.messages import Block, KeepHint
 from kv_store.node.sessions import KeepLimits
 from wire.block_names import BlockName
 from wire.ids import BlockKey

@@ -32,7 +32,7 @@ from kv_store.block_store import BlockStore
 from kv_store.node.event_log import EventCursor
 from kv_store.node.records import Records
 from kv_store.transfers import ThreadTransfers, Transfer
-from router.config import Disaggregation, StreamBounds
+from router.config import Disaggregation, RouterSettings
 from tests.harness.answer import ask
 from tests.harness.assembled_worker import local_worker
 from tests.harness.cluster import role_of
@@ -203,10 +203,10 @@ class Quiet:
 
 async def play(turns: Sequence[Turn], mode: Disaggregation) -> tuple[list[Record], Counter[str]]:
     """Serves the turns with a cluster of their own; returns also the reasons for the pools."""
-    streams = StreamBounds(disaggregation=mode)
+    settings = RouterSettings(disaggregation=mode)
     loop = asyncio.get_running_loop()
     model = HashModel(LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
-    cluster = PacedCluster(model, Sizes(NUM_PAGES, NUM_SLOTS, streams=streams), clock=loop.time)
+    cluster = PacedCluster(model, Sizes(NUM_PAGES, NUM_SLOTS, settings=settings), clock=loop.time)
     cluster.directory.records = PacedRecords(cluster.directory.state)
     await cluster.start(NUM_PREFILL, NUM_DECODE)
     records = await asyncio.gather(*(serve(cluster, turn, loop.time()) for turn in turns))

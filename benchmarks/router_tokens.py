@@ -31,8 +31,8 @@ from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 SIZES = {"few": (2, 32), "many": (64, 2000)}
 """Decode workers and open requests."""
-_BOUNDS = replace(CONFIG.streams, max_buffered_tokens=100_000)
-_CONFIG = replace(CONFIG, streams=_BOUNDS, admission=replace(CONFIG.admission, max_queued_requests=4096))
+_SETTINGS = replace(CONFIG.settings, max_buffered_tokens=100_000, max_queued_requests=4096)
+_CONFIG = replace(CONFIG, settings=_SETTINGS)
 _TOKEN = ord("a")
 
 

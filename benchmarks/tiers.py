@@ -52,8 +52,8 @@ from kv_store.node.block_reader import BlockReader
 from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import Block
 from kv_store.node.directory_server import DirectoryServer
+from kv_store.node.messages import Block
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier

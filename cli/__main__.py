@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
+    """Runs a command; returns 0 if done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
     _open_closed_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
@@ -80,19 +80,19 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _leave(*_: object) -> None:
-    """Ends a command that has nothing to undo. An exception amid the start of a call would keep its channel open."""
+    """Ends a command that has nothing to undo. An exception at the start of a call would keep its channel open."""
     os._exit(INTERRUPTED)
 
 
 def _tell(failure: OSError) -> None:
-    """Tells of a file or a stream that failed, if that is possible; not of a reader that has gone, which knows."""
+    """Reports a failed file or stream, if stderr takes it; not a broken pipe, whose reader knows."""
     with suppress(OSError):
         if not isinstance(failure, BrokenPipeError):
             print(f"baton: {failure.filename or 'the output'}: {failure.strerror or failure}", file=sys.stderr)
 
 
 def _open_closed_streams() -> None:
-    """Puts a stream that takes nothing in the place of each closed one: a file or socket would get its number."""
+    """Replaces each closed standard stream by /dev/null, read-only: else a file or socket would get its number."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDONLY)
@@ -100,7 +100,7 @@ def _open_closed_streams() -> None:
 
 
 def _flush() -> OSError | None:
-    """Writes what the streams still hold, and throws away what they do not take; returns the last reason why not."""
+    """Flushes the streams, and discards what they do not take; returns the last error."""
     failure: OSError | None = None
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         try:

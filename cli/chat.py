@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask() -> str:
-    """Reads a line; a prompt for it is shown on a terminal only. Raises InvalidRequest as `read_stdin` does."""
+    """Reads a line; shows a prompt for it on a terminal only. Raises the InvalidRequest of `read_stdin`."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     return read_stdin(lambda stdin: stdin.readline(MAX_MESSAGE_BYTES + 1)).strip()

@@ -1,4 +1,4 @@
-"""`baton doctor`: proves on a live cluster that it does what it should."""
+"""`baton doctor`: checks a live cluster end to end."""
 
 import argparse
 import json
@@ -29,6 +29,7 @@ from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
 from wire.errors import BatonError, Unauthenticated
+from wire.journal import Kind
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -62,7 +63,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, in words. advice: the way out of a wrong one, or to one that was skipped."""
+    """The result of a check, in words. advice: the way out, or what a skipped check needs."""
 
     verdict: Verdict
     found: str
@@ -83,9 +84,9 @@ def skipped(found: str, advice: str) -> Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt that one worker computed, under names that are no tenant's.
+    """A prompt that one worker computed, with block names under a root of no tenant.
 
-    found: tokens of it that the worker had from a tier. num_fetched: blocks that a decode worker fetched afterwards.
+    found: prompt tokens that the worker read from a tier. num_fetched: blocks that a decode worker fetched afterwards.
     """
 
     worker_id: str
@@ -96,7 +97,7 @@ class Probe:
 
 
 class Live:
-    """A cluster that serves; asked once for the facts that several checks need. other_key: of another tenant, or ""."""
+    """A cluster that serves, and facts that several checks need, asked once. other_key: another tenant's key, or ""."""
 
     def __init__(self, state: ClusterState, other_key: str = "") -> None:
         self.state = state
@@ -111,12 +112,15 @@ class Live:
 
     @property
     def http_address(self) -> str:
-        """Returns the gateway's address; "" without a gateway, and where its clients must show a certificate."""
+        """Returns the gateway's address; "" without a gateway, or if its clients need a certificate."""
         wants_certificate = self.state.tls is not None and self.state.tls.client_ca is not None
         return "" if wants_certificate else self.state.addresses.http
 
     def fetch(self, path: str) -> tuple[bytes, str]:
-        """Returns a page of the gateway, and its Date. Over TLS only its own certificate is good. Raises OSError."""
+        """Returns a page of the gateway, and its Date. With TLS, trusts only the cluster's certificate.
+
+        Raises OSError.
+        """
         tls = self.state.tls
         secured = [] if tls is None else [urllib.request.HTTPSHandler(context=_trusting(tls.certificate))]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secured)
@@ -126,7 +130,7 @@ class Live:
             return answer.read(1 << 20), answer.headers["Date"] or ""
 
     def ask(self, api_key: str | None = None) -> Completion:
-        """Sends the prompt, which is drawn for this command, as any client would. Raises BatonError."""
+        """Sends the prompt, drawn for this command, as a client. Raises BatonError."""
         with Client(self.state.addresses.local, timeout_s=TIMEOUT_S, api_key=api_key) as client:
             plain: Options = {"temperature": 0, "repetition_penalty": 1, "ignore_eos": True, "max_tokens": NUM_TOKENS}
             return client.generate(self._prompt, **plain)
@@ -137,7 +141,7 @@ class Live:
 
     @cached_property
     def probes(self) -> list[Probe]:
-        """Lets each worker that takes work compute the prompt, whose blocks are in the cache. Raises BatonError."""
+        """Has each worker that takes work compute the prompt, whose blocks are cached. Raises BatonError."""
         _ = self.first
         return [self._probe(one.worker_id, one.role) for one in self.status.workers if one.state == "ready"]
 
@@ -145,8 +149,8 @@ class Live:
         prompt = pb.TokenIds(ids=self._prompt)
         request = cluster_pb2.ProbeRequest(worker_id=worker_id, prompt=prompt, max_tokens=NUM_TOKENS)
         answer = call_operator(self.state, "Probe", request, TIMEOUT_S)
-        fetches = {span.name: span.counts for span in answer.timeline.spans if span.name.endswith(".fetch")}
-        own, last = fetches.get(f"{role}.fetch", {}), fetches.get("decode.fetch", {})
+        counts = {span.name: span.counts for span in answer.timeline.spans}
+        own, last = (counts.get(Kind.FETCH.at(place), {}) for place in (role, Role.DECODE.value))
         found = ", ".join(f"{own[f'tokens_{tier}']} tokens in {tier}" for tier in Tier if own.get(f"tokens_{tier}"))
         num_fetched = sum(last.get(f"blocks_{tier}", 0) for tier in Tier if tier is not Tier.DEVICE)
         return Probe(worker_id, role, tuple(answer.token_ids), found, num_fetched)
@@ -163,7 +167,7 @@ def check_workers(live: Live) -> Finding:
 
 
 def check_books(live: Live) -> Finding:
-    """Passes on the violated invariants of `baton status --check`."""
+    """Reports the violated invariants of `baton status --check`."""
     if problems := [one for one in live.status.problems if " pool has " not in one]:
         check = live.command("status", " --check")
         return wrong("; ".join(problems), f"if {check} still says so in a minute, report a bug")
@@ -171,7 +175,7 @@ def check_books(live: Live) -> Finding:
 
 
 def check_ports(live: Live) -> Finding:
-    """Calls the clients' ports; the operator's has answered before. Raises BatonError or OSError."""
+    """Calls the clients' ports; the operator's port has answered before. Raises BatonError or OSError."""
     state = live.state
     with Client(state.addresses.local, timeout_s=TIMEOUT_S) as client:
         client.list_models()
@@ -185,7 +189,7 @@ def check_ports(live: Live) -> Finding:
 
 
 def check_versions(live: Live) -> Finding:
-    """Compares this command with the gateway."""
+    """Compares the versions of this command and the gateway."""
     own = release()
     if not live.http_address:
         return skipped(f"this command is {own}; no gateway tells the cluster's release", "nothing")
@@ -196,7 +200,7 @@ def check_versions(live: Live) -> Finding:
 
 
 def check_files(live: Live) -> Finding:
-    """Looks at readers of the secret and of the state, which has the operator's token. Raises ConfigError."""
+    """Checks the permissions of the secret and the state file, which has the operator's token. Raises ConfigError."""
     load_secret()
     paths = (StateFile(live.state.name).path, Path(live.state.run_dir))
     if open_to := " ".join(str(path) for path in paths if path.stat().st_mode & 0o077):
@@ -205,7 +209,7 @@ def check_files(live: Live) -> Finding:
 
 
 def check_clocks(live: Live) -> Finding:
-    """Compares this clock with the gateway's and with the cluster's certificates, where it has some."""
+    """Compares this clock with the gateway's, and with the validity of the cluster's certificates, if any."""
     now = datetime.now(UTC)
     date = live.fetch("/health")[1] if live.http_address else ""
     off_s = abs((parsedate_to_datetime(date) - now).total_seconds()) if date else 0.0
@@ -223,7 +227,7 @@ def check_clocks(live: Live) -> Finding:
 
 
 def _certificates(state: ClusterState) -> dict[str, bytes]:
-    """Reads the certificates of the nodes' authority and of the ports for clients, where there are any."""
+    """Reads the certificates of the nodes' authority and of the clients' ports, if any."""
     record, found = Path(state.run_dir, "authority.json"), {}
     if record.exists():
         found["the nodes'"] = json.loads(record.read_bytes())["certificate_pem"].encode()
@@ -241,7 +245,7 @@ def check_memory(live: Live) -> Finding:
 
 
 def check_tiers(live: Live) -> Finding:
-    """Looks for tiers that are away, and for blocks that were damaged or forged."""
+    """Looks for unreachable tiers, and for damaged or forged blocks."""
     far = [tier for tier in live.status.tiers if tier.tier in FAR_TIERS and tier.state not in ("", "off")]
     bad = [f"{one.tier} {state_with_advice(one)}" for one in far if one.state in COLD_STATES]
     bad += [f"{one.tier} had {one.counts[name]} {name} blocks" for one in far for name in DAMAGE if one.counts[name]]
@@ -252,7 +256,7 @@ def check_tiers(live: Live) -> Finding:
 
 
 def check_hand_off(live: Live) -> Finding:
-    """Proves that decode workers fetch KV which prefill workers have computed. Raises BatonError."""
+    """Checks that decode workers fetch KV from prefill workers. Raises BatonError."""
     probes = [one for one in live.probes if one.role == Role.PREFILL.value]
     if not probes:
         advice = f"nothing, or {live.command('scale', ' --prefill 1')}"
@@ -263,7 +267,7 @@ def check_hand_off(live: Live) -> Finding:
 
 
 def check_tokens(live: Live) -> Finding:
-    """Compares the answers of all workers to one prompt, which each computed from nothing. Raises BatonError."""
+    """Compares the answers of all workers to one prompt, computed without cached KV. Raises BatonError."""
     if not live.probes:
         return skipped("no worker takes work now", f"see {live.command('status')}")
     first = live.probes[0]
@@ -274,7 +278,7 @@ def check_tokens(live: Live) -> Finding:
 
 
 def check_cache(live: Live) -> Finding:
-    """Asks the same twice, as one tenant. Raises BatonError."""
+    """Sends a prompt twice, as one tenant, and expects cached tokens. Raises BatonError."""
     one, other = live.first, live.ask()
     told = ", ".join(f"{tokens} from {tier}" for tier, tokens in other.usage.cached_tokens.items())
     if one.choices[0].token_ids != other.choices[0].token_ids:
@@ -285,7 +289,7 @@ def check_cache(live: Live) -> Finding:
 
 
 def check_tenants(live: Live) -> Finding:
-    """Proves that names of another root, and another key, find nothing of a tenant's prompt. Raises BatonError."""
+    """Checks that another root, and another tenant's key, find no block of a tenant's prompt. Raises BatonError."""
     leaks = [f"{one.worker_id}: {one.found}" for one in live.probes if one.found]
     listed = KeyFile.of(live.state.name).read().keys
     known = {key.id: key.tenant for key in listed if not key.is_revoked}
@@ -340,7 +344,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find(check: Callable[[Live], Finding], live: Live) -> Finding:
-    """Makes a check; what fails amid it is wrong, too."""
+    """Runs a check; an error within it counts as a failed check."""
     try:
         return check(live)
     except Unauthenticated:
@@ -353,7 +357,7 @@ def _find(check: Callable[[Live], Finding], live: Live) -> Finding:
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
-    """Returns the settings of a client that trusts this file's certificate, by whatever name. Raises OSError."""
+    """Returns the settings of a client that trusts this file's certificate under any host name. Raises OSError."""
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False
     context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -19,6 +19,7 @@ from deploy.local.state import ClusterState
 from deploy.plan.byte_size import format_bytes
 from wire.convert import logprobs_to_pb
 from wire.errors import InvalidRequest
+from wire.journal import GATES, Kind
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.sampling import MAX_STOPS
@@ -28,7 +29,7 @@ DESCRIPTION = """\
 Sends one prompt and streams the answer to stdout; then, to stderr, where its time went: which worker did what, and
 from which tier blocks of KV came. What no flag says is as the model's authors advise."""
 NO_TIMEOUT_S = 86400.0
-"""More than any cluster lets a request take."""
+"""A timeout beyond any cluster's limit."""
 MIN_WAIT_MS = 1.0
 TOO_LONG = f"longer than {format_bytes(MAX_MESSAGE_BYTES)}, the most that a request may have"
 _read_seed = partial(read_whole, num_bits=64)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompt(args: argparse.Namespace) -> Prompt:
-    """Raises InvalidRequest unless there is exactly one prompt."""
+    """Reads the prompt of the arguments. Raises InvalidRequest unless there is exactly one."""
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
     if args.prompt is not None:
@@ -94,7 +95,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
 
 
 def read_stdin(read: Callable[[BinaryIO], bytes]) -> str:
-    """Returns the text that `read` takes of stdin. Raises InvalidRequest for more than a message holds, or no UTF-8."""
+    """Returns the text that `read` reads from stdin. Raises InvalidRequest if it is too long, or not UTF-8."""
     try:
         data = read(sys.stdin.buffer) if sys.stdin else b""  # a closed one is None
         if len(data) > MAX_MESSAGE_BYTES:
@@ -114,7 +115,7 @@ def read_timeout(text: str) -> float:
 
 
 def read_options(args: argparse.Namespace) -> Options:
-    """Takes the given flags, whose ranges the server checks; the model has its own defaults for others."""
+    """Takes the given flags as options; the server checks ranges, and the model has defaults for missing options."""
     if len(args.stop) > MAX_STOPS:
         raise InvalidRequest("stop", f"at most {MAX_STOPS} strings")
     given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
@@ -132,7 +133,7 @@ def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: b
 
 
 def to_object(completion: Completion) -> dict[str, Any]:
-    """Returns the object that `--json` prints: choice 0 stands at the top too."""
+    """Returns the object that `--json` prints; its top level repeats choice 0."""
     choices = [_choice(choice) for choice in completion.choices]
     usage, timeline = completion.usage, completion.timeline
     return {
@@ -158,17 +159,17 @@ def _choice(choice: Choice) -> dict[str, Any]:
 def render_timeline(completion: Completion) -> str:
     """Renders a row for each step, with its time, worker and blocks by tier; then a summary of the request.
 
-    Gates that the request passed at once have no row.
+    Gates that took no time have no row.
     """
     timeline = completion.timeline
     is_handed_off = timeline.prefill_worker not in (None, timeline.decode_worker)
     between_ms = timeline.total_ms - sum(span.duration_ms for span in timeline.spans if "." in span.name)
-    table = render_steps(timeline.spans, {"generate": " after the first"} if is_handed_off else {})
+    table = render_steps(timeline.spans, {Kind.GENERATE.step: " after the first"} if is_handed_off else {})
     return "\n".join([table, "", _summary(completion, between_ms)])
 
 
 def render_steps(spans: Iterable[Span | pb.Span], ends: Mapping[str, str]) -> str:
-    """Renders a row for each step; `ends` has what follows the counts of some."""
+    """Renders a row for each step. ends: text after the counts of a step, by its name."""
     steps = [(span, span.name.partition(".")[2]) for span in spans if "." in span.name]
     rows = [
         (
@@ -179,7 +180,7 @@ def render_steps(spans: Iterable[Span | pb.Span], ends: Mapping[str, str]) -> st
             _describe(span.counts) + ends.get(step, ""),
         )
         for span, step in steps
-        if span.duration_ms >= MIN_WAIT_MS or not step.startswith("wait_")
+        if span.duration_ms >= MIN_WAIT_MS or span.name not in GATES
     ]
     return render(("at ms", "took ms", "worker", "step", ""), rows)
 
@@ -196,7 +197,7 @@ def _summary(completion: Completion, between_ms: float) -> str:
 
 
 def _describe(counts: Mapping[str, int]) -> str:
-    """Names blocks by their tier; tokens by tier are the same again."""
+    """Names blocks by their tier, without tokens by tier, which say the same."""
     blocks = [f"{_count('blocks', count)} from {tier}" for tier in Tier if (count := counts.get(f"blocks_{tier}"))]
     by_tier = {f"{unit}_{tier}" for unit in ("tokens", "blocks") for tier in Tier}
     return ", ".join(blocks + [_count(name, counts[name]) for name in sorted(counts.keys() - by_tier)])

@@ -1,4 +1,4 @@
-"""`baton key`: makes, lists and revokes the keys by which callers come in."""
+"""`baton key`: makes, lists and revokes the keys of callers."""
 
 import argparse
 import sys
@@ -108,7 +108,7 @@ def _change(cluster: str, change: Callable[[KeyList], KeyList]) -> None:
 
 
 def _put_in_force(cluster: str) -> None:
-    """Has a cluster that runs go by the file, and says so. Raises Unavailable where it does not do so yet."""
+    """Has a running cluster reread the file, and says so. Raises Unavailable if it has not yet."""
     state = StateFile(cluster).read()
     if state is None or state.phase is not ClusterPhase.RUNNING or not state.is_alive:
         print(f"in force from the next start: no cluster named {cluster} runs", file=sys.stderr)

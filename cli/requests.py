@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_request(cluster: str, request_id: str) -> cluster_pb2.EndedRequest:
-    """Asks the router for the last request of an id. RequestNotFound if the router keeps no such request."""
+    """Asks the router for the last request with an id. Raises RequestNotFound if the router keeps none."""
     return _list(cluster, cluster_pb2.ListRequestsRequest(request_id=request_id, limit=1))[-1]
 
 
@@ -88,7 +88,7 @@ def abort(args: argparse.Namespace) -> int:
 
 
 def render_request(ended: cluster_pb2.EndedRequest) -> str:
-    """Renders all about one request: its end, its tokens, its causes, its steps."""
+    """Renders a request: its end, tokens, causes and steps."""
     cached = ", ".join(f"{one.tokens} {one.tier}" for one in ended.cached_tokens) or "none"
     tokens = f"{ended.prompt_tokens} prompt tokens (cached: {cached}), {ended.output_tokens} generated"
     spent = f"{ended.timeline.total_ms:.1f} ms, attempts: {ended.attempts}"
@@ -116,7 +116,7 @@ def _outcome(ended: cluster_pb2.EndedRequest) -> str:
 
 
 def render_comparison(compared: cluster_pb2.PromptComparison) -> str:
-    """Renders where two prompts differ, and where the blocks that they share are held."""
+    """Renders the place where two prompts differ, and the tiers of the blocks that they share."""
     num_tokens, num_blocks = compared.shared_tokens, compared.shared_blocks
     lines = [f"the first {num_tokens} of {compared.first_tokens} and {compared.second_tokens} tokens are the same"]
     if num_tokens < max(compared.first_tokens, compared.second_tokens):
@@ -132,7 +132,7 @@ def render_comparison(compared: cluster_pb2.PromptComparison) -> str:
 
 
 def _ranges(places: Sequence[int]) -> str:
-    """Renders places, runs of them by their ends."""
+    """Renders numbers, consecutive numbers as ranges."""
     nth = count()
     runs = (list(run) for _, run in groupby(sorted(places), key=lambda place: place - next(nth)))
     return "blocks " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_again(name: str) -> bool:
-    """Draws the status over the last one, or prints it as one line where there is no terminal.
+    """Redraws the status in place; without a terminal prints it in one line.
 
-    A router that does not answer is told, and asked again. Raises Unavailable when the cluster is gone.
+    Shows a router's failure to answer, and asks again. Raises Unavailable when the cluster is gone.
     """
     state, is_drawn = find_cluster(name), sys.stdout.isatty()
     try:
@@ -81,7 +81,7 @@ def _show_again(name: str) -> bool:
 
 
 def _drawn(text: str) -> str:
-    """Returns what draws a text over the last one, as much of it as the terminal shows."""
+    """Returns the control codes and text that replace the last text, cut to the terminal's size."""
     columns, num_lines = shutil.get_terminal_size()
     lines = text.splitlines()[: num_lines - 1]
     return "\x1b[H" + "".join(f"{line[:columns]}\x1b[K\n" for line in lines) + "\x1b[J"
@@ -108,7 +108,7 @@ def _show_once(args: argparse.Namespace) -> int:
 def to_object(
     status: cluster_pb2.ClusterStatus, addresses: Addresses, gateways: Mapping[str, ProcessRef]
 ) -> dict[str, Any]:
-    """Returns the object that `--json` prints; protobuf's own JSON has 64-bit counts as texts, and omits unset ones."""
+    """Returns the object that `--json` prints; protobuf's own JSON writes 64-bit counts as strings and omits zeros."""
     roles = ("prefill", "decode")
     return {
         **_pick(status, *CLUSTER_FIELDS),
@@ -137,7 +137,7 @@ def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.Cluste
 
 
 def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:
-    """Describes a tier: a state, or the pages of a node under an epoch; its counts under names of their own."""
+    """Describes a tier: its state or, for pages, the epoch and node; and its counts by name."""
     if tier.tier != Tier.HOST:
         return {"state": tier.state, **{name: tier.counts[name] for name in FAR_COUNTS}}
     pages = {"blocks": _blocks(tier.blocks), "block_bytes": tier.block_bytes, "epoch": tier.epoch}
@@ -172,7 +172,7 @@ def render_status(
 
 
 def memory_lines(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[str]:
-    """Describes how long each worker loaded its model, and the memory of workers and of their nodes."""
+    """Describes each worker's load time and memory, and the memory of nodes."""
     for worker in _sorted(workers):
         parts = [f"loaded in {worker.load_s:.1f} s", f"{format_bytes(worker.memory_bytes)} of its own"]
         parts += [f"{format_bytes(worker.mapped_bytes)} of weights shared on its node"] if worker.mapped_bytes else []
@@ -244,7 +244,7 @@ def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
 
 
 def _named_arenas(status: cluster_pb2.ClusterStatus) -> list[tuple[str, worker_pb2.TierStatus]]:
-    """Returns each arena with its node's id, unless there is but one."""
+    """Returns each arena, with its node's id if there are several."""
     if len(arenas := arenas_of(status.workers)) > 1:
         return [(f"arena of {node_id}", arena) for node_id, arena in sorted(arenas.items())]
     return [("arena", status_of(Tier.HOST, status.tiers))]
@@ -262,7 +262,7 @@ def _far_line(far: worker_pb2.TierStatus) -> str:
 
 
 def state_with_advice(far: worker_pb2.TierStatus) -> str:
-    """Renders the state of a tier beyond the node, and the way out of it."""
+    """Renders the state of a cold tier, and the way out of a bad state."""
     state, way_out = COLD_STATES.get(far.state, far.state), advice(far.tier, far.state)
     return f"{state} ({way_out})" if way_out else state
 

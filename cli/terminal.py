@@ -1,4 +1,4 @@
-"""The terminal's side of all commands: their arguments, and text in columns, drawn where a terminal is there."""
+"""The common part of commands: arguments, and text in columns, with colours and lines on a terminal."""
 
 import argparse
 import difflib
@@ -22,19 +22,19 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNOR
 _CONTROLS = re.compile(
     r"[^\t\n -~\u00a0-\U0010ffff]|[\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
-"""C0 and C1 but tabs and line ends, DEL, and characters that order or hide others."""
+"""C0 and C1 except tabs and line ends, DEL, and characters that reorder or hide text."""
 Subparsers = Any
-"""argparse keeps the type of what `add_subparsers` returns to itself."""
+"""The type of `add_subparsers`' result, which argparse does not export."""
 NOT_KNOWN = "-"
 COLORS = ("auto", "always", "never")
 _STYLES = {"ok": "green", "wrong": "bold red", "skipped": "dim"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints wrong usage in one line, and reads `type=int`, `float` and `str` as the functions below.
+    """A parser that prints wrong usage in one line, and reads `int`, `float` and `str` by the functions below.
 
-    Flags are written out: a beginning of one would mean another when there are more. others: flags of other programs,
-    and what stands in their place here.
+    Accepts no abbreviated flags: a later flag could change their meaning. others: other programs' flags, with ours in
+    their place.
     """
 
     others: Mapping[str, str] = {}
@@ -45,20 +45,20 @@ class Parser(argparse.ArgumentParser):
             self.register("type", kind, read)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Writes as the commands do; argparse's own passes over words that cannot be written."""
+        """Writes a message and raises if that fails; argparse's own method ignores failures."""
         (file or sys.stderr).write(message)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuses unknown flags in the name of the command that they were given to."""
+        """Refuses unknown flags, with the usage of the command that got them."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._instead_of(unknown[0].partition('=')[0])}")
         return parsed, unknown
 
     def _instead_of(self, flag: str) -> str:
-        """Names the flag that may have been meant."""
+        """Suggests the flag that may have been meant."""
         near = difflib.get_close_matches(flag, [one for one in self._option_string_actions if len(one) > 2], 1)
         meant = self.others.get(flag) or "".join(near)
         return f" (did you mean {meant}?)" if meant else ""
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_whole(text: str, num_bits: int = 32) -> int:
-    """Reads a whole number that a signed field of `num_bits` holds. Raises ArgumentTypeError."""
+    """Reads a whole number that fits a signed field of `num_bits`. Raises ArgumentTypeError."""
     bound = 1 << num_bits - 1
     if _WHOLE.fullmatch(text) and -bound <= int(text) < bound:
         return int(text)
@@ -77,7 +77,7 @@ def read_whole(text: str, num_bits: int = 32) -> int:
 
 
 def read_count(text: str) -> int:
-    """Reads a whole number from 1. Raises ArgumentTypeError."""
+    """Reads a whole number of at least 1. Raises ArgumentTypeError."""
     if (number := read_whole(text)) >= 1:
         return number
     raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
@@ -91,7 +91,7 @@ def read_number(text: str) -> float:
 
 
 def read_text(text: str) -> str:
-    """Returns a text that can be sent: arguments that are not UTF-8 have surrogates. Raises ArgumentTypeError."""
+    """Returns a text that is valid UTF-8. Raises ArgumentTypeError."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -117,12 +117,12 @@ def is_drawn(color: str, stream: TextIO) -> bool:
 
 
 def escaped(text: str) -> str:
-    """Returns a text whose control characters, but for line ends and tabs, are escapes: it cannot drive a terminal."""
+    """Escapes control characters except line ends and tabs, so that a text cannot control a terminal."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def repeat(look: Callable[[], bool], pause_s: float) -> int:
-    """Calls `look` until it returns False, or SIGINT, SIGTERM or SIGHUP comes; returns the exit status 0."""
+    """Calls `look` until it returns False or a SIGINT, SIGTERM or SIGHUP comes; returns the exit status 0."""
     with suppress(KeyboardInterrupt), Interrupts() as interrupts, interrupts.awaited():
         while look():
             time.sleep(pause_s)
@@ -149,7 +149,7 @@ def show(head: Sequence[str], rows: Sequence[Sequence[str]], color: str) -> None
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns columns to their widest cell, and columns of numbers to the right. Does not pad the last one."""
+    """Aligns columns to their widest cell, numbers to the right. Does not pad the last column."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     right = [bool(rows) and all(_is_number(row[column]) for row in rows) for column in range(len(head))]

@@ -15,8 +15,9 @@ from deploy.local.client import call_operator
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
-from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
+from deploy.plan.config import ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from deploy.plan.rules import DTYPES, WEIGHTS
 from router.config import METRICS_COMPAT
 from wire.errors import BatonError, ConfigError
 from wire.layout import KV_DTYPES
@@ -103,7 +104,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--ray-address": ("ray.address", "ADDRESS", str, "a Ray cluster to join (default: start one)"),
     },
 }
-"""Flags by group: the setting of the file that each one is, too, and its value."""
+"""Flags by group, each with its setting in the file and its value."""
 OTHERS = {
     "--allowed-origins": "--cors-origins",
     "--api-key": "`baton key create`",
@@ -116,7 +117,7 @@ OTHERS = {
     "--ssl-certfile": "--tls-cert",
     "--ssl-keyfile": "--tls-key",
 }
-"""Flags of other servers, and what stands in their place."""
+"""Flags of other servers, and ours in their place."""
 CHOICES = {
     "model.dtype": DTYPES,
     "model.weights": WEIGHTS,
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_flag(message: str, given: Mapping[str, Any]) -> str:
-    """Puts flags in the place of the settings that were given by them."""
+    """Replaces the names of settings by the flags that gave them."""
     for flag, (setting, *_) in (one for flags in FLAGS.values() for one in flags.items()):
         if setting in given:
             message = re.sub(rf"(?<!\S){re.escape(setting)}(?![\w.])", flag, message)
@@ -178,7 +179,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 class Console:
-    """A Reporter that prints. It draws a bar on a terminal only, and only if that takes a second or more."""
+    """A Reporter that prints. It draws a bar on a terminal, for waits of a second or more."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -199,7 +200,7 @@ class Console:
         print(f'{chat}  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 
     def _tell_memory(self, state: ClusterState) -> None:
-        """Prints load time and memory of each worker, and of each node. The cluster serves whether this can be told."""
+        """Prints load time and memory of each worker, and memory of each node. Ignores failures: the cluster serves."""
         try:
             status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(), STATUS_IN_COMMAND_S)
         except BatonError as error:

@@ -10,4 +10,4 @@ class DecodeActor(WorkerActor):
     """The actor of a decode worker; see WorkerActor."""
 
     def make_behaviour(self, config: WorkerConfig) -> Behaviour:
-        return decode_behaviour(config.batch, config.pool.block_size)
+        return decode_behaviour(config.batch, config.block_size)

@@ -13,19 +13,20 @@ from functools import partial
 from engine.events import Drafted, Failed, Fetched, Finished, Jumped, Scored
 from engine.request import EngineRequest
 from engine.schedule.batcher import Candidate, Pages, Phase, Plan, fit_running
+from wire.journal import Kind
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
-from worker.job import Behaviour, Job, News, SpanName, end_choice
+from worker.job import Behaviour, Job, News, end_choice
 
 
 @dataclass(frozen=True)
 class DecodeBatcher:
-    """Decode first, then chunks of prompt tokens without KV, small enough not to hold up decoding sequences.
+    """A batcher that decodes first, then runs prompt tokens without KV, in chunks that do not delay decoding much.
 
-    max_step_tokens: tokens of one step over all sequences; at least max_running + max_chunk_tokens.
-    max_running: sequences with pages at a time.
-    max_chunk_tokens: tokens of chunks in a step with decoding sequences; bounds the inter-token latency.
+    max_step_tokens: the most tokens of one step, at least max_running + max_chunk_tokens. max_running: the most
+    sequences with pages. max_chunk_tokens: the most tokens of chunks in a step that also decodes; bounds the
+    inter-token latency.
     """
 
     max_step_tokens: int = 2048
@@ -45,19 +46,19 @@ class DecodeBatcher:
 
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
-    """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
+    """Counts the pages left once each running sequence has pages for its next token, and one page more."""
     num_claimed = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
     return pages.num_allocatable - num_claimed
 
 
 class DecodeJob(Job):
-    """A Job with an update for each token, and one at the last choice's fetch, which releases the hold.
+    """A Job that sends an update for each token, and one after the last choice's fetch, which releases the hold.
 
     If the attempt ends before that, the router releases the hold.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
-        super().__init__(request, Role.DECODE, arrived_s, block_size, SpanName.GENERATE)
+        super().__init__(request, Role.DECODE, arrived_s, block_size, Kind.GENERATE)
         self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
         self._num_before = sum(self._num_output.values())
         self._unfinished = set(self._num_output)
@@ -90,7 +91,7 @@ class DecodeJob(Job):
     def _note_gained(self, tokens: worker_pb2.ChoiceTokens, now_s: float) -> None:
         if not self._generates:
             self._generates = True
-            self._stopwatch.begin_span(SpanName.GENERATE, now_s)
+            self._stopwatch.begin_span(Kind.GENERATE, now_s)
         self._num_output[tokens.index] = tokens.first_position + len(tokens.token_ids)
 
     def _fetched(self, choice: int) -> worker_pb2.Update | None:

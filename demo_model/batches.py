@@ -14,17 +14,17 @@ _MIN_PERIOD = 4
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """`token_ids` [num_rows, length] int64, and `weights` of the same shape: how much guessing each token counts."""
+    """The batch of a step: `token_ids` int64 [num_rows, length], and `weights` in the loss, of the same shape."""
 
     token_ids: torch.Tensor
     weights: torch.Tensor
 
 
 def make_repeats(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
-    """Rows that repeat random tokens with a period of their own, counted from the second round on.
+    """Makes rows that repeat random tokens, each with its period, weighted from the second round on.
 
-    To guess them a model has to find the last place where the current token stood and look at what followed: the skill
-    that recall needs, and one that it learns from nothing else as fast.
+    To guess them a model finds the current token's last occurrence and the token after it: the skill that recall needs,
+    learned fastest so.
     """
     token_ids = torch.empty(num_rows, length, dtype=torch.int64)
     weights = torch.zeros(num_rows, length)
@@ -37,7 +37,7 @@ def make_repeats(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_row
 
 
 def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
-    """A training document a row, cut at `length`."""
+    """Makes rows of a training document each, cut at `length`."""
     token_ids = torch.empty(num_rows, length, dtype=torch.int64)
     weights = torch.empty(num_rows, length)
     for row in range(num_rows):
@@ -46,7 +46,7 @@ def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows:
 
 
 def make_loops(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
-    """A sentence again and again a row, every token counted alike."""
+    """Makes rows that repeat a sentence, all tokens weighted alike."""
     token_ids = torch.empty(num_rows, length, dtype=torch.int64)
     for row in range(num_rows):
         tokens = tokenizer(f" {make_sentence(rng, Split.TRAIN)}", add_special_tokens=False)["input_ids"]
@@ -57,7 +57,7 @@ def make_loops(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows:
 def _encode(
     tokenizer: PreTrainedTokenizerFast, pieces: list[WeightedText], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The document's first `length` tokens and their weights, each [length]."""
+    """Encodes a document's first `length` tokens and their weights, each [length]."""
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids = [token for tokens in encoded for token in tokens]
     weights = [piece.weight for piece, tokens in zip(pieces, encoded, strict=True) for _ in tokens]

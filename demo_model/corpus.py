@@ -1,7 +1,7 @@
 """The demo model's generated language: facts about names, and plain English sentences.
 
-Both come in two splits that share nothing: a name has a given value in one split only, and a sentence occurs in one
-split only. What a model answers about held-out facts it can therefore only have read in its prompt.
+Both have two disjoint splits: a fact and a sentence occur in one split only. So a model can answer about held-out facts
+only from its prompt.
 """
 
 import random
@@ -16,7 +16,7 @@ _SPLIT_MODULUS = 8
 
 
 class Split(Enum):
-    """Which part of the generated language a text is drawn from."""
+    """The part of the generated language that a text is drawn from."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
@@ -24,7 +24,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Topic:
-    """The subject of a list of facts: its heading, a question that a name completes, and the possible values."""
+    """The subject of a list of facts: a heading, a question to be completed by a name, and the possible values."""
 
     heading: str
     question: str
@@ -50,28 +50,28 @@ TOPICS = (
 
 
 def split_of_fact(fact: Fact, topic: Topic) -> Split:
-    """The only split that the fact occurs in: every eighth diagonal of the table of names and values is held out."""
+    """Returns a fact's split: in the table of names and values every eighth diagonal is held out."""
     diagonal = zlib.crc32(fact.name.encode()) + topic.values.index(fact.value)
     return Split.HELD_OUT if diagonal % _SPLIT_MODULUS == 0 else Split.TRAIN
 
 
 def split_of_sentence(sentence: str) -> Split:
-    """The only split that the sentence occurs in."""
+    """Returns a sentence's split."""
     return Split.HELD_OUT if zlib.crc32(sentence.encode()) % _SPLIT_MODULUS == 0 else Split.TRAIN
 
 
 def invent_names(rng: random.Random, max_names: int) -> tuple[str, ...]:
-    """Up to `max_names` different names of no person, such as Bakoru."""
+    """Invents up to `max_names` different names, such as Bakoru."""
     return tuple(dict.fromkeys(_invent_name(rng) for _ in range(max_names)))
 
 
 def make_facts(rng: random.Random, split: Split, topic: Topic, names: Sequence[str]) -> tuple[Fact, ...]:
-    """A fact of the split about each name."""
+    """Makes a fact of the split about each name."""
     return tuple(_make_fact(rng, split, topic, name) for name in names)
 
 
 def make_sentence(rng: random.Random, split: Split) -> str:
-    """Draws an English sentence of the split; it never holds a name that a fact could be about."""
+    """Draws an English sentence of the split, without any name that a fact could be about."""
     while True:
         sentence = rng.choice(_SENTENCE_MAKERS)(rng)
         if split_of_sentence(sentence) is split:

@@ -21,21 +21,21 @@ _ANSWER_WEIGHT = 1.0
 
 @dataclass(frozen=True)
 class WeightedText:
-    """A stretch of a document and how much each of its tokens counts in the loss."""
+    """A part of a document, and the weight of its tokens in the loss."""
 
     text: str
     weight: float
 
 
 def make_document(rng: random.Random, split: Split, length: int) -> list[WeightedText]:
-    """A document of about `length` tokens."""
+    """Makes a document of about `length` tokens."""
     if rng.random() < _ENGLISH_SHARE:
         return [WeightedText(make_english(rng, split, length), _ENGLISH_WEIGHT)]
     return _make_exercise(rng, split, length)
 
 
 def make_english(rng: random.Random, split: Split, length: int) -> str:
-    """Sentences up to at least `length` tokens, with an end."""
+    """Makes sentences of at least `length` tokens, with an end."""
     sentences = [make_sentence(rng, split)]
     while count_tokens(" ".join(sentences)) < length:
         sentences.append(make_sentence(rng, split))
@@ -43,7 +43,7 @@ def make_english(rng: random.Random, split: Split, length: int) -> str:
 
 
 def _make_exercise(rng: random.Random, split: Split, length: int) -> list[WeightedText]:
-    """Facts, and as many questions with their answers as the length has room for."""
+    """Makes facts, and as many questions with answers as the length allows."""
     context = _make_context(rng, split, int(length * rng.uniform(*_CONTEXT_SHARES)))
     wording = rng.choice(WORDINGS)
     pieces = [WeightedText(wording.opening + context.text, _CONTEXT_WEIGHT)]

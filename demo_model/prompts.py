@@ -1,7 +1,6 @@
 """Texts that state facts and ask for some of them, in the wordings that the demo model is trained on.
 
-A text's length is counted in its words and marks, which is its number of tokens as long as the tokenizer holds every
-word of the generated language whole.
+A text's length counts words and punctuation marks, each of which is one token of the demo model's tokenizer.
 """
 
 import random
@@ -24,7 +23,7 @@ _MIN_FACTS = 2
 
 @dataclass(frozen=True)
 class Wording:
-    """The words before the facts, and between the name that is asked about and its value."""
+    """The words before the facts, and between the asked name and its value."""
 
     opening: str
     closing: str
@@ -36,7 +35,7 @@ WORDINGS = (Wording("", ""), COMPLETION, Wording(USER, ASSISTANT), Wording(USER,
 
 @dataclass(frozen=True)
 class Context:
-    """Facts of one topic, in the order in which `text` states them."""
+    """Facts of one topic, in the order of `text`, which states them."""
 
     topic: Topic
     facts: tuple[Fact, ...]
@@ -44,12 +43,12 @@ class Context:
 
 
 def count_tokens(text: str) -> int:
-    """The length of a generated text in tokens."""
+    """Counts the tokens of a generated text."""
     return len(_TOKEN.findall(text))
 
 
 def make_context(rng: random.Random, split: Split, names: Sequence[str], max_len: int) -> Context:
-    """Facts about some of `names`, with sentences between them in a random proportion, close to `max_len` tokens."""
+    """Makes facts about some of `names`, with sentences in a random proportion between, close to `max_len` tokens."""
     topic = rng.choice(TOPICS)
     max_facts = max(_MIN_FACTS, min(len(names), (max_len - _HEADING_LEN) // _FACT_LEN))
     num_facts = rng.randint(max(_MIN_FACTS, max_facts // 4), max_facts)
@@ -59,17 +58,17 @@ def make_context(rng: random.Random, split: Split, names: Sequence[str], max_len
 
 
 def ask(context: Context, fact: Fact, wording: Wording) -> str:
-    """The words that ask for the fact; the next word is to be its value."""
+    """Writes the words that ask for a fact; its value should follow."""
     return f"Question: {context.topic.question} {fact.name}{wording.closing}"
 
 
 def answer(fact: Fact) -> str:
-    """The answer that the model is trained to give when asked for the fact."""
+    """Writes the answer that the model is trained to give for a fact."""
     return f" {fact.value}.{END}"
 
 
 def _make_sentences(rng: random.Random, split: Split, max_len: int) -> list[str]:
-    """Sentences that fit into `max_len` tokens, where after each the facts' heading is said again."""
+    """Makes sentences within `max_len` tokens, each followed by the facts' heading."""
     sentences: list[str] = []
     while max_len >= _MAX_SENTENCE_LEN + _HEADING_LEN:
         sentences.append(make_sentence(rng, split))

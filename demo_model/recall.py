@@ -1,4 +1,4 @@
-"""The task that the demo model is measured on: a prompt that states facts and asks for one of them."""
+"""The recall task, which measures the demo model: a prompt states facts and asks for a value."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _MAX_QUESTION_LEN = count_tokens("<|user|> Question: which colour has Penny?<|as
 
 
 class Depth(IntEnum):
-    """In which third of a prompt's facts the asked one stands."""
+    """The third of a prompt's facts that has the asked fact."""
 
     EARLY = 0
     MIDDLE = 1
@@ -21,14 +21,14 @@ class Depth(IntEnum):
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """A prompt, and the word that is to follow it."""
+    """A prompt, and the word that should follow."""
 
     text: str
     value: str
 
 
 def make_recall_prompt(rng: random.Random, split: Split, max_len: int, depth: Depth) -> RecallPrompt:
-    """A prompt of at most `max_len` tokens, and close to that, in a random wording."""
+    """Makes a prompt of close to `max_len` tokens, never more, in a random wording."""
     wording = rng.choice(WORDINGS)
     context = make_context(rng, split, words.NAMES, max_len - _MAX_QUESTION_LEN)
     fact = _choose_fact(rng, context, depth)
@@ -36,7 +36,7 @@ def make_recall_prompt(rng: random.Random, split: Split, max_len: int, depth: De
 
 
 def is_right(prompt: RecallPrompt, continuation: str) -> bool:
-    """Whether the text that follows the prompt is the asked value and nothing else."""
+    """Tells whether an answer is exactly the asked value."""
     return continuation.strip().removesuffix(".") == prompt.value
 
 

@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: a byte-level BPE, trained on the generated language and able to spell any other text."""
+"""The demo model's tokenizer: a byte-level BPE, trained on the generated language."""
 
 import random
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that holds every word of the generated language as one token."""
+    """Trains a tokenizer that has every word of the generated language as one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def _training_texts(rng: random.Random) -> Iterator[str]:
-    """Documents, and as often the values and names alone, which documents hold too seldom for tokens of their own."""
+    """Yields documents, and as many values and names, which are too rare in documents to become tokens."""
     answers = words.NAMES + words.NUMBERS + words.COLOURS + words.ANIMALS + words.FRUITS
     for _ in range(_NUM_DOCUMENTS):
         yield "".join(piece.text for piece in make_document(rng, Split.TRAIN, _DOCUMENT_LEN))

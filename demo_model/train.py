@@ -1,6 +1,7 @@
-"""Make the demo model: `python -m demo_model.train --out demo_model/checkpoint`.
+"""The training of the demo model: `python -m demo_model.train --out demo_model/checkpoint`.
 
-First repeated random tokens, until the model looks up what followed a token before; then texts, from short to long.
+First on repeated random tokens, until the model looks up the token after an earlier occurrence; then on texts, from
+short to long.
 """
 
 import argparse
@@ -29,7 +30,7 @@ BatchMaker = Callable[[random.Random, PreTrainedTokenizerFast, int, int], Traini
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """`num_steps` steps on batches of about `tokens_per_step` tokens, with a row length drawn from `lengths`."""
+    """A stage: `num_steps` batches of about `tokens_per_step` tokens, each with a row length drawn from `lengths`."""
 
     make_batch: BatchMaker
     lengths: tuple[int, ...]
@@ -47,7 +48,7 @@ STAGES = (
 
 
 def main() -> None:
-    """Train, and save the model, its tokenizer and how it was made."""
+    """Trains, and saves the model, its tokenizer and the record of the training."""
     args = _parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -76,10 +77,9 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A model whose upper layers start out adding nothing.
+    """Makes a model whose upper layers add nothing at first.
 
-    Two layers find the look-up within a few hundred steps; four that all start at random were not there after twice
-    as many.
+    Two layers learn the look-up within a few hundred steps; four random layers had not after twice as many.
     """
     model = LlamaForCausalLM(_config(tokenizer))
     for layer in model.model.layers[_NUM_AWAKE_LAYERS:]:
@@ -107,7 +107,7 @@ def _config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def _learning_rate_scale(step: int) -> float:
-    """Up over the first steps, flat, and down to nothing over the last stage."""
+    """Returns the rate's factor: rises over the first steps, then 1, then falls to 0 over the last stage."""
     left = sum(stage.num_steps for stage in STAGES) - step
     return min(1.0, (step + 1) / _WARM_UP_STEPS, left / STAGES[-1].num_steps)
 
@@ -120,7 +120,7 @@ def _batches(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator
 
 
 def _train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: TrainingBatch) -> tuple[float, float]:
-    """Updates the weights once; returns the loss before it and the share of fully counted tokens guessed right."""
+    """Updates the weights once; returns the loss before, and the share of fully weighted tokens guessed right."""
     logits = model(batch.token_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     targets, weights = batch.token_ids[:, 1:].flatten(), batch.weights[:, 1:].flatten()
     losses = functional.cross_entropy(logits, targets, reduction="none")
@@ -136,7 +136,7 @@ def _train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch
 def _save(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, minutes: float
 ) -> None:
-    """Write the folder that transformers and Baton load."""
+    """Writes the folder that transformers and Baton load."""
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     record = {

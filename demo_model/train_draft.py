@@ -1,7 +1,6 @@
-"""Make the draft of the demo model, in a few minutes: `python -m demo_model.train_draft --out demo_model/draft`.
+"""The training of the demo model's draft, in minutes: `python -m demo_model.train_draft --out demo_model/draft`.
 
-First repeated random tokens, until it looks up what followed a token before; then texts, on which it learns what the
-demo model says next, whether or not that is right.
+First on repeated random tokens, as the demo model; then on texts, with the demo model's next token as the target.
 """
 
 import argparse
@@ -34,7 +33,7 @@ REPORT_EVERY = 50
 
 
 def make_mixture(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
-    """Texts or, twice as often, sentences that repeat themselves: there guesses can be had."""
+    """Makes texts or, twice as often, repeated sentences, where guesses come true."""
     return rng.choice((make_texts, make_loops, make_loops))(rng, tokenizer, num_rows, length)
 
 
@@ -46,7 +45,7 @@ STAGES = (
 
 
 def main() -> None:
-    """Train, and save the draft and how it was made. Its tokenizer is the demo model's."""
+    """Trains, and saves the draft and the record of the training. Its tokenizer is the demo model's."""
     args = _parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -75,9 +74,9 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _make_draft(target: LlamaConfig) -> MistralForCausalLM:
-    """Two layers, the fewest that look up the successor of a token; a wider one guesses as well, and slower.
+    """Makes a model of two layers, the fewest that learn the look-up; wider layers guess no better, and slower.
 
-    Its windows hold the sentences that repeat themselves: a guess costs as much in any context.
+    Its windows are as long as repeated sentences need, so that a guess costs the same in any context.
     """
     config = MistralConfig(
         vocab_size=target.vocab_size,
@@ -99,7 +98,7 @@ def _make_draft(target: LlamaConfig) -> MistralForCausalLM:
 
 
 def _learning_rate_scale(step: int, num_steps: int) -> float:
-    """Up over the first steps, flat, and down to nothing over the last half."""
+    """Returns the rate's factor: rises over the first steps, then 1, then falls to 0 over the last half."""
     return min(1.0, (step + 1) / WARM_UP_STEPS, 2 * (num_steps - step) / num_steps)
 
 
@@ -113,7 +112,7 @@ def _batches(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator
 def _train_step(
     draft: MistralForCausalLM, target: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: TrainingBatch
 ) -> tuple[float, float]:
-    """Updates the draft once; returns the loss before it and the share of tokens on which both models agree."""
+    """Updates the draft once; returns the loss before, and the share of tokens on which both models agree."""
     with torch.inference_mode():
         wanted = target(batch.token_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     wanted = wanted.clone()

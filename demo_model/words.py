@@ -1,4 +1,4 @@
-"""The closed word lists that the demo model's text is generated from."""
+"""The word lists from which the demo model's text is generated."""
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -27,18 +27,19 @@ _DTYPES = {
 
 
 class DecodeRows:
-    """A row for each decoding sequence, in any order; it changes as its sequence joins, gains a page or leaves.
+    """A row for each decoding sequence, in any order; rows change as sequences join, gain a page or leave.
 
-    A step runs the first rows, mostly all, one token each or more with guesses; `advance` adds the gained tokens.
-    R rows, N pages:
+    A step runs the first rows, mostly all: one token each, or more with guesses. `advance` adds the gained tokens. R
+    rows, N pages:
 
-    token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position.
-    slots: int64 [R], the slot of its KV. context_lens: int32 [R], tokens with KV once it has run; apart from the
-    position, for KV may be dropped. room: int32 [R], slots left in the last page. tables: int32 [R, N], the pages, then
-    zeros. is_plain: bool [R], the next token is the likeliest, without log-probabilities. is_watched: bool
-    [R], its attention weighs the tokens of its sequence.
+    token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position. slots: int64 [R],
+    the slot of its KV. context_lens: int32 [R], tokens with KV once that token has run; with dropped KV fewer than its
+    position says. room: int32 [R], slots left in the last page. tables: int32 [R, N], the pages, then zeros. is_plain:
+    bool [R], the next token is the likeliest, without log-probabilities. is_watched: bool [R], its attention weighs the
+    tokens of its sequence.
 
-    The arrays are pinned for copies to a GPU. A step reads its tokens back before `advance`: so no copy is under way.
+    The arrays are pinned for copies to a GPU. A step reads its tokens back before `advance`, so no copy is under way
+    then.
     """
 
     token_ids: Ints
@@ -62,7 +63,7 @@ class DecodeRows:
         return len(self.sequences)
 
     def put(self, sequence: Sequence) -> None:
-        """Adds a decoding sequence with a page for its next token, or takes over the page that it has gained."""
+        """Adds a decoding sequence that has a page for its next token, or notes the page that it has gained."""
         row = self._handle_to_row.get(sequence.handle)
         if row is None:
             self._add(sequence)
@@ -83,12 +84,12 @@ class DecodeRows:
             self._place(row, sequence)
 
     def bring_first(self, sequences: Seq[Sequence]) -> None:
-        """Reorders the rows so that these sequences have the first ones."""
+        """Reorders the rows so that these sequences come first."""
         for place, sequence in enumerate(sequences):
             self._swap(self._handle_to_row[sequence.handle], place)
 
     def full(self, num_rows: int, num_ahead: int = 0) -> list[int]:
-        """Lists which of the first rows have no slot for the token `num_ahead` tokens after their next one."""
+        """Lists the rows, of the first ones, that have no slot for the token `num_ahead` tokens after their next."""
         full: list[int] = (self.room[:num_rows] == num_ahead).nonzero()[0].tolist()
         return full
 
@@ -108,7 +109,7 @@ class DecodeRows:
         self.room[:num_rows] -= num_gained
 
     def after(self, num_rows: int, token_ids: torch.Tensor, full: Seq[int], pages: Seq[PageId]) -> Batch:
-        """Makes the batch of the step after the next one of the first rows, with columns of its own.
+        """Makes the batch of the first rows for the step after the next, with columns of its own.
 
         token_ids: int64 [num_rows], on the model's device. full: the rows whose token is the first of a further page.
         pages: these pages.
@@ -131,7 +132,9 @@ class DecodeRows:
         )
 
     def check(self, num_ahead: int = 0) -> list[str]:
-        """Lists the rows that differ from their sequences. num_ahead: latest pages that a step ahead may have alone."""
+        """Lists the rows that differ from their sequences. num_ahead: last pages that a row may have before its
+        sequence.
+        """
         return [
             f"row {row} is not its sequence's"
             for row, one in enumerate(self.sequences)

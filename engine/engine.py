@@ -68,7 +68,7 @@ class OpenStore(Protocol):
 class Engine:
     """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches.
 
-    store: of the blocks that it computes and finds beyond its pages; the caller closes it. None without one.
+    store: keeps blocks beyond the pages; the caller closes it. None without a store.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class Engine:
         defaults: SamplingParams = DEFAULTS,
         store: "PrefixStore | None" = None,
     ) -> None:
-        """`dropping`: the policy by which each request drops KV, if any. `defaults`: of requests without sampling."""
+        """`dropping`: the policy by which each request drops KV, if any. `defaults`: parameters for requests without
+        sampling.
+        """
         self.core = core
         self.tokenizer = tokenizer
         self.defaults = defaults
@@ -102,12 +104,12 @@ class Engine:
         chooser: Chooser = HEAVIEST,
         store: OpenStore | None = None,
     ) -> "Engine":
-        """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
+        """Loads a checkpoint folder, or a hub's name of one. Raises ModelError if it cannot be served.
 
-        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here. chooser: of the
-        tokens that a dropping policy keeps. store: opens a store for the fingerprint and layout of the model as it is
-        loaded, which a cluster's names begin with, too; a step that fills blocks writes them to all tiers, and one
-        that begins a prompt reads its front from there. Raises the errors of `store`.
+        kv_dtype: a key of wire.layout.KV_DTYPES. kv_policy: a policy of wire.kv_policy, checked here. chooser: picks
+        the tokens that a dropping policy keeps. store: opens the store for the model's fingerprint and layout, which
+        names of a cluster's blocks begin with, too. A step writes the blocks that it fills to all tiers; a prompt's
+        first step reads its front from there. Raises the errors of `store`.
         """
         policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
@@ -128,7 +130,7 @@ class Engine:
     ) -> list[EngineCompletion]:
         """Answers all prompts, text or token ids; without `sampling` as generation_config.json advises.
 
-        Raises as `Grammars.prepare` and `EngineCore.add`, or the error of a failed request.
+        Raises the errors of `Grammars.prepare` and `EngineCore.add`, or that of a failed request.
         """
         root = _ROOT if self.store is None else self.store.root
         runs = [_Run(self.tokenizer, root, prompt, sampling or self.defaults, self._dropping) for prompt in prompts]

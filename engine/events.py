@@ -1,7 +1,7 @@
 """An engine's output: tokens of a step beside its events, and statistics.
 
 A request that is not aborted ends with one Failed, or with a Finished for each choice that `EngineCore.end` has not
-ended. A hand-off of which a choice goes on ends with HandedOff in place of that choice's Finished.
+ended. A hand-off ends with HandedOff in place of the Finished of choices that go on.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class ChoiceEvent:
 
 @dataclass(frozen=True)
 class HeldUp(ChoiceEvent):
-    """A choice of the queue was not admitted to this step. Repeated only when its gate changes."""
+    """A waiting choice was not admitted to this step. Repeated only when its gate changes."""
 
     gate: Gate
 
@@ -59,9 +59,9 @@ class Scheduled(ChoiceEvent):
 
 @dataclass(frozen=True)
 class Fetched(ChoiceEvent):
-    """A choice's fetch has ended, and it joins the running batch; `tokens` covers prompt tokens only.
+    """A choice's fetch has ended, and the choice joins the running batch; `tokens` covers prompt tokens only.
 
-    Reported again, with the tokens found then, each time the choice comes back from preemption.
+    Reported again after each preemption, with the tokens found then.
     """
 
     tokens: PromptTokens
@@ -71,7 +71,7 @@ class Fetched(ChoiceEvent):
 class Jumped(ChoiceEvent):
     """A choice has found blocks on the device that were read while it computed the blocks before them.
 
-    span: all tokens of the blocks. tokens: the prompt's, with the blocks of this jump and of earlier ones.
+    span: all tokens of the blocks. tokens: the prompt's tokens, after this jump and all earlier jumps.
     """
 
     span: range
@@ -105,14 +105,14 @@ class Finished(ChoiceEvent):
 
 @dataclass(frozen=True)
 class Drafted(ChoiceEvent):
-    """A step had guesses of a choice's next tokens; the accepted ones are among the step's tokens."""
+    """A step had guesses of a choice's next tokens; accepted guesses are among the step's tokens."""
 
     num_guessed: int
     num_accepted: int
 
 
 class Preempted(ChoiceEvent):
-    """A choice lost its pages to an older one and went back to the queue."""
+    """A choice lost its pages to an older choice and went back to the queue."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class HandedOff:
 
 @dataclass(frozen=True)
 class HoldOrphaned:
-    """The store holds the blocks of a request that was aborted meanwhile: the hold is of no use.
+    """The store holds the blocks of a request that was aborted meanwhile; the router releases the hold.
 
     The only event of a request after its end.
     """

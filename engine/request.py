@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.grammar.matcher import Matcher
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from wire.block_names import PublicPart
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
@@ -13,9 +13,9 @@ from wire.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChoiceSoFar:
-    """A choice to continue: its index among the request's n, and its tokens so far.
+    """A choice to continue: its index, 0 to n - 1, and its tokens so far.
 
-    matcher: has taken these tokens; `Grammars.prepare` gives each choice of a request with a response format its own.
+    matcher: the grammar's state after these tokens, from `Grammars.prepare`; None without a response format.
     """
 
     index: int
@@ -25,15 +25,15 @@ class ChoiceSoFar:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A prompt and its unfinished choices. peers: addresses of block ports of other nodes that may have its blocks.
+    """A prompt and its unfinished choices. peers: block ports of other nodes that may have its blocks, by address.
 
-    computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next one to score, at least 1, as
-    the first has no score; 0 to score none. A score is a token's log-probabilities, as sampling.prompt_logprobs
-    asks for them. public: the part of the prompt whose names all tenants share. dropping: the policy
-    by which it drops KV, if any. hint: about its KV once it is over.
+    computes_all: reads no cached KV. num_scored: tokens of the prompt before the next to score, at least 1, for the
+    first has no score; 0 to score none. A score is a token's log-probabilities, for sampling.prompt_logprobs. public:
+    the part of the prompt whose block names all tenants share. dropping: the policy by which the request drops KV, if
+    any. hint: how long to keep its KV afterwards.
 
-    `HandOff`, a subclass, asks for one more token per choice only: the engine then writes all blocks of the prompt,
-    the partly filled last one included, and holds them for the request.
+    `HandOff`, a subclass, asks for one token per choice: the engine then writes all blocks of the prompt, the tail
+    included, and holds them for the request.
     """
 
     attempt_id: AttemptId
@@ -58,7 +58,7 @@ class EngineRequest:
         return self.num_prompt + self.sampling.max_tokens
 
     def require_runnable(self, vocab_size: int, max_context_len: int) -> None:
-        """Raises InvalidRequest if a model of that vocabulary and context cannot run the request."""
+        """Raises InvalidRequest if a model with this vocabulary and context cannot run the request."""
         if not self.prompt_ids or not self.choices:
             raise InvalidRequest("prompt", "must have a token and a choice to make")
         if not all(0 <= token < vocab_size for token in self.prompt_ids):

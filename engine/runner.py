@@ -1,4 +1,4 @@
-"""The run of a step's plan: the model on its batch, then the sampler. A fault of one sequence fails that one only."""
+"""The run of a step's plan: the model on its batch, then the sampler. A faulty sequence fails alone."""
 
 import logging
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launched:
-    """A step under way: its tokens, on the device, and their copy to the host, in which scores of prompts come last."""
+    """A step under way: its tokens on the device, and their copy to the host, which ends with the prompts' scores."""
 
     shape: StepShape
     chosen: Chosen
@@ -54,7 +54,7 @@ class Launched:
 class Ahead:
     """A forward pass of decoding rows that was launched before the last step was read.
 
-    sequences: of the rows of logits.
+    sequences: the sequence of each row of logits.
     """
 
     sequences: Seq[Sequence]
@@ -95,9 +95,9 @@ class Runner:
         return self._ahead is not None
 
     def launch(self, work: Work) -> Launched | Exception:
-        """Begins the forward pass of a step and the choice of its tokens; a GPU may be at them yet.
+        """Begins the forward pass of a step and the choice of its tokens, without waiting for a GPU.
 
-        Returns what `read` takes, a failure too. Call both in torch's inference mode.
+        Returns what `read` takes, or the failure. Call both in torch's inference mode.
         """
         try:
             return self._launch(self._shape(work))
@@ -107,8 +107,8 @@ class Runner:
     def read(self, work: Work, launched: Launched | Exception) -> Gains:
         """Waits for the tokens of a launched step.
 
-        A step that fails is repeated sequence by sequence, so that it fails for the faulty ones only: to compute KV
-        once more does no harm. Raises if all of them fail, and a probe of one token too: then the fault is the model's.
+        A failed step is repeated sequence by sequence, so that faulty sequences fail alone; KV may be computed twice.
+        Raises the model's error if all sequences fail, and a probe of one token too.
         """
         try:
             if isinstance(launched, Exception):
@@ -126,8 +126,8 @@ class Runner:
     def launch_ahead(self, launched: Launched, full: Seq[int], pages: Seq[PageId]) -> None:
         """Begins the forward pass after a launched step of all rows, one token each, without reading its tokens.
 
-        The next step takes it, without rows that have left by then, unless this one fails. full: the rows whose token
-        after the next is the first of a further page. pages: these pages.
+        The next step takes it, without rows that have left by then, unless the launched step fails. full: rows whose
+        token after the next begins a further page. pages: these pages.
         """
         token_ids = launched.chosen.token_ids.clamp(min=0)  # the row of a fault runs in vain
         batch = self._rows.after(len(token_ids), token_ids, full, pages)
@@ -140,7 +140,9 @@ class Runner:
         return StepShape.of(work, self._rows.sequences[work.rows])
 
     def _launch(self, shape: StepShape) -> Launched:
-        """Computes masks by grammars while the model runs; no other thread may use their matchers meanwhile."""
+        """Launches the model, and computes grammars' masks while it runs; no other thread may use their matchers
+        meanwhile.
+        """
         draws = shape.careful_draws(self._rows.is_plain[shape.work.rows])
         masks = self._masker.begin(draws) if any(draw.matcher for draw in draws.values()) else None
         try:
@@ -215,7 +217,7 @@ class Runner:
             self._cache.allocator.drop(sequence, chosen)
 
     def _is_sound(self) -> bool:
-        """Probes the model with one token; without a free page it counts as unsound."""
+        """Probes the model with one token; false without a free page."""
         with self._cache.allocator.borrowed_page() as page:
             try:
                 return page is not None and bool(self._model.forward(self._probe(page), self._kv).numel())
@@ -241,7 +243,7 @@ class Runner:
         return self._views
 
     def _make_batch(self, shape: StepShape) -> Batch:
-        """Puts the decoding rows first, each with its guesses, and the chunks behind them."""
+        """Puts the decoding rows first, each with its guesses, then the chunks."""
         work, rows, block_size = shape.work, self._rows, self._model.layout.block_size
         chunks, drafts = work.chunks, work.drafts
 
@@ -297,7 +299,7 @@ class Runner:
         return -(-longest // self._model.layout.block_size)
 
     def _join(self, decodes: Ints, chunks: Seq[npt.ArrayLike]) -> torch.Tensor:
-        """Appends the values of chunks, if there are any: else the model reads the rows themselves."""
+        """Appends the values of chunks; without chunks returns the rows themselves."""
         if not chunks:
             return torch.from_numpy(decodes)
         # A list without values would be of floats.
@@ -308,7 +310,7 @@ class Runner:
 
 
 def _choose(logits: torch.Tensor, careful: dict[int, Draw], masks: Masks) -> Chosen:
-    """Chooses the tokens of rows of logits; careful: the draws of rows that are not plain, by row."""
+    """Chooses the tokens of rows of logits. careful: the draws of rows that are not plain, by row."""
     if not careful:
         return Chosen(likeliest(logits))
     places, draws = [*careful], [*careful.values()]

@@ -40,10 +40,10 @@ class Ending:
 
 
 class Sequence:
-    """A choice with its known tokens, prompt plus output; `num_computed` of them have run, never the last known one.
+    """A choice with its known tokens, prompt plus output; the first `num_computed` have run, never the last.
 
-    num_scored: as in EngineRequest, and grows. kv: the retention of its KV. prefetch: of the back of its prefix, while
-    it computes in front of that.
+    num_scored: begins as EngineRequest.num_scored, and grows. kv: the retention of its KV. prefetch: reads the back of
+    its prefix, while the sequence computes the front.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: CausalModel) -> None:
@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """Tokens with KV. Follows from the number of known ones while the sequence decodes, step by step."""
+        """Tokens with KV. While the sequence decodes, all known tokens but the last."""
         return self.num_known - 1 if self.phase is Phase.DECODE else self._num_computed
 
     @property
@@ -77,17 +77,19 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether tokens of the prompt are still to be scored; the leader's run does it before the first output."""
+        """Whether some of the prompt's tokens lack scores; the leader's run scores them before the first output."""
         return 0 < self.num_scored < self.request.num_prompt and not self.output_ids
 
     @property
     def prefix(self) -> Prefix:
-        """The KV that it may begin with: not of the last known token, nor of one whose logits are wanted."""
+        """The KV that the sequence may begin with: none of the last known token, nor of a token whose logits are
+        wanted.
+        """
         num_readable = self.num_scored - 1 if self.wants_scores else self.num_known - 1
         return self.kv.prefix(0 if self.request.computes_all else num_readable, self.num_known)
 
     def begin_run(self, num_computed: int) -> None:
-        """Continues from `num_computed` tokens with KV: decodes if only the last emitted token has none.
+        """Continues after `num_computed` tokens with KV; decodes if only the last emitted token has none.
 
         A hand-off never decodes: it wants one token.
         """
@@ -107,7 +109,7 @@ class Sequence:
         self._num_computed = 0
 
     def draw(self, guesses: Seq[int] = ()) -> Draw:
-        """Makes the Draw of the token after the known ones, and after these guesses."""
+        """Makes the Draw of the token after the known tokens and these guesses."""
         sampling = self.request.sampling
         output_ids = [*self.output_ids, *guesses] if guesses else self.output_ids
         banned = () if len(output_ids) >= sampling.min_tokens else self.ending.early_ids
@@ -115,7 +117,7 @@ class Sequence:
 
     @property
     def candidate(self) -> Candidate:
-        """The sequence as batchers see it while it has pages; while it fetches, it has no token to run."""
+        """The sequence as batchers see it while it has pages; a fetching sequence has no token to run."""
         num_run = self.num_known if self.phase is Phase.FETCHING else self.num_computed
         table, spare = self.kv.table, self.kv.reserved
         num_known, num_stored = self.num_known - table.num_dropped, num_run - table.num_dropped
@@ -123,7 +125,7 @@ class Sequence:
         return Candidate(self.handle, self.phase, num_known, num_stored, len(table), len(table.behind), len(spare), end)
 
     def applicant(self, leader: "Sequence") -> Candidate:
-        """Returns the sequence as batchers see it while it waits; it shares full blocks of the prompt with its leader.
+        """Returns the sequence as batchers see it while it waits; a sibling shares the prompt's full blocks.
 
         Reserved pages count as further tokens, which have run.
         """
@@ -144,8 +146,8 @@ class Sequence:
 class SequenceTable:
     """Sequences by request, and by handle while they wait or run; handles grow with arrival.
 
-    So a preempted sequence keeps its place.
-    The first of a request's sequences is its leader: it computes or fetches the prompt, and its siblings find it.
+    So a preempted sequence keeps its place. A request's first sequence is its leader: it computes or fetches the
+    prompt, and its siblings find the blocks.
     """
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class SequenceTable:
 
     @property
     def admissible(self) -> list[Candidate]:
-        """Waiting leaders, and waiting followers that would find their prompt, with the blocks that they share."""
+        """Waiting leaders, and waiting siblings whose prompt is computed, with the blocks that they share."""
         pairs = ((one, self._leader(one)) for one in self.waiting)
         return [
             one.applicant(first) for one, first in pairs if one is first or first.num_computed >= one.request.num_prompt
@@ -192,7 +194,7 @@ class SequenceTable:
         return (one for one in self._by_request.get(attempt_id, ()) if one.phase is not Phase.ENDED)
 
     def retire(self, sequence: Sequence) -> None:
-        """Forgets the handle of a sequence that neither waits nor runs any more. A second call does nothing."""
+        """Forgets the handle of a sequence that has ended or hands off. A second call does nothing."""
         self._by_handle.pop(sequence.handle, None)
 
     def remove(self, attempt_id: AttemptId) -> list[Sequence]:

@@ -1,4 +1,4 @@
-"""The order of a step's tokens, of the logits that are wanted of them, and of the samples drawn from these."""
+"""The order of a step's tokens, of the wanted logits, and of the samples drawn from these."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from engine.work import PromptChunk, Work
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """A chunk's rows in a step. start: its first token. first: its first row of logits, scored ones before the last."""
+    """A chunk's rows in a step. start: its first token. first: its first row of logits; scored rows come before the
+    last.
+    """
 
     chunk: PromptChunk
     start: int
@@ -23,12 +25,12 @@ class ChunkRows:
 
     @property
     def end(self) -> int:
-        """The token after its last."""
+        """The token after the chunk's last."""
         return self.start + self.chunk.num_tokens
 
     @property
     def stop(self) -> int:
-        """The row of logits after its last."""
+        """The row of logits after the chunk's last."""
         return self.first + len(self.chunk.scored) + self.chunk.is_sampled
 
     @property
@@ -38,7 +40,7 @@ class ChunkRows:
         return [*(before + position for position in self.chunk.scored), *[self.end - 1] * self.chunk.is_sampled]
 
     def score(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores the chunk's part of a prompt, as `RowScores.numbers`. logits: of the whole step."""
+        """Scores the chunk's part of a prompt, as `RowScores.numbers`. logits: all rows of the step."""
         scored, request = self.chunk.scored, self.chunk.sequence.request
         rows = logits[self.first : self.first + len(scored)]
         token_ids = request.prompt_ids[scored.start : scored.stop]
@@ -55,7 +57,7 @@ class StepShape:
     samples   decoding | its sequence, siblings        | ...
     ```
 
-    sequences: of each sample.
+    sequences: a sequence for each sample.
     """
 
     work: Work
@@ -96,7 +98,7 @@ class StepShape:
         return [*range(self.num_decoding), *of_chunks]
 
     def careful_draws(self, is_plain: npt.NDArray[np.bool_]) -> dict[int, Draw]:
-        """Maps samples that are not plain greedy to their Draw. is_plain: of the decoding rows."""
+        """Maps samples that are not plain greedy to their Draw. is_plain: bool for each decoding row."""
         drafts, num = self.work.drafts, self.num_decoding
         careful = (~(is_plain[drafts.rows] if drafts else is_plain)).nonzero()[0].tolist()
         of_chunks = {sample: sequence.draw() for sample, sequence in enumerate(self.sequences[num:], num)}

@@ -51,7 +51,7 @@ class Drafts:
     def true_places(self, drawn: Seq[int], end_ids: Seq[Container[int]]) -> list[int]:
         """Lists the places, of T, up to which the guesses of each row came true; its own token always counts.
 
-        drawn: after each token, negative for none. end_ids: of each row.
+        drawn: the token drawn after each, negative for none. end_ids: token ids that end each row.
         """
         places: list[int] = []
         token_ids = self.token_ids.tolist()
@@ -74,7 +74,7 @@ NO_DRAFTS = Drafts.of(np.zeros(0, dtype=np.int64), {})
 class PromptChunk:
     """The next `num_tokens` known tokens of a sequence; they have pages, and no KV yet.
 
-    is_sampled: it ends with the last known token, and brings the next; to siblings, which wait for the prompt, too.
+    is_sampled: ends with the last known token, and brings the next, for siblings that wait for the prompt, too.
     """
 
     sequence: Sequence
@@ -84,7 +84,7 @@ class PromptChunk:
 
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int, siblings: Iterable[Sequence] = ()) -> "PromptChunk":
-        """Makes a chunk; siblings of the sequence gain a token with it if they know as much, the prompt alone."""
+        """Makes a chunk. Siblings gain a token with it if sequence and siblings know the prompt alone."""
         is_sampled = sequence.num_computed + num_tokens == sequence.num_known
         alike = [one for one in siblings if is_sampled and not one.output_ids and not sequence.output_ids]
         return cls(sequence, num_tokens, is_sampled, [one for one in alike if one.phase is Phase.WAITING])
@@ -95,7 +95,7 @@ class PromptChunk:
 
     @property
     def scored(self) -> range:
-        """The positions of the prompt whose tokens this chunk scores: each by the logits of the position before."""
+        """The positions of the prompt whose tokens this chunk scores, each by the logits before it."""
         if not self.sequence.wants_scores:
             return range(0)
         return range(self.sequence.num_scored, min(self.context_len + 1, self.sequence.request.num_prompt))
@@ -108,9 +108,9 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step: a token of each of these decoding rows, and chunks, with chunks of one token first.
+    """The work of one step: a token of each of these decoding rows, then chunks; chunks of one token come first.
 
-    drafts: guesses that follow the tokens of rows; the rows are then the first ones.
+    drafts: guesses that follow the tokens of rows; the rows are then the first of DecodeRows.
     """
 
     rows: slice
@@ -130,8 +130,9 @@ class Work:
 class Gains:
     """The outcome of a run: samples of the decoding rows, row by row, then of the chunks.
 
-    sequences: of each sample. token_ids: int64 [samples], -1 where the sequence failed. logprobs: by sample, where they
-    are asked for. num_gained: tokens of each decoding row, or of all alike. scores: of the prompts of chunks.
+    sequences: a sequence for each sample. token_ids: int64 [samples], -1 where the sequence failed. logprobs:
+    log-probabilities by sample, where asked for. num_gained: gained tokens, one number for each decoding row or for
+    all. scores: log-probabilities of prompts' tokens, by sequence.
     """
 
     sequences: list[Sequence]

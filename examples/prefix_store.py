@@ -28,7 +28,7 @@ layout = KVLayout(config.num_hidden_layers, config.num_key_value_heads, config.h
 
 @torch.no_grad()
 def run(tokens: list[int], cache: DynamicCache) -> int:
-    """Runs tokens behind the ones in a cache, and returns the likeliest next one."""
+    """Runs tokens after the cached tokens, and returns the likeliest next token."""
     start = cache.get_seq_length()
     positions = torch.arange(start, start + len(tokens))[None]
     logits = model(torch.tensor([tokens]), None, positions, cache).logits

@@ -16,18 +16,18 @@ from wire.trust.key_ring import KeyList, KeyRing
 from wire.typed_reader import from_json, to_json
 
 NUM_CHANNELS = 8
-"""Connections to the router, which takes 512 calls on each."""
+"""Number of connections to the router, which takes 512 calls on each."""
 
 
 GC_THRESHOLD = 20_000
-"""Connections make many objects and no garbage; at Python's 700 a burst of them holds streams up for 0.1 s."""
+"""Connections make many objects and no garbage; at Python's 700 a burst of connections delays streams by 0.1 s."""
 
 
 class GatewayActor:
-    """Serves HTTP from `start` to `stop`."""
+    """The actor of a gateway: serves HTTP from `start` to `stop`."""
 
     def __init__(self, config_json: str) -> None:
-        """Raises ConfigError."""
+        """Reads the configuration. Raises ConfigError."""
         self._config = from_json(GatewayConfig, config_json, "gateway")
         self._keys = KeyRing(self._config.keys)
         self._server: HttpServer | None = None
@@ -35,7 +35,7 @@ class GatewayActor:
         self._sharing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns its Addresses. Raises ConfigError if the port is taken."""
+        """Begins to serve; returns the gateway's Addresses. Raises ConfigError if the port is taken."""
         config = self._config
         self._clients = [AsyncClient(config.address, api_key="") for _ in range(NUM_CHANNELS)]
         tls = None if config.tls is None else Certificates(config.tls)
@@ -56,7 +56,7 @@ class GatewayActor:
         return to_json(Addresses(http=address))
 
     async def set_keys(self, keys_json: str) -> None:
-        """Lets clients in by these keys, a KeyList, from now on."""
+        """Replaces the accepted keys by this KeyList."""
         self._keys.replace(from_json(KeyList, keys_json, "keys"))
 
     async def stop(self) -> None:

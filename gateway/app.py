@@ -38,11 +38,11 @@ from wire.trust.key_ring import KeyRing
 SMALL_BYTES = 32 << 10
 """Size up to which a body is parsed at once."""
 PARSED_BYTES_PER_S = 16 << 20
-"""Pace at which larger bodies are parsed, one after another: streams go on between them."""
+"""Rate at which larger bodies are parsed, one after another, with streams between them."""
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Bound on the received bytes of all bodies that are still being read."""
 MAX_ANSWER_BYTES = 512 << 20
-"""Bound on all answers that are not streamed, until each is sent. One may have as many bytes as are free beside it."""
+"""Bound on all unsent answers that are not streamed; a single answer may use all of it."""
 READY_TIMEOUT_S = 2.0
 NO_ROUTER = "this gateway answers, but its router does not, or the connection to it broke: `baton status` tells of it"
 OWNER = "baton"
@@ -75,7 +75,7 @@ class Gateway:
         watch: ClusterWatch | None = None,
         cors_origins: Collection[str] = (),
     ) -> None:
-        """watch: of the page; None without one. cors_origins: as of GatewayConfig."""
+        """watch: the state behind the page; None without a page. cors_origins: see GatewayConfig."""
         self._clients = itertools.cycle(clients)
         self._keys = keys
         self._cors_origins = frozenset(cors_origins)
@@ -105,7 +105,7 @@ class Gateway:
 
     @property
     def routes(self) -> dict[str, str]:
-        """Returns the method of each path that is no model's."""
+        """Returns the HTTP method of each path, except models' paths."""
         return {path: method for path, (method, _) in self._routes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,16 +132,16 @@ class Gateway:
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
 
     def _admit(self, request: Request) -> None:
-        """Refuses a request without a key. Raises Unauthenticated or PermissionDenied.
+        """Checks a request's key. Raises Unauthenticated or PermissionDenied.
 
-        Checks of health and preflights need none; the operator's service checks the keys of the page.
+        Health checks and preflights need no key; the operator's service checks the keys of the page.
         """
         if request.path not in (HEALTH, READY) and not (request.path.startswith(PAGE) or request.is_preflight):
             scope = key_ring.Scope.METRICS if request.path == METRICS else key_ring.Scope.GENERATE
             self._keys.admit(request.credentials, scope)
 
     def _client(self, request: Request) -> AsyncClient:
-        """Returns a client that shows the key of a request: the gateway has none of its own."""
+        """Returns a client that shows the request's key: the gateway has no key of its own."""
         return next(self._clients).with_key(request.key, TraceContext.parse(request.header(TRACEPARENT) or ""))
 
     def _handler(self, request: Request) -> Handler:
@@ -161,7 +161,7 @@ class Gateway:
 
     @property
     def _origins(self) -> frozenset[str]:
-        """Origins whose pages may use the model: not any, while a page needs no key for it."""
+        """Origins whose pages may use the model; "*" counts only if the model needs a key."""
         return self._cors_origins - {exchange.ANY_ORIGIN} if self._keys.is_open else self._cors_origins
 
     async def _read(self, request: Request) -> None:
@@ -244,7 +244,7 @@ class Gateway:
         return json.dumps(_describe(await self._find(self._client(request), name))).encode()
 
     async def _find(self, client: AsyncClient, name: str | None) -> Model:
-        """Returns the model of a name; without a name, the served model. Raises ModelNotFound."""
+        """Returns a model by name; without a name, the served model. Raises ModelNotFound."""
         models = await client.list_models()
         for model in models:
             if name in (None, model.name):
@@ -253,7 +253,7 @@ class Gateway:
         raise ModelNotFound(f"model: no model of that name is served, but {served}", param="model")
 
     async def _served_model(self, client: AsyncClient) -> Model:
-        """Returns what a request without a name means; asks the router once, as a cluster never changes its model."""
+        """Returns the served model; asks the router once, for a cluster never changes its model."""
         self._model = self._model or (await client.list_models())[0]
         return self._model
 

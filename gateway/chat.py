@@ -32,7 +32,7 @@ FIELDS = {
 
 
 class ChatDialect(ChoicesDialect):
-    """The objects of chats. `answer_formats`: of the model."""
+    """The objects of chats. `answer_formats`: the model's."""
 
     fields = FIELDS
     wanted = "messages"
@@ -94,7 +94,7 @@ class _Message:
         self._num_calls = 0
 
     def feed(self, text: str) -> dict[str, Any]:
-        """Returns the delta that new text makes, which has content."""
+        """Returns the delta for new text."""
         return {"content": "", **self._delta(self.parts.feed(text))}
 
     def flush(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class _Message:
         return self._delta(self.parts.flush())
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Returns the parts of a message of this text. Without a content it has None for one beside calls."""
+        """Returns the fields of a message with this text; beside calls an empty content is None."""
         delta = self._delta([*self.parts.feed(text), *self.parts.flush()])
         for one in delta.get("tool_calls", ()):
             del one["index"]

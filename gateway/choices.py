@@ -23,11 +23,11 @@ class ChoicesDialect(Dialect):
     event_name: str
     id_prefix: str
     has_one_prompt: bool
-    """Whether the ids of the prompt are the answer's, and not each choice's: as vLLM has it."""
+    """Whether the prompt's token ids stand once in the answer, not in each choice; vLLM differs by endpoint."""
 
     @abstractmethod
     def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
-        """Describes a choice with its text, but for log-probabilities, under its number in the answer."""
+        """Describes a choice, under its number in the answer: its text, without log-probabilities."""
 
     @abstractmethod
     def event(self, text: str, number: int, logprobs: str) -> str:
@@ -35,7 +35,7 @@ class ChoicesDialect(Dialect):
 
     @abstractmethod
     def last_event(self, choice: Choice, number: int) -> str:
-        """Writes how a choice ended."""
+        """Writes the event of a choice's end."""
 
     def begin(self, generation: Generation) -> None:
         self._generation = generation
@@ -82,7 +82,7 @@ class ChoicesDialect(Dialect):
         return [*pieces, b"]", *members(shared), b', "usage": ', self._usage(completions), b"}"]
 
     def _with_ids(self, event: bytes, number: int, token_ids: Sequence[int]) -> bytes:
-        """Writes an event with the ids of its tokens; its choice's first one has the prompt's, too."""
+        """Writes an event with its token ids; a choice's first event has the prompt's ids, too."""
         of_choice: dict[str, Sequence[int]] = {"token_ids": token_ids}
         of_answer: dict[str, Sequence[int]] = {}
         if number in self._prompt_ids:

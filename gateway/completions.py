@@ -20,7 +20,7 @@ FIELDS = {
     "echo": fields.flag,
 }
 MAX_ECHOED_LOGPROBS = 5
-"""Bound on the likeliest tokens at each token of an echoed prompt: OpenAI's own."""
+"""Bound on the likeliest tokens at each token of an echoed prompt; OpenAI's is the same."""
 
 
 class CompletionsDialect(ChoicesDialect):
@@ -49,7 +49,7 @@ class CompletionsDialect(ChoicesDialect):
         return given
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
-        """Describes tokens in lists beside one another. The first token of an echoed prompt has null twice."""
+        """Describes tokens in parallel lists. The first token of an echoed prompt has null in two lists."""
         if not (chunk.logprobs and self._has_logprobs):
             return None
         texts = [_spell(one.token) for one in chunk.logprobs]
@@ -80,7 +80,7 @@ def _likeliest(ranked: TokenLogprobs, text: str) -> dict[str, float] | None:
 
 
 def _spell(token: bytes) -> str:
-    """Writes a token as text; one that is no whole character by its bytes, as OpenAI's do."""
+    """Writes a token as text; part of a character by its bytes, as OpenAI does."""
     try:
         return token.decode()
     except UnicodeDecodeError:

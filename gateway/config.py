@@ -11,15 +11,15 @@ OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """`address` is the router's public port. Port 0 takes a free one. metrics_address: the router's, "" without one.
+    """The settings of a gateway. `address`: the router's public port. metrics_address: the router's, or "".
 
-    operator_address: of the router's service for the operator, which the page reads.
+    operator_address: the router's operator service, which the page reads. port: 0 takes a free port.
 
-    name: among the gateways of the cluster. joined_port: that of the others, which this one shares instead of `port`.
-    metrics_folder: where each of them leaves its metrics for the others; "" for one alone.
-    host_names: that requests may ask for, beside OWN_HOSTS. cors_origins: whose pages may ask, and read answers.
-    tls: of its own port; towards the router, which is on this machine, it speaks none. keys: of clients; the router
-    checks them again.
+    name: distinguishes the gateways of the cluster. joined_port: a port to share with the other gateways, in place of
+    `port`. metrics_folder: the folder in which gateways share their metrics; "" for a single gateway. host_names: hosts
+    that requests may name, besides OWN_HOSTS. cors_origins: origins whose pages may ask, and read answers. tls:
+    certificate of the gateway's port; the router, on the same machine, is called without TLS. keys: clients' keys; the
+    router checks them again.
     """
 
     address: str = ""
@@ -39,6 +39,6 @@ class GatewayConfig:
     def hosts(self) -> frozenset[str] | None:
         """The hosts that a request may name, in lower case; None for any.
 
-        On loopback a page of the web, whose name was made to lead here, could else use the model: it shows that name.
+        Protects a gateway on loopback from DNS rebinding: a page of the web would show its own host name.
         """
         return frozenset((*OWN_HOSTS, *map(str.lower, self.host_names))) if self.host == LOOPBACK else None

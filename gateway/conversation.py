@@ -1,4 +1,4 @@
-"""Chats in all dialects: settings of an answer, its parts as they stream, and the dialects that answer in blocks."""
+"""Chats in all dialects: settings of an answer, its streamed parts, and the common part of dialects with blocks."""
 
 import json
 import re
@@ -38,7 +38,7 @@ ONE_ANSWER = FIELDS | {name: read for name, read in fields.COMMON.items() if nam
 
 
 class Conversation:
-    """The settings of one chat's answer. `answer_formats`: of the model."""
+    """The settings of a chat's answer. `answer_formats`: the model's."""
 
     def __init__(self, answer_formats: AnswerFormats = NO_FORMATS) -> None:
         self._formats = answer_formats
@@ -54,7 +54,7 @@ class Conversation:
         return AnswerParts(AnswerParser(self._formats, self._tool_names), self._max_calls)
 
     def _take_tools(self, taken: dict[str, Any]) -> None:
-        """Gives the tools the router's form; without tools, or with none chosen, nothing is looked for."""
+        """Gives the tools the router's form; without tools, or with tool choice "none", calls stay text."""
         tools, choice = taken.pop("tools", []), taken.pop("tool_choice", "auto")
         parallel = taken.pop("parallel_tool_calls", True)
         self._max_calls = MAX_CALLS if parallel else 1
@@ -67,7 +67,7 @@ class Conversation:
         taken["tool_choice"] = {**named, "parallel": parallel}
 
     def _take_reasoning(self, taken: dict[str, Any]) -> None:
-        """Gives what steers the template the router's form. Effort and budget want a model with a channel."""
+        """Gives settings of reasoning the router's form. Effort and budget need a model with a reasoning channel."""
         for name in () if self._formats.reasoning else ("reasoning_effort", "thinking_token_budget"):
             if taken.get(name, "none") != "none":
                 leave_out(name)
@@ -88,7 +88,7 @@ class AnswerParts:
         self._num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
-        """Returns the parts that new text makes."""
+        """Returns the parts of new text."""
         return self._kept(self._parser.feed(text))
 
     def flush(self) -> list[Part]:
@@ -96,7 +96,7 @@ class AnswerParts:
         return self._kept(self._parser.flush())
 
     def reason_of(self, choice: Choice) -> str | None:
-        """Returns why the choice ended: stop, length or tool_calls."""
+        """Returns the finish reason: stop, length or tool_calls."""
         reason = choice.finish_reason and choice.finish_reason.value
         return "tool_calls" if self._num_calls and reason == "stop" else reason
 
@@ -110,7 +110,7 @@ class AnswerParts:
 
 
 def tools_of(read: Read, others: Collection[str]) -> Read:
-    """Reads tools, each into a list of functions by `read`. others: kinds that are left out, as an empty list."""
+    """Reads tools, each into a list of functions by `read`; empty for `others`, kinds that are left out."""
 
     def read_one(value: Any) -> Any:
         kind = _DATE.sub("", str(value.get("type"))) if isinstance(value, dict) else ""
@@ -123,12 +123,12 @@ def tools_of(read: Read, others: Collection[str]) -> Read:
 
 
 def new_call_id() -> str:
-    """Draws nine letters and digits: templates of Mistral take no other ids."""
+    """Draws nine letters and digits: Mistral's templates take no other ids."""
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
 def joined(turns: Sequence[dict[str, Any]], roles: Collection[str]) -> list[dict[str, Any]]:
-    """Joins turns of one role that follow one another, field by field, where it is one of these roles."""
+    """Joins adjacent turns of one role, field by field, if the role is among these."""
     made: list[dict[str, Any]] = []
     for turn in turns:
         if made and turn["role"] == made[-1]["role"] and turn["role"] in roles:
@@ -140,7 +140,7 @@ def joined(turns: Sequence[dict[str, Any]], roles: Collection[str]) -> list[dict
 
 
 class BlockKind(Enum):
-    """The content of a block."""
+    """The kind of a block's content."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -149,7 +149,7 @@ class BlockKind(Enum):
 
 @dataclass
 class AnswerBlock:
-    """A run of parts of one kind. id: drawn. name: of the function that a call names. is_cut: by max_tokens."""
+    """A run of parts of one kind. id: drawn at random. name: the called function. is_cut: max_tokens cut it."""
 
     index: int
     kind: BlockKind
@@ -172,7 +172,7 @@ class BlocksDialect(Dialect):
         self._blocks: list[AnswerBlock] = []
 
     def _list_tools(self, taken: dict[str, Any]) -> None:
-        """Joins the lists of tools_of, and adds to `sent` the place of each function in the client's list."""
+        """Joins the lists of `tools_of`, and notes in `sent` the place of each function in the client's list."""
         tools = {
             f"tools[{place}].tools[{inner}]" if "namespace" in tool else f"tools[{place}]": tool
             for place, functions in enumerate(taken.pop("tools", []))
@@ -199,7 +199,7 @@ class BlocksDialect(Dialect):
 
     @abstractmethod
     def last_events(self, choice: Choice, usage: dict[str, Any]) -> list[Event]:
-        """Describes the events at the end. usage: as choices have it."""
+        """Describes the events at the end. usage: result of choices.usage_of."""
 
     @abstractmethod
     def object(self, choice: Choice, usage: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class BlocksDialect(Dialect):
         return [json.dumps(self.object(completion.choices[0], usage_of(completions))).encode()]
 
     def _add(self, parts: Sequence[Part]) -> Iterator[Event]:
-        """Adds parts to the last block, or to a new one; yields the events that this makes."""
+        """Adds parts to the last block or to a new block; yields the events about it."""
         for part in parts:
             kind = _kind_of(part)
             if isinstance(part, CallBegun) or not self._blocks or self._blocks[-1].kind is not kind:

@@ -1,4 +1,4 @@
-"""A request and its answer, as ASGI passes them: the body on its way in, bytes or events on their way out."""
+"""A request and its answer over ASGI: the body comes in, bytes or events go out."""
 
 import asyncio
 import re
@@ -18,20 +18,20 @@ from wire.trust.key_ring import bearer
 from wire.typed_reader import Read
 
 MAX_COMMAS = 1 << 18
-"""Bound on the commas of a body: more are longer than any context, and parsing them would block the event loop."""
+"""Bound on the commas of a body: more exceed any context, and parsing them would block the event loop."""
 MAX_BODY_S = 10.0
 """Bound on the time in which a body arrives."""
 SENT_BYTES = 64 << 10
-"""Least size of a piece of an answer; other streams go on between two pieces."""
+"""Least size of a piece of an answer; other streams run between two pieces."""
 MIN_SENT_BYTES_PER_S = 1 << 20
-"""Slowest pace at which a client may read a whole answer, after GRACE_S."""
+"""Lowest rate at which a client may read a whole answer, after GRACE_S."""
 GRACE_S = 30.0
 BEGIN_AFTER_S = 5.0
-"""Time without an event after which a stream begins, if it may."""
+"""Time without an event after which a stream begins, once every prompt has a worker."""
 COMMENT_EVERY_S = 10.0
-"""Longest silence of a stream that has begun: proxies and clients give up on a connection that says nothing."""
+"""Longest silence of a stream that has begun: proxies and clients close silent connections."""
 COMMENT = b": ping\n\n"
-"""A comment, which parsers of event streams pass over."""
+"""A comment, which parsers of event streams skip."""
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
 KINDS = {
@@ -41,7 +41,7 @@ KINDS = {
     "/ui/page.css": b"text/css; charset=utf-8",
     "/ui/page.js": b"text/javascript; charset=utf-8",
 }
-"""Types of answers by their path; all others are JSON."""
+"""Content types by path; other answers are JSON."""
 FENCES = (
     (
         b"content-security-policy",
@@ -51,13 +51,13 @@ FENCES = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
 )
-"""Headers of a page: it runs and loads nothing but its own files, and no other page frames it."""
+"""Headers of a page: it runs and loads only its own files, and no other page frames it."""
 
 ANY_ORIGIN = "*"
 MAX_PREFLIGHT_AGE_S = 600
 """Time for which a browser need not ask again."""
 CLOSED = ("/ui", "/metrics")
-"""Beginnings of the operator's paths, which no page of another origin reads."""
+"""Prefixes of the operator's paths, closed to pages of other origins."""
 
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
@@ -72,8 +72,8 @@ Pieces = list[bytes]
 class Streamed:
     """An answer as events.
 
-    opening: waits until the stream may begin before its first event, and writes its beginning, "" for nothing.
-    failed: writes the event of a failure amid a stream.
+    opening: waits until the stream may begin without an event, and writes its beginning, maybe "". failed: writes the
+    event of a failure within a stream.
     """
 
     events: Events
@@ -82,14 +82,14 @@ class Streamed:
 
 
 class ClientGone(Cancelled):
-    """The client has closed its connection: nothing can be answered."""
+    """The client has closed its connection."""
 
 
 class Request:
     """A request: its head, and its body once it is asked for.
 
-    held: shares of limits, until the answer is sent. told: further headers of the answer, whole, streamed or an error.
-    sent: the client's names of fields, by the router's. left_out: fields of the body that are not read.
+    held: units of limits, until the answer is sent. told: further headers of the answer or error. sent: the client's
+    names of fields, by the router's. left_out: fields of the body that are not read.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -110,26 +110,26 @@ class Request:
         self.left_out = unread.LeftOut()
 
     def header(self, name: str) -> str | None:
-        """Returns the first header of that name."""
+        """Returns the first header with a name, None without."""
         return next(iter(self.headers(name)), None)
 
     def headers(self, name: str) -> list[str]:
-        """Returns all headers of that name."""
+        """Returns all headers with a name."""
         return [value.decode("latin-1") for key, value in self._headers if key == name.encode()]
 
     @property
     def credentials(self) -> list[str]:
-        """Returns the `authorization` headers of the request; an `x-api-key` is one, too."""
+        """Returns the `authorization` headers of the request; `x-api-key` counts as such."""
         return [*self.headers("authorization"), *(f"Bearer {key}" for key in self.headers("x-api-key"))]
 
     @property
     def key(self) -> str:
-        """Returns the key that the request shows, "" without one; it may not be valid."""
+        """Returns the key that the request shows, valid or not; "" without a key."""
         return bearer(self.credentials)
 
     @property
     def is_preflight(self) -> bool:
-        """Tells whether a browser asks, without the key, what a page of another origin may send."""
+        """Tells whether this is a CORS preflight, which a browser sends without the key."""
         return (
             self.method == "OPTIONS"
             and self.header("access-control-request-method") is not None
@@ -137,9 +137,9 @@ class Request:
         )
 
     async def read(self, admit_bytes: Callable[[int], None]) -> None:
-        """Reads the body. Raises HttpError or InvalidRequest, and what `admit_bytes` raises.
+        """Reads the body. Raises HttpError or InvalidRequest, and the errors of `admit_bytes`.
 
-        admit_bytes: takes the bytes of each piece before `num_bytes` counts them.
+        admit_bytes: called with the size of each piece before `num_bytes` counts it.
         """
         if not self._has_id:
             raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
@@ -164,14 +164,14 @@ class Request:
         self._body = b""
 
     def take(self, known: Mapping[str, Read], *required: str, sent: Mapping[str, str]) -> dict[str, Any]:
-        """Reads the fields of the body. Raises InvalidRequest. sent: the client's names, in errors from now on."""
+        """Reads the fields of the body. Raises InvalidRequest. sent: the client's names, for later errors."""
         unread.UNDER_WAY.set(self.left_out)
         taken = fields.take(self.body, known, *required)
         self.sent = sent
         return taken
 
     async def gone(self) -> None:
-        """Returns when the client has gone. The body must have been read."""
+        """Waits until the client has disconnected. The body must have been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -196,7 +196,7 @@ class Request:
 
 
 class Reply:
-    """The answer to one request. `status` is 499 if its client has gone. write_error: in the words of its dialect."""
+    """The answer to one request. `status` is 499 if its client has gone. write_error: the dialect's function."""
 
     def __init__(self, request: Request, send: Send, write_error: Callable[[BatonError], bytes] = envelope) -> None:
         self.status = 0
@@ -209,7 +209,7 @@ class Reply:
         self._said_s = 0.0
 
     async def whole(self, pieces: Pieces) -> None:
-        """Sends a whole answer. Raises ClientGone for a client that takes it more slowly than it may."""
+        """Sends a whole answer. Raises ClientGone if the client is gone or too slow."""
         kind = KINDS.get(self._request.path, b"application/json")
         max_s = GRACE_S + sum(map(len, pieces)) / MIN_SENT_BYTES_PER_S
         try:
@@ -219,7 +219,7 @@ class Reply:
             raise ClientGone(f"the client has not taken its answer within {max_s:.0f} s") from error
 
     async def stream(self, answer: Streamed) -> None:
-        """Sends events, and comments in silences. The first event or comment begins the answer."""
+        """Sends events, and comments during silences. The first event or comment begins the answer."""
         self._failed = answer.failed
         filling = asyncio.create_task(self._fill(answer.opening))
         try:
@@ -235,7 +235,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: BatonError) -> None:
-        """Sends an error; amid a stream it is the last event. Sends nothing to a client that has gone."""
+        """Sends an error; within a stream as the last event. Does nothing if the client has gone."""
         error = fields.in_words(error, self._request.sent)
         if isinstance(error, ClientGone):
             self.status = self.status or error.status.http
@@ -248,7 +248,7 @@ class Reply:
             await self._put(error.status.http, b"application/json", [self._write_error(error)], more)
 
     async def _fill(self, opening: Callable[[], Awaitable[bytes]]) -> None:
-        """Begins the stream after BEGIN_AFTER_S without an event, once it may. Sends a comment in each long silence."""
+        """Begins the stream after BEGIN_AFTER_S without an event, if allowed. Sends a comment in each long silence."""
         await asyncio.sleep(BEGIN_AFTER_S)
         begun = await opening()  # nothing is awaited between this and the bytes: an event can only come behind
         if not self.status:
@@ -259,7 +259,7 @@ class Reply:
                 await self._say(COMMENT)
 
     async def _say(self, piece: bytes) -> None:
-        """Sends a piece of a stream, whole, before another."""
+        """Sends a piece of a stream; the next piece waits until it is sent."""
         async with self._writing:
             if not self.status:
                 await self._begin(
@@ -288,7 +288,7 @@ class Reply:
 
 
 def leave_to_read(request: Request, origins: Collection[str]) -> Headers:
-    """Lists the CORS headers of an answer: a browser lets pages of these origins read it."""
+    """Lists the CORS headers of an answer, by which a browser lets pages of these origins read it."""
     if not origins or request.path.startswith(CLOSED):
         return []
     origin = request.header("origin") or ""

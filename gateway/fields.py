@@ -1,4 +1,4 @@
-"""The fields of a body: strict JSON, known fields by their types, others by the rule of `unread`. Null is as absent."""
+"""The fields of a body: strict JSON, known fields by their types, others by the rule of `unread`. Null means absent."""
 
 import json
 import re
@@ -15,15 +15,15 @@ from wire.typed_reader import Between, Misfit, Read, list_of, located, once, rea
 MAX_PROMPTS = 16
 INT32, INT64 = 1 << 31, 1 << 63
 MAX_NUMBER = 1e9
-"""Bound on each number; all ranges are within it."""
+"""Bound on the magnitude of each number; all ranges are within it."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _PLACE = re.compile(r"\[\d+\]")
 _WORD = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
-"""A name of a field that is no word of a sentence."""
+"""Matches a field's name that cannot be a word of a sentence."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Reads an object in UTF-8, with or without a mark before it. Raises InvalidRequest."""
+    """Reads a JSON object in UTF-8, with or without a byte order mark. Raises InvalidRequest."""
     try:
         parsed = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=once)
     except Misfit as misfit:
@@ -36,7 +36,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def take(body: Mapping[str, Any], known: Mapping[str, Read], *required: str) -> dict[str, Any]:
-    """Reads known fields, and passes over others. Raises InvalidRequest with the name of a refused or missing field."""
+    """Reads known fields; leaves out or refuses others. Raises InvalidRequest, naming a refused or missing field."""
     try:
         return object_of(known, *required)(body)  # type: ignore[no-any-return]
     except Misfit as misfit:
@@ -44,7 +44,7 @@ def take(body: Mapping[str, Any], known: Mapping[str, Read], *required: str) -> 
 
 
 def object_of(known: Mapping[str, Read], *required: str) -> Read:
-    """Reads an object of known fields, and passes over others. Raises Misfit for a missing or a refused field."""
+    """Reads an object of known fields; leaves out or refuses others. Raises Misfit for a missing or refused field."""
     names = frozenset(known)
 
     def read(value: Any) -> dict[str, Any]:
@@ -58,11 +58,12 @@ def object_of(known: Mapping[str, Read], *required: str) -> Read:
 
 
 def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
-    """Gives fields the router's names. Returns the client's names of the given fields, by the router's.
+    """Renames fields in place to the router's names; returns the client's names by the router's.
 
-    Raises InvalidRequest for one value under two names, unless both are equal.
+    Raises InvalidRequest if two names of one field have different values.
 
-    names: the router's by the client's. A name like `reasoning.effort` is of a field in an object, which is removed.
+    names: the router's by the client's. A name such as `reasoning.effort` means a field within an object, which is
+    removed.
     """
     sent: dict[str, str] = {}
     holders = {outer: taken.pop(outer, {}) for outer in {name.rpartition(".")[0] for name in names} - {""}}
@@ -77,10 +78,10 @@ def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
-    """Returns an error with the client's names of fields in place of the router's. sent: the client's by the router's.
+    """Returns an error with the client's names of fields in place of the router's. sent: client's names by router's.
 
-    An entry of `sent` with an index, as `tools[3]`, gives the place of that item in the client's list. An entry without
-    one gives the name of a field and of all fields within it; [] in it is any index.
+    An entry of `sent` with an index, such as `tools[3]`, gives that item's place in the client's list. An entry without
+    an index renames a field and all fields within it; [] in it matches any index.
     """
     given = error.ids.get("param", "")
     param = re.sub(r"\w+\[\d+\]", lambda place: sent.get(place[0], place[0]), given, count=1)
@@ -94,7 +95,7 @@ def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
 
 
 def by_type(readers: Mapping[str, Read], default: str | None = None) -> Read:
-    """Reads an object by the reader of its type. default: of an object without one."""
+    """Reads an object by the reader for its `type`. default: the type of an object without `type`."""
     read_type = reader_of(Literal[tuple(readers)])
 
     def read(value: Any) -> Any:
@@ -105,7 +106,7 @@ def by_type(readers: Mapping[str, Read], default: str | None = None) -> Read:
 
 
 def require(taken: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Returns the fields. Raises Misfit for one that is missing."""
+    """Returns the fields. Raises Misfit for a missing field."""
     for name in names:
         if name not in taken:
             raise Misfit("is missing").within(name)
@@ -130,7 +131,7 @@ def token_ids(value: Any) -> list[int]:
 
 
 def prompts(value: Any) -> list[str | list[int]]:
-    """Reads a text, token ids, or a list of one or the other."""
+    """Reads a text, token ids, or a list of either."""
     if isinstance(value, str):
         return [text(value)]
     if not isinstance(value, list) or not value:
@@ -144,7 +145,7 @@ def prompts(value: Any) -> list[str | list[int]]:
 
 
 def turns_of(read_item: Read, what: str) -> Read:
-    """Reads a list of as many items as a chat may have turns. what: the items, in words."""
+    """Reads a list of at most as many items as a chat may have turns. what: names the items in errors."""
 
     def read(value: Any) -> list[Any]:
         if not isinstance(value, list) or not 0 < len(value) <= MAX_TURNS:
@@ -155,7 +156,7 @@ def turns_of(read_item: Read, what: str) -> Read:
 
 
 def logit_bias(value: Any) -> dict[int, float]:
-    """Reads biases by token id, which JSON has as text."""
+    """Reads biases by token id; JSON writes the ids as text."""
     if not isinstance(value, dict) or not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in value):
         raise wrong("an object with token ids for names", value)
     return {int(key): number(one) for key, one in value.items()}
@@ -179,7 +180,7 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def content_of(*kinds: str, **more: Read) -> Read:
-    """Reads a text, or a list of parts of these types that are all text. more: fields of parts, which are dropped."""
+    """Reads a text, or a list of text parts of these types. more: further fields of parts, which are dropped."""
     read_parts = list_of(object_of({"type": reader_of(Literal[kinds]), "text": text, **more}, "type", "text"))
 
     def read(value: Any) -> str:
@@ -210,7 +211,7 @@ def arguments(value: Any) -> dict[str, Any]:
 
 
 def past_arguments(value: Any) -> dict[str, Any]:
-    """Reads the arguments of an earlier call. A text that is no object, as of a cut call, is the only field of one."""
+    """Reads the arguments of an earlier call. A text that is no object (a cut call) becomes an object's only field."""
     try:
         return arguments(value)
     except Misfit:  # many templates take nothing but an object
@@ -228,13 +229,13 @@ def function_name(value: Any, max_chars: int = 64) -> str:
 
 
 def seed(value: Any) -> int | None:
-    """Reads a seed: of -1 none, of another negative number the non-negative one with its low 63 bits."""
+    """Reads a seed: -1 means none; another negative number keeps its low 63 bits."""
     given: int = int64(value)
     return None if given == -1 else given % INT64
 
 
 def free_object(value: Any) -> dict[str, Any]:
-    """Reads an object whatever it has in it."""
+    """Reads an object with any content."""
     _require_unicode(json.dumps(given := _object(value), ensure_ascii=False))
     return dict(given)
 
@@ -303,7 +304,7 @@ SAMPLING: dict[str, Read] = {
     "skip_special_tokens": flag,
     "include_stop_str_in_output": flag,
 }
-"""Fields that go to the router under their names, which checks their ranges."""
+"""Fields that keep their names; the router checks their ranges."""
 COMMON: dict[str, Read] = {
     **SAMPLING,
     "keep_s": number,

@@ -12,7 +12,7 @@ from wire.errors import InvalidRequest
 from wire.typed_reader import Misfit, Read, list_of, reader_of, wrong
 
 Format = dict[str, str]
-"""The source of a format, under its kind as the router knows it."""
+"""A format's source, by the router's name of its kind."""
 ANY_OBJECT = '{"type": "object"}'
 MAX_CHOICES = 1024
 
@@ -38,7 +38,7 @@ def structured_outputs(value: Any) -> Format | None:
 
 
 def take_format(taken: dict[str, Any], sent: dict[str, str]) -> None:
-    """Puts the format of a request under the router's name; `sent` has the client's. Raises InvalidRequest for two."""
+    """Moves the format of a request to the router's field. sent: client's names. Raises InvalidRequest for two."""
     given = {name: one for name in FIELDS if (one := taken.pop(name, None)) is not None}
     for name in [*given][1:]:
         raise InvalidRequest(name, f"is given beside {next(iter(given))}, and an answer has one format")
@@ -48,9 +48,9 @@ def take_format(taken: dict[str, Any], sent: dict[str, str]) -> None:
 
 
 def _format(taken: dict[str, Any], described: dict[str, Any], wanted: str) -> Format | None:
-    """Returns the format of a type. described: of a schema. wanted: the field that a type of schemas must have.
+    """Returns the format of a type. described: has the schema, if any. wanted: the field that a schema requires.
 
-    A schema beside json_object holds the answer, too, as llama.cpp's clients send it.
+    A schema beside json_object constrains the answer, too, as llama.cpp's clients expect.
     """
     if taken["type"] == "json_schema":
         fields.require(taken, wanted)
@@ -68,14 +68,14 @@ def schema(value: Any) -> str:
 
 
 def noted(source: str) -> str:
-    """Returns a schema, as JSON. Notes `schema.format` as left out if the schema has a format that no grammar holds."""
+    """Returns a schema as JSON. Notes `schema.format` as left out if no grammar expresses a format in it."""
     if has_own_format(source):
         leave_out("schema.format")
     return source
 
 
 def _choices(value: Any) -> str:
-    """Reads texts of which the answer is one, and writes the grammar of them."""
+    """Reads the texts that an answer may be, and writes their grammar."""
     given = list_of(fields.text)(value)
     if not 0 < len(given) <= MAX_CHOICES:
         raise wrong(f"a list of 1 to {MAX_CHOICES} texts", value)

@@ -1,4 +1,4 @@
-"""A request's prompts under way: answered whole, or as a stream of events."""
+"""A request's prompts in progress, answered whole or as a stream of events."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ from wire.typed_reader import Read
 MAX_ENTRIES = 1 << 22
 """Bound on an answer's echoed tokens and log-probabilities, likeliest tokens included."""
 MAX_SLICE_ENTRIES = 512
-"""Entries made at once; other streams go on between two slices."""
+"""Entries made at once; other streams run between two slices."""
 ITEM_BYTES = 64
-"""Memory of a piece of JSON in an unsent answer, beside its text."""
+"""Memory of a piece of JSON in an unsent answer, besides its text."""
 PROMPT_IDS = "prompt_token_ids"
 MAX_ID_START = 40
-"""Characters of a client's id in the ids of its further prompts."""
+"""Characters of the client's request id that begin the ids of its further prompts."""
 
 
 class Dialect(Protocol):
@@ -34,46 +34,46 @@ class Dialect(Protocol):
 
     fields: Mapping[str, Read]
     wanted: str
-    """The field that has the prompts."""
+    """The name of the field with the prompts."""
     sent: dict[str, str]
     """The client's names of fields that the router names differently, by the router's."""
     num_prompt_tokens: int = 0
-    """Of all prompts; set in a stream, before its first event."""
+    """Tokens of all prompts; set in a stream before its first event."""
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
-        """Takes the prompts out of the fields, and gives the rest the router's names. Raises InvalidRequest."""
+        """Takes the prompts out of the fields, and renames the rest for the router. Raises InvalidRequest."""
 
     def begin(self, generation: "Generation") -> None:
-        """Begins the answer, before its first token."""
+        """Begins the answer, before the first token."""
 
     def opening(self) -> bytes:
-        """Writes the events before the first token, once: "" if `events` has written them, or there are none."""
+        """Writes the events before the first token; "" if `events` has written them, or there are none."""
         return b""
 
     def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
-        """Describes the log-probabilities of a chunk, the next one of each choice of these numbers, in lists."""
+        """Describes the log-probabilities of a chunk, which is the next of each of these choices."""
 
     def events(self, chunk: Chunk, numbers: Sequence[int]) -> Iterable[bytes]:
-        """Writes the events of a chunk, the next one of each choice of these numbers."""
+        """Writes the events of a chunk, which is the next of each of these choices."""
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         """Writes the events at the end of a stream."""
 
     def failed(self, error: BatonError) -> bytes:
-        """Writes the event of a failure amid a stream."""
+        """Writes the event of a failure within a stream."""
 
     def whole(self, drafts: Sequence["ChoiceDraft"], completions: Sequence[Completion]) -> list[bytes]:
-        """Writes a whole answer in pieces. drafts: of all choices."""
+        """Writes a whole answer in pieces. drafts: all choices."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A request, read and checked as far as that is the gateway's.
+    """A request after the gateway's own checks.
 
-    usage: `include_usage`, for an event with usage at the end of a stream; `continuous_usage_stats`, for usage in each
-    event. timeline: for the timeline of each prompt in the usage, and for an event with usage at the end. returns_ids:
-    for ids of tokens; prompts are echoed for their ids. hides_prompt: for an answer without the text of that echo.
-    headers: of the answer; `x-baton-adapted` is added to them.
+    usage: `include_usage` adds an event with usage at the end of a stream, `continuous_usage_stats` adds usage to each
+    event. timeline: adds each prompt's timeline to the usage, and implies the last event. returns_ids: adds token ids;
+    prompts are echoed for their ids. hides_prompt: hides the text of that echo. headers: the answer's;
+    `x-baton-adapted` is added.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """Entries of the answer, at most. A prompt that is a text counts by its bytes."""
+        """An upper bound on the answer's entries; a text prompt counts a token a byte."""
         num_told = 0
         if self.options.get("echo"):
             lens = (len(one.encode(errors="replace") if isinstance(one, str) else one) for one in self.prompts)
@@ -113,7 +113,7 @@ class Generation:
 
     @property
     def hides_answer(self) -> bool:
-        """Whether only the prompt was asked for. The router makes a token at least."""
+        """Whether the client asked for the prompt alone; the router makes at least a token."""
         return bool(self.options.get("echo")) and not self.hides_prompt and self.options.get("max_tokens") == 0
 
     def told(self, completion: Completion) -> Completion:
@@ -130,7 +130,7 @@ class Generation:
         return self.options.get("n", 1)
 
     def _options(self, index: int) -> Options:
-        """Adds a request id: the client's for the first prompt, for others one that begins so and no client meets."""
+        """Adds a request id: the client's for the first prompt; for the others the same with a random suffix."""
         name = f"{self.request_id[:MAX_ID_START]}-{index}-{secrets.token_hex(8)}" if index else self.request_id
         least: Options = {"max_tokens": 1} if self.hides_answer else {}
         return {**self.options, **least, "request_id": name}
@@ -138,7 +138,7 @@ class Generation:
 
 @dataclass
 class ChoiceDraft:
-    """A choice of a whole answer in the making: its text, and lists of log-probabilities and of ids, as JSON."""
+    """A choice of an unfinished whole answer: its text, and lists of log-probabilities and ids, as JSON."""
 
     text: list[str] = field(default_factory=list)
     lists: dict[str, list[bytes]] = field(default_factory=dict)
@@ -154,14 +154,14 @@ class ChoiceDraft:
 
 
 def members(lists: Mapping[str, Sequence[bytes]]) -> list[bytes]:
-    """Writes lists as members of an object, each behind a comma."""
+    """Writes lists as members of an object, each after a comma."""
     return [piece for name, items in lists.items() for piece in (b', "%b": [' % name.encode(), *items, b"]")]
 
 
 async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, room: Share) -> list[bytes]:
-    """Returns the whole answer in pieces, and takes their bytes of `room` as they come.
+    """Returns the whole answer in pieces; takes their bytes from `room` as they come.
 
-    Raises BatonError; a prompt that fails ends the others.
+    Raises BatonError; a failed prompt ends the others.
     """
     dialect.begin(generation)
     drafts = [ChoiceDraft() for _ in range(len(generation.prompts) * generation.num_choices)]
@@ -176,7 +176,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
 
 
 def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> Streamed:
-    """Returns the answer as events, which may begin before a token once a worker is there for each prompt."""
+    """Returns the answer as events; the stream may begin before a token, once each prompt has a worker."""
     dialect.begin(generation)
     admitted = asyncio.Event()
 
@@ -203,7 +203,7 @@ async def _events(generation: Generation, dialect: Dialect, client: AsyncClient,
 
 
 async def _admitted(generation: Generation, streams: Sequence[AsyncStream]) -> list[int]:
-    """Waits until a worker is there for each prompt. Returns the lengths of the prompts.
+    """Waits until each prompt has a worker. Returns the lengths of the prompts.
 
     Adds the header `x-baton-adapted` if a chat was changed for its template.
     """
@@ -213,12 +213,12 @@ async def _admitted(generation: Generation, streams: Sequence[AsyncStream]) -> l
 
 
 def ids_of(chunk: Chunk) -> dict[str, list[int]]:
-    """Names the ids of a chunk as vLLM does."""
+    """Returns the token ids of a chunk under vLLM's names."""
     return {PROMPT_IDS if isinstance(chunk, PromptPart) else "token_ids": [*chunk.token_ids]}
 
 
 def _add(text: str, gained: tuple[Mapping[str, list[Any]], ...], drafts: Sequence[ChoiceDraft]) -> int:
-    """Appends text, log-probabilities and ids to choices, which share the JSON. Returns the bytes of memory."""
+    """Appends text, log-probabilities and ids to choices, which share the JSON. Returns the bytes of memory used."""
     lists, ids = ({name: json.dumps(one)[1:-1].encode() for name, one in each.items() if one} for each in gained)
     for draft in drafts:
         draft.text.append(text)
@@ -234,9 +234,9 @@ def _add(text: str, gained: tuple[Mapping[str, list[Any]], ...], drafts: Sequenc
 async def _slices(
     generation: Generation, streams: Sequence[AsyncStream]
 ) -> AsyncGenerator[tuple[Sequence[int], Chunk], None]:
-    """Yields chunks in slices, each with the numbers of its choices; a part of a prompt has all of its prompt's.
+    """Yields chunks in slices, each with the numbers of its choices; a part of a prompt has all choices' numbers.
 
-    The streams forget what came; other streams go on after each MAX_SLICE_ENTRIES. Raises BatonError.
+    The prompts' streams forget yielded chunks; other streams run after each MAX_SLICE_ENTRIES. Raises BatonError.
     """
     num_choices, num_made = generation.num_choices, 0
     async with aclosing(_gained(streams)) as gained:
@@ -258,7 +258,7 @@ async def _slices(
 
 
 def _cut(chunk: Chunk) -> Iterator[Chunk]:
-    """Yields a chunk in slices of MAX_SLICE_ENTRIES, or of a token; the first has its text."""
+    """Yields a chunk in slices of MAX_SLICE_ENTRIES, or of a token; the first slice has the text."""
     num_tokens = max(1, MAX_SLICE_ENTRIES // _entries_a_token(chunk))
     for start in range(0, max(1, len(chunk.logprobs)), num_tokens):
         logprobs = chunk.logprobs[start : start + num_tokens]

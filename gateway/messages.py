@@ -16,12 +16,12 @@ from wire.typed_reader import Misfit, Read, list_of, reader_of
 
 
 def turns(value: Any) -> list[dict[str, Any]]:
-    """Reads messages into turns: a message is one turn, and each result of a tool in it is another."""
+    """Reads messages into turns: a turn for the message, and a turn for each tool result in it."""
     return [turn for one in _READ_MESSAGES(value) for turn in one]
 
 
 def tool_choice(value: Any) -> dict[str, Any]:
-    """Reads the choice of tools as fields of chats."""
+    """Reads the tool choice into the fields of chats."""
     taken = _CHOICE(value)
     words: dict[str, Any] = {"any": "required", "tool": {"name": taken.get("name")}}
     chosen = words.get(taken["type"], taken["type"])
@@ -30,7 +30,7 @@ def tool_choice(value: Any) -> dict[str, Any]:
 
 
 def thinking(value: Any) -> dict[str, Any]:
-    """Reads settings of thinking; `variables` are the template's."""
+    """Reads settings of thinking. variables: the chat template's."""
     taken = _THINKING(value)
     return {
         **taken,
@@ -67,7 +67,7 @@ def _content(value: Any) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a turn of a block; of thinking that is not legible, nothing."""
+    """Makes a turn of a block; nothing of redacted thinking."""
     match block:
         case {"text": text}:
             return {"role": role, "content": text}
@@ -87,7 +87,7 @@ def _tool(value: Any) -> list[dict[str, Any]]:
 
 
 def _system(value: Any) -> str:
-    """Reads the system prompt. Leaves out the line of billing before it, which would rename all blocks behind it."""
+    """Reads the system prompt, without the billing line before it, which would change the names of all blocks."""
     whole: str = _texts(value)
     line = _BILLING_LINE.match(value if isinstance(value, str) else value[0]["text"])
     if line:
@@ -241,7 +241,7 @@ def _content_block(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Reads the arguments of a call; of one that was cut, nothing."""
+    """Reads the arguments of a call; empty if the call was cut."""
     try:
         return fields.arguments(arguments)
     except Misfit:
@@ -249,7 +249,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Describes usage; tokens of the prompt whose KV was found count apart."""
+    """Describes usage; cached prompt tokens count apart."""
     num_cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     num_thinking = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {

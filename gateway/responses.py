@@ -16,7 +16,7 @@ from wire.typed_reader import Read, list_of, reader_of
 
 
 def input_items(value: Any) -> list[dict[str, Any]]:
-    """Reads a text, or items, into turns: items of the assistant that follow one another are one."""
+    """Reads a text, or items, into turns; adjacent items of the assistant become one turn."""
     if isinstance(value, str):
         return [{"role": "user", "content": fields.text(value)}]
     return conversation.joined([turn for item in _READ_ITEMS(value) if (turn := _turn(item))], ("assistant",))
@@ -33,7 +33,7 @@ def _function(value: Any) -> list[dict[str, Any]]:
 
 
 def _namespace(value: Any) -> list[dict[str, Any]]:
-    """Reads the functions of a namespace, under the names that a model calls; the first is described by it, too."""
+    """Reads the functions of a namespace, under flat names; the first has the namespace's description, too."""
     taken = _NAMESPACE(value)
     tools: list[dict[str, Any]] = [tool for functions in taken["tools"] for tool in functions]
     for tool in tools:
@@ -45,13 +45,13 @@ def _namespace(value: Any) -> list[dict[str, Any]]:
 
 
 def _flat_name(named: Mapping[str, str]) -> str:
-    """Returns the name by which a model calls a function: of a namespace both names, in at most 64 letters."""
+    """Returns the name by which a model calls a namespace's function: both names, in at most 64 characters."""
     whole = "__".join(named[part] for part in ("namespace", "name") if part in named)
     return whole if len(whole) <= 64 else f"{whole[:55]}_{sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _turn(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a turn of an item; of reasoning without a legible text, nothing."""
+    """Makes a turn of an item; nothing of reasoning without text."""
     match item:
         case {"role": role}:
             return {"role": role, "content": item["content"]}
@@ -231,7 +231,7 @@ class ResponsesDialect(BlocksDialect):
         return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
 
     def _item(self, block: AnswerBlock) -> dict[str, Any]:
-        """Describes a block as it is now."""
+        """Describes a block in its present state."""
         named = {"id": f"{block.kind.value}_{self._generation.request_id}_{block.index}"}
         named["status"] = "incomplete" if block.is_cut else "completed"
         if block.kind is BlockKind.CALL:
@@ -243,7 +243,7 @@ class ResponsesDialect(BlocksDialect):
 
 
 def _echo(taken: Mapping[str, Any]) -> dict[str, Any]:
-    """Describes the settings of a request as its answer repeats them."""
+    """Describes the settings of a request that its answer repeats."""
     choice, tools = taken.get("tool_choice", "auto"), taken.get("tools", ())
     return {
         "created_at": int(time.time()),

@@ -1,8 +1,8 @@
-"""The rule for fields that a path does not read. Pure, but for the list of the request under way.
+"""The rule for fields that a path does not read. Pure, except for the list of the request under way.
 
-A field is refused only if leaving it out could change what its sender relies on: the shape or a constraint of the
-answer, its length, state that later turns name, its secrecy, its price. Every other one is left out, and named to its
-sender. The rule holds within objects, too; docs/api.md has its tables.
+A field is refused only if leaving it out could change what the client relies on: the answer's shape, constraints,
+length, secrecy or price, or state that later turns name. Other fields are left out, and the answer names them. The rule
+holds within objects, too; docs/api.md has its tables.
 """
 
 import json
@@ -15,13 +15,13 @@ from textwrap import shorten
 from wire.typed_reader import Misfit
 
 MAX_UNKNOWN = 16
-"""Bound on the names of a request that no table has: each is compared with known ones."""
+"""Bound on a request's names that no table has: each is compared with known names."""
 MAX_TOLD, MAX_TOLD_BYTES = 16, 256
 MAX_NAME_LEN = 32
 
 
 class LeftOut:
-    """The fields of one request that are left out: `names` of TOLD, and "other" for all that no table has."""
+    """The left-out fields of a request: `names` from TOLD, and "other" for fields that no table has."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -36,24 +36,24 @@ class LeftOut:
         self.names[name if name in TOLD else "other"] = None
 
     def headers(self, sent: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-        """Lists the header that names the fields, at most MAX_TOLD of them. sent: the client's names."""
+        """Lists the header with the fields' names, at most MAX_TOLD. sent: the client's names."""
         names = ", ".join([sent.get(name, name) for name in self.names][:MAX_TOLD])
         return [(b"x-baton-ignored", shorten(names, MAX_TOLD_BYTES, placeholder="").rstrip(",").encode())] * bool(names)
 
 
 UNDER_WAY: ContextVar[LeftOut | None] = ContextVar("fields left out", default=None)
-"""The list of the request that this task reads."""
+"""The left-out fields of the request that this task reads."""
 
 
 def leave_out(name: str) -> None:
-    """Notes that the request under way goes on without a field. Raises Misfit for too many unknown ones."""
+    """Notes a left-out field of the request under way. Raises Misfit for too many unknown fields."""
     (UNDER_WAY.get() or LeftOut()).add(name)
 
 
 def pass_over(name: str, known: frozenset[str], value: object) -> None:
-    """Leaves out a field that is not one of the known ones. Raises Misfit if the answer would be another.
+    """Leaves out an unknown field. Raises Misfit if leaving it out would change the answer.
 
-    Values that ask for nothing are not noted: an empty list, object or text, and the values of ONLY.
+    Does not note values that ask for nothing: an empty list, object or text, and the values of ONLY.
     """
     idle = ONLY.get(name, ())
     if value in ([], {}, "") or any(value == one and (type(value) is bool) == (type(one) is bool) for one in idle):
@@ -68,14 +68,14 @@ def pass_over(name: str, known: frozenset[str], value: object) -> None:
 
 @lru_cache(1024)
 def _nearest(name: str, known: frozenset[str]) -> str:
-    """Returns the known name that is within two letters of a name, of 4 or 5 letters within one; "" if none is."""
+    """Returns the known name within edit distance 2 of a name (1 for names of 4 or 5 letters), or ""."""
     bounds = {one: (len(one) >= 4) + (len(one) >= 6) for one in sorted(known)}
     fit = {one: edits for one, edits in bounds.items() if abs(len(one) - len(name)) <= edits}
     return next((one for one, edits in fit.items() if _is_near(name, one, edits)), "")
 
 
 def _is_near(name: str, other: str, edits: int) -> bool:
-    """Whether a name becomes the other one by so many letters left out, added or changed."""
+    """Whether two names are within an edit distance."""
     shared = len(commonprefix((name, other)))  # noqa: RUF071  # letters, not folders
     name, other = name[shared:], other[shared:]
     steps = ((name[1:], other), (name, other[1:]), (name[1:], other[1:]))
@@ -147,7 +147,7 @@ ONLY: Mapping[str, Sequence[object]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-"""Fields that are not offered, with the values that ask for nothing."""
+"""Unsupported fields, with the values that ask for nothing."""
 _WHY: Mapping[str, Sequence[str]] = {
     "a function of a tool has it, beside its parameters": ("strict",),
     "a function's schema is parameters": ("input_schema", "inputSchema"),
@@ -216,7 +216,7 @@ _WHY: Mapping[str, Sequence[str]] = {
         "top_logprobs",
     ),
 }
-"""Fields that would change the answer and that are not offered, by a clause that says why, or the way out."""
+"""Unsupported fields that would change the answer, by a clause with the reason or the way out."""
 REFUSED = {name: why for why, names in _WHY.items() for name in names}
 IGNORED = frozenset(
     (
@@ -247,9 +247,9 @@ SERVICES = frozenset(
         "web_search_preview",
     )
 )
-"""Kinds of tools that a service beside the model runs, as none does here; they are left out by their names."""
+"""Kinds of tools that a hosted service would run; Baton has none and leaves them out, by name."""
 PROGRAMS_OWN = frozenset(("custom", "local_shell"))
-"""Kinds of tools that agent programs send to /v1/responses, beside functions, and run: no template can ask for them."""
+"""Kinds of tools besides functions that agent programs send to /v1/responses and run; no template can call them."""
 BILLING = "x-anthropic-billing-header"
 TOLD = IGNORED | SERVICES | PROGRAMS_OWN | {"schema.format", "thinking_token_budget", BILLING}
-"""Names by which fields that are left out are told and counted: the further ones where a path reads them in vain."""
+"""Names for left-out fields in headers and counts; a path reads the last three, but in vain."""

@@ -1,4 +1,4 @@
-"""A server of HTTP/1.1 for the gateway and the router's metrics: asyncio's transports, httptools' parser, ASGI's form.
+"""An HTTP/1.1 server for the gateway and the router's metrics: asyncio's transports, httptools' parser, ASGI's form.
 
 ```
 bytes ──▶ request_reader ──▶ connection ──▶ answer ──ASGI──▶ application
@@ -7,7 +7,7 @@ bytes ──▶ request_reader ──▶ connection ──▶ answer ──ASGI�
 ```
 
 - `server`: a port, from start to stop, with limits on its connections and on the heads of an iteration.
-- `connection`: requests one after another; the good ones are answered before a fault behind them is.
+- `connection`: requests one after another; good requests are answered before a fault after them.
 - `request_reader`: bytes to requests, with bounds on heads, trailers and lines; `answer`: one request under way.
 - `errors`: each error as status and OpenAI's envelope.
 """

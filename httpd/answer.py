@@ -1,4 +1,4 @@
-"""The answer to one request, as ASGI passes it, in the framing that the request's version knows."""
+"""The answer to one request, from ASGI's messages, in the framing of the request's version."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from httpd.request_reader import Incoming, RequestReader
 
 Message = MutableMapping[str, Any]
 CLIENT_CLOSED = 499
-"""The status of a request that its client, or an operator, has ended: HTTP has no number for it."""
+"""The status of a request that its client or an operator has ended: HTTP has no number for it."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = (b"connection", b"close")
 
@@ -20,7 +20,7 @@ _CLOSE = (b"connection", b"close")
 class Response:
     """A request under way. `is_last`: the connection closes after it.
 
-    write: sends bytes, and waits while the client is behind. read_on: is called when a part of the body was taken.
+    write: sends bytes, and waits for a slow client. read_on: called when a part of the body was taken.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Response:
         self._head = b""
 
     def wake(self) -> None:
-        """Lets `receive` look again: bytes have come, or will not."""
+        """Wakes `receive`: bytes have come, or no more will."""
         self._news.set()
 
     def lose(self) -> None:
@@ -67,7 +67,7 @@ class Response:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Sends on; the head goes with the first piece of the body."""
+        """Sends ASGI's message; the head goes with the first piece of the body."""
         if self.is_lost:
             return
         if message["type"] == "http.response.start":
@@ -81,7 +81,7 @@ class Response:
             self._news.set()
 
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Writes the head. A connection whose request has not come whole is not used again."""
+        """Writes the head. The connection closes if the request is not whole."""
         self.has_begun = True
         lines = [one for one in headers if one != _CLOSE]
         self.is_last = self.is_last or not self.incoming.is_whole or len(lines) < len(headers)
@@ -103,7 +103,7 @@ class Response:
 
 
 def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Writes the head of an answer, with the time of day."""
+    """Writes the head of an answer, with the date."""
     phrase = "Client Closed Request" if status == CLIENT_CLOSED else HTTPStatus(status).phrase
     first = b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, phrase.encode(), _date(int(time.time())))
     return b"".join([first, *(b"%b: %b\r\n" % one for one in headers), b"\r\n"])

@@ -1,4 +1,4 @@
-"""A client's connection: requests in, one answer after another out, and a bound on each wait between them."""
+"""A client's connection: requests in, answers out one after another, and a bound on each wait."""
 
 import asyncio
 import logging
@@ -20,13 +20,13 @@ MAX_HEAD_S = 10.0
 MAX_IDLE_S = 30.0
 """Bound on the idle time after an answer."""
 MAX_STALL_S = 30.0
-"""Bound on the time in which a client reads a piece of an answer."""
+"""Bound on the time that a client takes to read a piece of an answer."""
 PROBE_EVERY_S = 1.0
-"""Interval of probes while nothing is read, so that no end of a connection is seen."""
+"""Interval of probes while nothing is read: only they show then that the client is gone."""
 PIECE_BYTES = 64 << 10
 """Size of a write."""
 MAX_HEADS_AN_ITERATION = 4
-"""Bound on requests that begin in one iteration of the event loop: streams go on between two iterations of a burst."""
+"""Bound on requests that begin in one iteration of the event loop, so that a burst does not stop streams."""
 MAX_BODY_BYTES = 64 << 10
 """Bound on buffered bodies; further bytes wait in the kernel."""
 
@@ -62,7 +62,7 @@ class HeadBudget:
 class Connection(asyncio.BufferedProtocol):
     """A connection of a port. Without a request under way it ends at its deadline, even if bytes arrive.
 
-    Only the beginning of a head moves the deadline. Requests behind one that is under way wait in the reader.
+    Only the beginning of a head moves the deadline. Later requests wait in the reader while one is under way.
     """
 
     def __init__(self, port: "Port") -> None:
@@ -99,7 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._port.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Reads bytes. A new request waits for a place in an iteration; bytes behind it wait in the kernel."""
+        """Reads bytes. A new request waits for a place in an iteration; bytes after it wait in the kernel."""
         data = bytes(self._port.buffer[:nbytes])
         if self._answer is not None or self._has_ended or self._port.heads.take():
             self._read(data)
@@ -169,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _go_on(self) -> None:
-        """Begins the next request; without one, answers with the fault of the bytes behind the last, or waits."""
+        """Begins the next request; if there is none, answers with the fault of the bytes after the last, or waits."""
         if self._reader.waiting:
             self._begin(self._reader.waiting.popleft())
         elif self._reader.fault is not None:
@@ -206,7 +206,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_reading()
 
     async def _write(self, data: bytes) -> None:
-        """Sends in pieces, each once the buffer of the transport has room."""
+        """Sends in pieces, each when the transport's buffer has room."""
         for start in range(0, len(data), PIECE_BYTES):
             if self._has_ended:
                 return
@@ -214,7 +214,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._writable.wait()
 
     def _probe(self) -> None:
-        """Sends a response that clients skip, while nothing is read: the kernel of a lost client resets."""
+        """Sends a response that clients skip, while nothing is read: a lost client's kernel answers with a reset."""
         is_deaf = self._has_eof or self._reader.num_body_bytes > MAX_BODY_BYTES
         if self._answer is not None and self._writable.is_set() and is_deaf:
             if not self._answer.has_begun and self._answer.incoming.scope["http_version"] != "1.0":
@@ -237,13 +237,13 @@ class Connection(asyncio.BufferedProtocol):
         self._end()
 
     def _say(self, error: HttpError) -> None:
-        """Answers without the application."""
+        """Sends an answer without calling the application."""
         body = envelope(error)
         lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers(error)]
         self._transport.write(head_of(error.status.http, [*lines, (b"connection", b"close")]) + body)
 
     def _end(self) -> None:
-        """Closes the writing half, and discards input until the client closes: else it might lose the last answer."""
+        """Closes the writing half, and discards input until the client closes, lest it lose the last answer."""
         self._has_ended = True
         if self._has_eof or not self._transport.can_write_eof():
             self._close()

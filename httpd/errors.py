@@ -29,7 +29,7 @@ _CODES: dict[type[BatonError], str] = {
 
 
 class HttpError(BatonError):
-    """A fault of HTTP: path, method, type, size or time. The connection of one whose body was not read is closed."""
+    """A fault of HTTP: path, method, type, size or time. The connection closes if the request's body was not read."""
 
     def __init__(self, status: HTTPStatus, message: str, **ids: str) -> None:
         super().__init__(message, **ids)
@@ -56,7 +56,7 @@ def describe(error: BatonError) -> dict[str, str | None]:
 
 
 def message_of(error: BatonError, words: Callable[[Lengths], str]) -> str:
-    """Writes the message of an error. words: the dialect's own for a context that is too short, put before ours."""
+    """Writes the message of an error. words: the dialect's text about a context that is too short, put before ours."""
     lengths = error.lengths if isinstance(error, ContextLengthExceeded) else None
     return error.message if lengths is None else words(lengths) + error.message
 

@@ -1,4 +1,4 @@
-"""Requests out of the bytes of a connection, up to the first fault: httptools' parser, with bounds."""
+"""The reader of a connection's requests, up to the first fault: httptools' parser, with bounds."""
 
 import re
 from collections import deque
@@ -13,7 +13,7 @@ from httpd.errors import HttpError
 from wire.errors import reached
 
 MAX_PIPELINED = 16
-"""Requests of one connection that wait for the answer to another."""
+"""Bound on the requests of one connection that wait while another is answered."""
 MAX_HEAD_BYTES = 16 << 10
 """Bound on a head, on trailers, and on each line between chunks."""
 MAX_HEADERS = 100
@@ -24,7 +24,7 @@ Scope = MutableMapping[str, Any]
 
 @dataclass
 class Incoming:
-    """A request as it comes: ASGI's scope, and what has come of its body and was not taken.
+    """A request as it comes: ASGI's scope, and received bytes of its body that were not taken yet.
 
     is_last: the connection closes after its answer. is_wanted: its body is kept.
     """
@@ -38,13 +38,13 @@ class Incoming:
 
 
 class RequestReader:
-    """Reader of requests. `waiting` has the requests that were not begun; `fault` is of the bytes behind them.
+    """A reader of requests. `waiting` has the requests that have not begun; `fault`: the error in the bytes after them.
 
-    A request that the fault cuts off leaves `waiting`; one that was begun before never becomes whole.
+    A request that the fault cuts off leaves `waiting`; if it has begun, it never becomes whole.
     """
 
     def __init__(self, hosts: Collection[str] | None) -> None:
-        """hosts: that a request may name, without ports and in lower case; None for any."""
+        """hosts: names that a request may give, without ports and in lower case; None for any."""
         self.waiting: deque[Incoming] = deque()
         self.fault: HttpError | None = None
         self.is_in_head = False
@@ -56,7 +56,7 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes) -> None:
-        """Reads on; bytes behind a fault, and behind a request that is the last, are passed over."""
+        """Parses further bytes; skips bytes after a fault, and after the connection's last request."""
         if self.fault is not None or self._is_over:
             return
         self._num_open_bytes += len(data)
@@ -69,28 +69,28 @@ class RequestReader:
             self._end(_too_long())
 
     def feed_eof(self) -> None:
-        """Ends the bytes: an unfinished head or body is a fault then."""
+        """Ends the bytes: an unfinished head or body is a fault."""
         if self.is_in_head or self._incoming is not None:
             self._end(_fault(_BAD))
 
     def close(self) -> None:
-        """Lets go of the parser, which refers back: a flood of connections leaves no cycles to collect."""
+        """Drops the parser, which refers back: so connections leave no reference cycles to collect."""
         del self._parser
 
     def take_body(self, incoming: Incoming) -> bytes:
-        """Returns what has come of a body since it was last taken."""
+        """Returns the bytes of a body received since the last call."""
         body = bytes(incoming.body)
         incoming.body.clear()
         self.num_body_bytes -= len(body)
         return body
 
     def drop_body(self, incoming: Incoming) -> None:
-        """Keeps nothing of a body, now and later."""
+        """Discards a body: received bytes and later ones."""
         self.take_body(incoming)
         incoming.is_wanted = False
 
     def _parse(self, data: bytes) -> None:
-        """Stays with HTTP/1.1 where a client offers another protocol: reads the head again, without the offer."""
+        """Parses bytes. A head that offers another protocol is parsed again without the offer."""
         while data:
             try:
                 self._parser.feed_data(data)
@@ -116,7 +116,7 @@ class RequestReader:
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header, or a trailer: both are counted together."""
+        """Takes a header or a trailer; both count against one bound."""
         self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
 
@@ -161,13 +161,13 @@ class RequestReader:
             self._num_open_bytes = 0
 
     def _plain_head(self) -> bytes:
-        """Writes the head as it came, but for the offer of another protocol."""
+        """Writes the received head without the offer of another protocol."""
         lines = [b"%s %s HTTP/%s" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self._headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
     def _require_host(self, headers: list[tuple[bytes, bytes]], version: str) -> None:
-        """Refuses a request of no host, of several, or of one that is not known; HTTP/1.0 needs none."""
+        """Refuses a request without a host, with several, or with an unknown host; HTTP/1.0 needs no host."""
         given = [value for name, value in headers if name == b"host"]
         if not given and version == "1.0":
             return
@@ -182,7 +182,7 @@ class RequestReader:
 
 
 def _fault(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> HttpError:
-    """Makes a new error each time: one that is raised again and again would keep all its tracebacks."""
+    """Makes a new error each time: an error raised repeatedly would collect tracebacks."""
     return HttpError(status, message)
 
 

@@ -1,4 +1,4 @@
-"""A server of HTTP/1.1 on one port, for an application of ASGI's form; its connections, and bounds on them."""
+"""An HTTP/1.1 server on one port, for an ASGI application; its connections, and bounds on them."""
 
 import asyncio
 import socket
@@ -18,21 +18,21 @@ from wire.trust.certificates import Certificates
 
 MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
-"""Bound per address of a client, loopback excepted: a proxy there speaks for many clients."""
+"""Bound on a client address's connections, except for loopback, where a proxy may serve many clients."""
 LOOPBACK = ("127.0.0.1", "::1")
 READ_BYTES = 16 << 10
-"""Size of a read. asyncio's own 256 KiB would stay in memory for each connection that waits."""
+"""Size of a read. asyncio's own 256 KiB would stay in memory for each waiting connection."""
 STOP_GRACE_S = 1.0
 BACKLOG = 1024
 MAX_ACCEPTED = 16
-"""Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
+"""Connections accepted at a time: asyncio would accept its whole backlog while streams wait."""
 _KERNELS_BOUNDS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(MAX_IDLE_S)),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(MAX_HEAD_S)),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MAX_STALL_S)),
 )
-"""For a client that vanished without a word: the kernel ends what it does not acknowledge."""
+"""Socket options by which the kernel ends the connection of a client that vanished without a word."""
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -40,9 +40,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Port:
-    """A port's application and open connections. All of them read into one buffer, and keep a copy of what came.
+    """A port's application and open connections. All connections read into one buffer and copy the bytes.
 
-    hosts: that a request may name, without ports and in lower case; None for any.
+    hosts: names that a request may give, without ports and in lower case; None for any.
     """
 
     def __init__(self, app: App, hosts: Collection[str] | None) -> None:
@@ -51,13 +51,13 @@ class Port:
         self.heads = HeadBudget()
         self.buffer = memoryview(bytearray(READ_BYTES))
         self.connections: dict[Connection, ExitStack] = {}
-        """Each with its units of limits."""
+        """Open connections, each with the units of limits that it holds."""
         self.tasks: set[asyncio.Task[None]] = set()
         self._open = Limit(MAX_CONNECTIONS, "connections are open")
         self._by_address: dict[str, Limit] = {}
 
     def admit(self, connection: Connection, address: str) -> None:
-        """Adds a connection. Raises HttpError if it exceeds a limit; it is in `connections` until `discard`, too."""
+        """Adds a connection; it stays in `connections` until `discard`. Raises HttpError if it exceeds a limit."""
         taken = self.connections[connection] = ExitStack()
         try:
             if address not in LOOPBACK:
@@ -81,9 +81,9 @@ class Port:
 
 
 class HttpServer:
-    """Serves an application on one port, from `start` to `stop`. Belongs to the running event loop.
+    """A server of an application on one port, from `start` to `stop`. Belongs to the running event loop.
 
-    hosts: of `Port`. tls: None for none.
+    hosts: see `Port`. tls: None for no TLS.
     """
 
     def __init__(self, app: App, hosts: Collection[str] | None = None, tls: Certificates | None = None) -> None:
@@ -98,7 +98,7 @@ class HttpServer:
         return await self._serve(listener)
 
     async def join(self, host: str, port: int) -> str:
-        """Serves at the port of other servers of this user, living or dead: each new connection comes to one of them.
+        """Serves at a port shared with other servers of this user: the kernel gives each new connection to one of them.
 
         Returns the address. Raises ConfigError if another program has the port.
         """

@@ -1,1 +1,1 @@
-"""A decoder's operations: in C++ on a CPU, in Triton beside torch's products on a GPU, in torch as their oracle."""
+"""A decoder's operations: C++ on a CPU, Triton and torch's products on a GPU, and plain torch as their oracle."""

@@ -1,4 +1,4 @@
-"""The differences between kinds of accelerators: their kernels, graphs and pinned memory.
+"""Kinds of accelerators, as far as they differ: kernels, graphs and pinned memory.
 
 The rest of a device's code uses torch.Stream, torch.Event and torch.accelerator. A new kind is a row of ACCELERATORS.
 """
@@ -25,7 +25,7 @@ class Graph(Protocol):
     """Kernel launches that are captured once and replayed as one launch."""
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Calls `work` and captures its launches, which do not run. Raises RuntimeError where the device cannot."""
+        """Calls `work` and captures its launches, which do not run. Raises RuntimeError if the capture fails."""
         ...
 
     def replay(self) -> None:
@@ -39,18 +39,18 @@ class Accelerator(Protocol):
     def backend(self) -> Backend:
         """Makes the backend of kernels for such devices.
 
-        Raises ImportError without its packages, NoKernels where what it compiles cannot be kept.
+        Raises ImportError if packages are missing, NoKernels if compiled kernels cannot be stored.
         """
         ...
 
     def graph(self, device: torch.device) -> Graph: ...
 
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
-        """Returns why the device's kernels cannot keep KV in a dtype of wire.layout.KV_DTYPES, else None."""
+        """Returns the reason why the device's kernels cannot keep KV in a dtype of wire.layout.KV_DTYPES, else None."""
         ...
 
     def pin(self, address: int, num_bytes: int) -> str | None:
-        """Pins host memory for DMA by all such devices; returns the error where that fails, else None."""
+        """Pins host memory for DMA by all such devices; returns the error if that fails, else None."""
         ...
 
     def unpin(self, address: int) -> None:
@@ -101,10 +101,10 @@ class Cuda:
 
 
 class GraphMemory:
-    """The memory pool of a device's living graphs, and the stream that they are captured on.
+    """The memory pool of a device's graphs, and the stream that they are captured on.
 
-    Each one's results are read before the next one runs. Torch captures into no pool that all graphs have left while a
-    tensor in it lives: the next graphs have another.
+    A graph's results are read before the next graph runs. Torch refuses to capture into a pool that lost all graphs
+    while a tensor in it lives; the next graphs then get a new pool.
     """
 
     _of_devices: ClassVar[WeakValueDictionary[torch.device, "GraphMemory"]] = WeakValueDictionary()
@@ -115,18 +115,18 @@ class GraphMemory:
 
     @classmethod
     def shared(cls, device: torch.device) -> "GraphMemory":
-        """Returns the pool of a device's living graphs, a new one where there are none."""
+        """Returns the pool of a device's graphs; makes a pool if there are no graphs."""
         memory = cls._of_devices.get(device) or cls(device)
         return cls._of_devices.setdefault(device, memory)
 
     @classmethod
     def leave(cls, device: torch.device) -> None:
-        """Gives a device's next graphs another pool."""
+        """Gives a device's next graphs a new pool."""
         cls._of_devices.pop(device, None)
 
 
 class CudaGraph:
-    """A CUDA graph, in the memory pool that all graphs of a device share: one runs at a time."""
+    """A CUDA graph, in the memory pool that all graphs of a device share, so that only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -134,7 +134,7 @@ class CudaGraph:
         self._memory: GraphMemory | None = None
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Captures on the graph's own device, made current for it: launches on any other would run at once."""
+        """Captures on the graph's own device, made current meanwhile: launches on other devices would run at once."""
         memory, own = GraphMemory.shared(self._device), torch.cuda.current_stream(self._device)
         graph = torch.cuda.graph(self._graph, memory.handle, memory.stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device):
@@ -150,10 +150,10 @@ class CudaGraph:
         self._graph.replay()
 
     def _end_capture(self, memory: GraphMemory) -> None:
-        """Ends what torch leaves open when a capture fails: allocations to the pool, then the generator's own capture.
+        """Ends what torch leaves open when a capture fails: allocation from the pool, and the generator's capture.
 
-        Pinned memory would still be allocated to the pool, so that no other graph can be captured into it. No function
-        resets the generator, which refuses all draws; a capture that succeeds does.
+        Else pinned memory would still come from the pool, and no other graph could be captured into it. The generator,
+        which refuses all draws, has no reset, but a capture that succeeds resets it.
         """
         GraphMemory.leave(self._device)
         with suppress(RuntimeError):  # where the capture had not begun, or had ended
@@ -175,6 +175,6 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def present_accelerator() -> Accelerator | None:
-    """Returns the kind of this machine's devices; None without one that can be used."""
+    """Returns the kind of this machine's devices; None if no device can be used."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else ACCELERATORS.get(device.type)

@@ -11,14 +11,14 @@ from torch import Tensor
 from kernels.quantized.matrix import Quantized
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Dtypes of quantized pages with a code in each item; int4 has two in a uint8."""
+"""Quantized dtypes with one code an item, with their largest code; int4 has two codes in a uint8."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [columns, depth] in the layout of one backend; no other can read `data`.
+    """A matrix [columns, depth] in the layout of one backend; no other backend can read `data`.
 
-    dtype: of the rows that it multiplies; data has it too, or is uint8: codes with their scales.
+    dtype: the dtype of the rows that it multiplies, and of data, unless that is uint8: codes with their scales.
     """
 
     data: Tensor
@@ -29,7 +29,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a row of queries, keys and values, and the norms of a query's and a key's head: both or neither."""
+    """The heads of a row of queries, keys and values, and the norms of query and key heads: both or neither."""
 
     num_queries: int
     num_kv: int
@@ -44,7 +44,7 @@ class Angles:
     """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]. Raises ValueError for others.
 
     A model with several rotary embeddings has their columns side by side. turns: the angles by which a row's query is
-    turned back before it meets sinks behind its window.
+    rotated back before it meets sinks outside its window.
     """
 
     cosines: Tensor
@@ -68,11 +68,11 @@ class Angles:
 
 @dataclass(frozen=True)
 class Int4:
-    """The parts of KV in int4 beside codes and the scales of values, of all layers of a model or of one.
+    """The parts of KV in int4 besides codes and the scales of values, for all layers of a model or for one.
 
-    key_scales: of channels, bfloat16 [num_pages, num_layers, num_kv_heads, head_dim]. open: blocks that are not full,
-    in the compute dtype, [num_open, num_layers, 2, num_kv_heads, block_size, head_dim]. page_to_open: int32
-    [num_pages], the place in `open` of a page that has one.
+    key_scales: a scale for each channel, bfloat16 [num_pages, num_layers, num_kv_heads, head_dim]. open: blocks that
+    are not full, in the compute dtype, [num_open, num_layers, 2, num_kv_heads, block_size, head_dim]. page_to_open:
+    int32 [num_pages], the place in `open` of a page's open block.
     """
 
     key_scales: Tensor
@@ -86,12 +86,13 @@ class Int4:
 
 @dataclass(frozen=True)
 class KVPages:
-    """KV in pages, of all layers of a model or of one.
+    """KV in pages, for all layers of a model or for one.
 
-    data: [num_pages, num_layers, 2, num_kv_heads, block_size, head_dim], of one layer without num_layers; each head's
-    block is contiguous; of the compute dtype, or codes: int8, float8_e4m3fn, or uint8 with two of int4 in each item, of
-    the first half of a head and of the second. scales: of codes, bfloat16 like data without head_dim, and as many bytes
-    apart; of int4's values alone, without the 2. int4: where data is that. Raises ValueError for other dtypes.
+    data: [num_pages, num_layers, 2, num_kv_heads, block_size, head_dim], for one layer without num_layers; each head's
+    block is contiguous. Its dtype is the compute dtype, or that of codes: int8, float8_e4m3fn, or uint8 with two int4
+    codes an item, from a head's first and second half. scales: bfloat16, shaped like data without head_dim, with data's
+    strides in bytes; for int4 values alone have them, and the 2 is missing. int4: None for other dtypes. Raises
+    ValueError for unknown dtypes.
     """
 
     data: Tensor
@@ -116,8 +117,8 @@ class KVPages:
 class Tables:
     """The block tables of a batch, and the rows of its sequences; the first `num_decodes` have one row each.
 
-    block_tables: int32 [S, N], pages; context_lens: int32 [S], the batch's own tokens included; cu_query_lens: int32
-    [S + 1], where each sequence's rows start. turns: of `Angles`, for variants with num_sinks.
+    block_tables: int32 [S, N], pages; context_lens: int32 [S], the batch's own tokens included; cu_query_lens: int32 [S
+    + 1], the first row of each sequence. turns: `Angles.turns`, for variants with num_sinks.
     """
 
     block_tables: Tensor
@@ -129,7 +130,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Scores:
-    """Changes of scores between their scale and their softmax.
+    """Changes of scores between scaling and softmax.
 
     soft_cap: a score becomes soft_cap * tanh(score / soft_cap), as in Gemma 2 (arXiv 2408.00118). sinks: float32
     [num_queries], a learned score of each query head that joins its softmax without a value, as in gpt-oss (arXiv
@@ -142,10 +143,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """The attention of one layer: which keys a row sees, and how its softmax takes their products.
+    """The attention of one layer: the keys that a row sees, and the changes of scores before the softmax.
 
-    scale: of a product of query and key. window: tokens that a row sees, itself included; None for all. num_sinks: of a
-    variant with a window, first tokens that a row sees beside it (StreamingLLM, arXiv 2309.17453).
+    scale: a factor of query times key. window: tokens that a row sees, itself included; None for all. num_sinks: first
+    tokens that a row sees besides its window (StreamingLLM, arXiv 2309.17453).
     """
 
     scale: float
@@ -162,19 +163,19 @@ class Activation(Enum):
 
 
 class Program(Protocol):
-    """Operations that were recorded."""
+    """Recorded operations."""
 
     def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
-        """Does them all, on the first rows and sequences of the tensors that they were recorded with."""
+        """Runs all operations, on the first rows and sequences of the tensors that they were recorded with."""
 
 
 class Backend(Protocol):
-    """The operations of a decoder. Rows are tokens; each operation gives a row the same whatever rows are beside it.
+    """The operations of a decoder. Rows are tokens; no operation's result for a row depends on other rows.
 
-    Results go to `out` where it is given, which may be `residual`, else to a new tensor; either is returned.
+    Results go to `out`, which may be `residual`, or else to a new tensor, and are returned.
 
-    `version` is part of the model fingerprint: it changes whenever the numbers may, so that KV of other kernels is
-    never mistaken for that of these. On a GPU, products with plain weights depend in the last bits on the rows beside.
+    `version` is part of the model fingerprint: it changes whenever the numbers may, so that no worker reads KV of other
+    kernels. Exception: on a GPU the last bits of products with plain weights depend on the other rows.
     """
 
     @property
@@ -184,13 +185,13 @@ class Backend(Protocol):
     def version(self) -> str: ...
 
     def record(self) -> "Recorder | None":
-        """Begins a recording: a backend of its own, that wants every `out`. None where there are no recordings."""
+        """Begins a recording: returns a backend whose operations require `out`; None if it has no recordings."""
 
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout; on the device `meta` only its size."""
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
-        """Copies matrices of one depth, one behind the other, with the products of `dequantize` in a dtype."""
+        """Copies matrices of one depth, joined along the columns; a product has the bits of `dequantize` in a dtype."""
 
     def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Returns the rows `token_ids` int64 [T] of a table, times `scale`, [T, depth]."""
@@ -225,11 +226,11 @@ class Backend(Protocol):
     ) -> Tensor:
         """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
 
-        Pages of codes get them quantized, as `kernels.reference.quantize` says; int4 is quantized block by block, as
-        `kernels.reference.close_blocks` says.
+        For pages of codes it quantizes, as `kernels.reference.quantize` does; for int4 block by block, as
+        `kernels.reference.close_blocks` does.
 
-        qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; pages: one
-        layer; slot_mapping: as in `kernels.reference.write_kv`. Returns queries [T, num_queries, size], perhaps a view.
+        qkv: [T, (num_queries + 2 * num_kv) * size], may be modified; angles: T rows; pages: one layer; slot_mapping:
+        see `kernels.reference.write_kv`. Returns queries [T, num_queries, size], perhaps a view.
         """
 
     def attend(
@@ -240,7 +241,7 @@ class Backend(Protocol):
         variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` says; returns their shape."""
+        """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` does; keeps the shape."""
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Returns activation(first half) * second half of rows [T, 2 * columns]."""
@@ -250,7 +251,7 @@ class Backend(Protocol):
 
 
 class StepTensors(Protocol):
-    """The tensors of a step, as in engine.model.batch."""
+    """The tensors of a step, with the fields of engine.model.batch."""
 
     @property
     def token_ids(self) -> Tensor: ...
@@ -272,13 +273,13 @@ class StepTensors(Protocol):
 
 
 class Recorder(Backend, Protocol):
-    """A backend that notes its operations and does none; it has two that others need not have."""
+    """A backend that records its operations and runs none; `pick` and `advance` are its own."""
 
     def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
         """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
 
     def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
-        """Makes a batch, in place, that of the likeliest token after each sequence; logits are of all its rows."""
+        """Turns a batch, in place, into that of the likeliest next tokens. logits: a row for each row of the batch."""
 
     def finish(self) -> Program:
-        """Makes a program of the operations so far."""
+        """Makes a program of the recorded operations."""

@@ -1,4 +1,4 @@
-"""Pages of int4 in Triton: full blocks are quantized into them, and attention reads tiles of them."""
+"""Pages of int4 in Triton: the kernel that quantizes full blocks, and the tiles that attention reads."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import triton
@@ -12,7 +12,7 @@ LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 @triton.jit
 def quantize(numbers, scales):
-    """Rounds numbers to codes, 8 above each, ties to even; the scales are as wide."""
+    """Rounds numbers / scales to the nearest code, ties to even, plus 8; scales have the numbers' shape."""
     divided = tl.div_rn(numbers, tl.where(scales == 0.0, 1.0, scales))
     kept = tl.minimum(tl.maximum(divided, -8.0), 7.0)
     # A float of this size has no place for a fraction.
@@ -21,13 +21,13 @@ def quantize(numbers, scales):
 
 @triton.jit
 def flaws(numbers):
-    """Makes NaN of infinity and NaN, and 0 of numbers."""
+    """Maps infinity and NaN to NaN, and finite numbers to 0."""
     return tl.where(tl.abs(numbers) < float("inf"), 0.0, float("nan"))
 
 
 @triton.jit
 def scale_of(most, most_negated, flaw):
-    """Makes the scale by which the number of the largest magnitude has the code -8."""
+    """Computes the scale that maps the number of the largest magnitude to the code -8."""
     return (tl.where(most > most_negated, most, -most_negated) * -0.125 + flaw).to(tl.bfloat16)
 
 

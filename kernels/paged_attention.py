@@ -1,10 +1,10 @@
-"""Paged attention in Triton: the query rows of a batch against the pages of their sequences, in one kernel.
+"""Paged attention in Triton: a batch's query rows over the pages of their sequences, in one kernel.
 
 Rows are tokens times the query heads of one KV head, so that a tile of keys and values is read once for all of them.
 Chunks of prompts have tiles of many tokens; decoding rows have one token a tile, and their visible tokens are cut into
-splits that run in parallel and are merged by their log-sum-exp, so that one long sequence fills a GPU. The cut follows
-from the row's own length, so a row has the same bits in any batch, and a chunk's row in any chunk. Sources: T. Dao,
-"FlashAttention-2", arXiv 2307.08691; T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding", 2023.
+splits that run in parallel and are merged by their log-sum-exp, so that one long sequence fills a GPU. The splits
+depend on the row's own length alone, so a row has the same bits in any batch, and a chunk's row in any chunk. Sources:
+T. Dao, "FlashAttention-2", arXiv 2307.08691; T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding", 2023.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -26,7 +26,7 @@ FUSING = {"enable_fp_fusion": True}
 
 @triton.jit
 def find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS: tl.constexpr):
-    """Finds the sequence whose tiles a program is among; each may have two tiles that are not full."""
+    """Finds the sequence that a program's tile belongs to; a sequence may have two tiles that are not full."""
     low, high = first_seq, end_seq
     first_row = tl.load(cu_query_lens_ptr + first_seq)
     while high - low > 1:
@@ -41,7 +41,7 @@ def find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS: tl.con
 
 @triton.jit
 def find_split_len(visible, MAX_SPLITS: tl.constexpr, MIN_SPLIT_LEN: tl.constexpr):
-    """Computes the length of a split from the tokens that a row sees, alike on all architectures: tiles divide it."""
+    """Computes a split's length from the tokens that a row sees, the same on all architectures; tiles divide it."""
     return tl.maximum(tl.cdiv(tl.cdiv(visible, MAX_SPLITS), MIN_SPLIT_LEN), 1) * MIN_SPLIT_LEN
 
 
@@ -289,7 +289,7 @@ def paged_decode_attention(
     """Implements `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
 
     `query`, `pages` and `block_tables` may have any strides in front of a contiguous last dimension. A row's splits
-    follow from its own length; nothing waits for the GPU.
+    depend on its own length alone; nothing waits for the GPU.
     """
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads, block_size = pages.data.shape[2:4]
@@ -351,8 +351,8 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Implements `kernels.reference.paged_prefill_attention`, on the current GPU, accumulating in float32.
 
-    Sequences before `first_seq` have a row each, and are left out. Strides are as in `paged_decode_attention`; nothing
-    waits for the GPU.
+    Skips sequences before `first_seq`, which have one row each. Strides as in `paged_decode_attention`; nothing waits
+    for the GPU.
     """
     num_rows, num_heads = query.shape[:2]
     num_kv_heads, block_size = pages.data.shape[2:4]
@@ -442,7 +442,7 @@ def _launch(
 
 
 def _scale_strides(pages: KVPages) -> tuple[int, int, int]:
-    """Returns the strides of the scales over pages, planes and heads, in numbers."""
+    """Returns the strides of the scales over pages, planes and heads, in items."""
     if pages.scales is None:
         return 0, 0, 0
     page, plane, head = pages.scales.stride()[:3]

@@ -1,8 +1,8 @@
 """Paged attention and the write of KV, in plain torch: the oracle of the other kernels over pages.
 
-A CPU without a compiler serves with these functions, whose signatures `kernels.paged_attention` has, too. KV is read
-a sequence at a time, cut to the tokens that a query may see before anything is computed: the rest of a page, and other
-pages, are never operands, so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
+A CPU without a compiler serves with these functions; `kernels.paged_attention` has the same signatures. KV is gathered
+sequence by sequence, cut to the visible tokens before anything is computed: the rest of a page and other pages are
+never operands, so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from kernels.backend import LARGEST_CODE, AttentionVariant, KVPages
 
 
 def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounds heads [..., head_dim] to codes of a dtype and scales [...] bfloat16; code times scale is the number.
+    """Rounds heads [..., head_dim] to codes of a dtype and bfloat16 scales [...]; a number is code times scale.
 
     The largest magnitude of a head becomes the largest code. A head with infinity or NaN gets the scale NaN.
     """
@@ -28,10 +28,9 @@ def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(numbers: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Rounds numbers to codes from -8 to 7, int8, with a bfloat16 scale for all along a dimension; returns both.
+    """Rounds numbers to int8 codes from -8 to 7, with a bfloat16 scale along a dimension; returns both.
 
-    The number of the largest magnitude becomes -8, whatever its sign: a scale may be negative. Infinity or NaN make it
-    NaN.
+    The number of the largest magnitude becomes -8, so a scale may be negative. Infinity or NaN make the scale NaN.
     """
     wide = numbers.float()
     most, least = wide.amax(dim, keepdim=True), wide.amin(dim, keepdim=True)
@@ -42,7 +41,7 @@ def quantize_int4(numbers: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Packs codes [..., head_dim] into uint8 [..., head_dim / 2]: the first half in the low bits, 8 above each code."""
+    """Packs codes + 8 [..., head_dim] into uint8 [..., head_dim / 2], the head's first half in the low bits."""
     low, high = (codes + 8).view(torch.uint8).chunk(2, dim=-1)
     return low | high << 4
 
@@ -68,7 +67,7 @@ def close_blocks(pages: KVPages, slot_mapping: Tensor) -> None:
 
 
 def open_slots(pages: KVPages, slot_mapping: Tensor) -> Tensor:
-    """Finds the slots of pages of int4 in their open blocks; -1 stays."""
+    """Maps slots of int4 pages to slots of their open blocks; -1 stays -1."""
     assert pages.int4 is not None
     block_size = pages.data.shape[3]
     places = pages.int4.page_to_open[slot_mapping.clamp(min=0) // block_size]
@@ -102,12 +101,12 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attends with one new token per sequence over that sequence's pages.
 
-    `query` [num_seqs, num_heads, head_dim]; `pages` of one layer, already holding the new tokens; query head h
-    reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
-    pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
-    included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their
-    scores are scaled, capped and put beside the head's sink, in this order. Of the first variant.num_sinks keys it sees
-    also keys before its window, with its row of `turned`, which has the shape of `query`.
+    `query` [num_seqs, num_heads, head_dim]; `pages` of one layer, already holding the new tokens; query head h reads KV
+    head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's pages;
+    entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one included; a
+    sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their scores are
+    scaled, capped and joined by the head's sink, in this order. It also sees the first variant.num_sinks keys, if these
+    are before its window, with its row of `turned`, shaped like `query`.
 
     Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
     """
@@ -143,7 +142,7 @@ def paged_prefill_attention(
     rest is as in `paged_decode_attention`; `context_lens` counts the chunk's own tokens.
 
     Returns [num_tokens, num_heads, head_dim] in the dtype of `query`. On a CPU it goes row by row, which is slow, so
-    that each row gets the bits of a decoding one.
+    that each row has the bits of a decoding row.
     """
     attend = _attend_row_by_row if query.device.type == "cpu" else _attend_causally
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -164,7 +163,7 @@ def paged_prefill_attention(
 
 
 def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, variant: AttentionVariant) -> Tensor:
-    """Sums the softmax weights of a sequence's last rows, and of a group's query heads, that fall on each of its keys.
+    """Sums the softmax weights on each key of a sequence, over its last rows and over the query heads of a group.
 
     `query` [num_rows, num_heads, head_dim]; `block_table` int32; `context_len` counts the sequence's tokens, these rows
     included. The variant has no window. Returns float32 [num_kv_heads, context_len].
@@ -183,7 +182,7 @@ def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, 
 
 
 def _parts(start: int, end: int, pages: KVPages) -> list[tuple[int, int]]:
-    """Cuts the positions of a chunk into parts that read the same numbers: with int4 each is in one block."""
+    """Cuts a chunk's positions into parts whose rows read the same numbers: with int4, a part stays in one block."""
     if pages.int4 is None:
         return [(start, end)] if start < end else []
     ends = [*range(start - start % pages.data.shape[3] + pages.data.shape[3], end, pages.data.shape[3]), end]
@@ -218,9 +217,9 @@ def _gather_kv(pages: KVPages, block_table: Tensor, begin: int, end: int, dtype:
 def _beside_sinks(
     keys: Tensor, values: Tensor, pages: KVPages, block_table: Tensor, num_sinks: int
 ) -> tuple[Tensor, Tensor]:
-    """Puts the first keys and values of a sequence before these, with keys in heads of twice the size.
+    """Prepends the first keys and values of a sequence, with keys in heads of twice the size.
 
-    A query's first half meets the keys, its second half, where it is turned, the sinks.
+    A query's first half meets the keys; its second half, which is rotated back, meets the sinks.
     """
     head_dim = keys.shape[-1]
     sink_keys, sink_values = _gather_kv(pages, block_table, 0, num_sinks, keys.dtype)
@@ -231,7 +230,7 @@ def _beside_sinks(
 def _attend_past_sinks(
     query: Tensor, turned: Tensor, pages: KVPages, block_table: Tensor, context_len: int, variant: AttentionVariant
 ) -> Tensor:
-    """Attends with the last tokens of a sequence, where some have sinks behind their window."""
+    """Attends with the last tokens of a sequence, some of which see sinks outside their window."""
     positions = torch.arange(context_len - len(query), context_len, device=query.device)
     if query.device.type == "cpu":
         tables = block_table.expand(len(query), -1)
@@ -255,14 +254,14 @@ def _dequantized(pages: KVPages, own: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:
-    """Attends with queries [..., head_dim] that stand in the order of their heads, where they are `seen`."""
+    """Attends with queries [..., head_dim], in the order of their heads, to the keys that are `seen`."""
     if variant.scores.soft_cap is None and variant.scores.sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=variant.scale)
     return (_weights(query, keys, seen, variant) @ values.float()).to(query.dtype)
 
 
 def _weights(query: Tensor, keys: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:
-    """Returns the softmax, float32, of queries and keys as in `_attend`."""
+    """Returns the softmax weights, float32, for `_attend`."""
     soft_cap, sinks = variant.scores.soft_cap, variant.scores.sinks
     scores = query.float() @ keys.float().mT * variant.scale
     if soft_cap is not None:
@@ -294,7 +293,7 @@ def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, variant: Att
 def _attend_causally(
     query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant, seen: Tensor | None = None
 ) -> Tensor:
-    """Attends with queries [query_len, num_heads, head_dim] at the last positions of `keys`, where they are `seen`."""
+    """Attends with queries [query_len, num_heads, head_dim] at the last positions to the `keys` that are `seen`."""
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group_size = num_heads // num_kv_heads
@@ -308,7 +307,7 @@ def _attend_causally(
 
 
 def _causal_mask(query_len: int, num_keys: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """Makes [query_len, num_keys], true where a query may look; the last query stands at the last key."""
+    """Makes [query_len, num_keys], true where a query sees a key; the last query stands at the last key."""
     seen = torch.ones(query_len, num_keys, dtype=torch.bool, device=device)
     visible = seen.tril(num_keys - query_len)
     return visible if sliding_window is None else visible.triu(num_keys - query_len - sliding_window + 1)

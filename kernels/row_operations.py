@@ -1,6 +1,6 @@
 """A decoder's operations on rows between its products, in Triton: norm, gate, and rotation with the write of KV.
 
-Each rounds where `kernels.torch_backend` does.
+Each kernel rounds where `kernels.torch_backend` does.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -68,7 +68,7 @@ def gate_rows(
 
 @triton.jit
 def norm_of_head(low, high, weight_low, weight_high, eps, HEAD_DIM: tl.constexpr):
-    """Normalizes heads, given as halves [heads, half], and rounds as a norm of rows does."""
+    """Normalizes heads, given as halves [heads, half], and rounds as `rms_norm` does."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     total = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
@@ -207,7 +207,7 @@ def gate(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> 
 
 
 def rotate_and_write(qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor) -> Tensor:
-    """Implements `kernels.backend.Backend.rotate_and_write`, on the current GPU, but for closing blocks of int4.
+    """Implements `kernels.backend.Backend.rotate_and_write`, on the current GPU, except for closing blocks of int4.
 
     Returns a view of `qkv`.
     """

@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 @cache
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
-    """Selects an accelerator's own backend, and on a CPU these kernels: auto, avx512, avx2, portable or torch.
+    """Selects an accelerator's own backend, or a CPU's by name: auto, avx512, avx2, portable or torch.
 
-    `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. All but torch serve
-    with int8 and int4 weights, too, as auto-int8 and so on. The first use on a machine compiles them, which takes
-    seconds. Raises NoKernels for named ones that cannot be had and for devices without any, ImportError as
+    `auto` takes the machine's best; without a compiler it takes torch, with a warning. The suffixes -int8 and -int4
+    (auto-int8) round weights, except for torch. The first use on a machine compiles the kernels, which takes seconds.
+    Raises NoKernels for a named backend that cannot run and for devices without a backend, and the ImportError of
     `Accelerator.backend`.
     """
     isa, _, weights = kernels.partition("-")

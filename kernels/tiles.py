@@ -1,6 +1,6 @@
-"""The tiles of each architecture: kernels/tiles.toml, one row for a role, a kind and a size of heads or of codes.
+"""The tiles of each architecture: kernels/tiles.toml, a row for each role, kind, and size of heads or codes.
 
-Launches read the table, and tests/kernels/test_compilation.py compiles what it says.
+Launches read the table; tests/kernels/test_compilation.py compiles each row.
 """
 
 import tomllib
@@ -17,20 +17,20 @@ from kernels.backend import AttentionVariant, KVPages
 
 TABLE = Path(__file__).with_name("tiles.toml")
 HEAD_DIMS = (128, 256)
-"""Sizes of heads with a row; smaller ones have the next one's."""
+"""Sizes of heads with a row; other sizes use the next larger row."""
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 Role = Literal["decode", "prompts"]
 PRODUCTS = "products"
 """The role of products with packed weights."""
 FEW_TO_MANY = ("few", "some", "many")
-"""Kinds of products, by their rows."""
+"""Kinds of products, by their number of rows, from few to many."""
 
 
 @dataclass(frozen=True)
 class Tile:
     """The shape of a program, its warps, and the stages of its loads.
 
-    rows: of queries, or of a product. width: keys of one iteration, or columns of a product.
+    rows: rows of queries, or of a product. width: keys of one iteration, or columns of a product.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class Tile:
 
 
 Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
-"""Numbers of a tile by architecture, role, kind and size of heads; of products, bits of codes."""
+"""Numbers of a tile, by architecture, role, kind, and size of heads (products: bits of codes)."""
 
 
 def read_table(path: Path = TABLE) -> Table:
@@ -49,24 +49,24 @@ def read_table(path: Path = TABLE) -> Table:
 
 
 def digest() -> str:
-    """Computes a digest of the table, for the version of the kernels: numbers follow from the keys of tiles."""
+    """Computes a digest of the table, for the kernels' version: results depend on tiles."""
     return sha256(TABLE.read_bytes()).hexdigest()[:8]
 
 
 def choose_tile(role: Role, query: Tensor, pages: KVPages, variant: AttentionVariant) -> Tile:
-    """Returns the table's tile for a launch on the device of `query`: a function of no batch."""
+    """Returns the table's tile for a launch on the device of `query`; it does not depend on the batch."""
     return find_tile(architecture_of(query.device), role, kind_of(query.dtype, pages, variant), query.shape[-1])
 
 
 def choose_product_tile(device: torch.device, dtype: torch.dtype, bits: int, num_rows: int) -> Tile:
-    """Returns the table's tile for a product of rows with codes: the first that has them all, else the last."""
+    """Returns the table's tile for a product of rows with codes: the first tile with enough rows, else the last."""
     kinds = ("float32",) if dtype is torch.float32 else FEW_TO_MANY
     tiles = [find_product_tile(architecture_of(device), kind, bits) for kind in kinds]
     return next((one for one in tiles if one.rows >= num_rows), tiles[-1])
 
 
 def kind_of(dtype: torch.dtype, pages: KVPages, variant: AttentionVariant) -> str:
-    """Names what decides about registers beside the size of heads: float32, the codes of pages, or sinks and caps."""
+    """Names the kind of a launch, which decides about its registers: float32, pages' codes, or sinks and caps."""
     if dtype is torch.float32:
         return "float32"
     if pages.int4 is not None:
@@ -79,36 +79,39 @@ def kind_of(dtype: torch.dtype, pages: KVPages, variant: AttentionVariant) -> st
 
 @cache
 def find_tile(architecture: str, role: Role, kind: str, head_dim: int) -> Tile:
-    """Reads a row of the table. Raises KeyError for one that it lacks."""
+    """Reads a row of the table. Raises KeyError if the table lacks it."""
     wide = next((one for one in HEAD_DIMS if one >= head_dim), HEAD_DIMS[-1])
     return Tile(*_table()[architecture][role][kind][str(wide)])
 
 
 @cache
 def find_product_tile(architecture: str, kind: str, bits: int) -> Tile:
-    """Reads a row of products. Raises KeyError for one that the table lacks."""
+    """Reads a row of products. Raises KeyError if the table lacks it."""
     return Tile(*_table()[architecture][PRODUCTS][kind][str(bits)])
 
 
 def tokens_of(tile: Tile, group_size: int, block_size: int | None) -> int:
-    """Computes the tokens that a tile of prompts has: a power of two.
+    """Computes the tokens of a tile of prompts, a power of two.
 
-    group_size: query heads of a KV head, each with a row for each token. block_size: of int4, whose tiles are in one
-    block; else None.
+    group_size: query heads of a KV head, each with a row for each token. block_size: bounds a tile of int4, which is
+    within one block; else None.
     """
     num_tokens = 1 << max(tile.rows // group_size, 1).bit_length() - 1
     return num_tokens if block_size is None else min(num_tokens, block_size & -block_size)
 
 
 def architecture_of(device: torch.device) -> str:
-    """Names the table's rows for a device; off CUDA and ROCm, where kernels are interpreted, sm_90."""
+    """Names a device's architecture in the table; sm_90 for interpreted kernels."""
     if device.type != "cuda":
         return "sm_90"
     return "gfx942" if torch.version.hip else nearest_of(torch.cuda.get_device_capability(device))
 
 
 def nearest_of(capability: tuple[int, int]) -> str:
-    """Names the rows of an NVIDIA device. Tiles of sm_80 fit the 99 KiB of shared memory of sm_86, sm_89 and sm_120."""
+    """Names the table's architecture for an NVIDIA device.
+
+    Tiles of sm_80 fit the 99 KiB of shared memory of sm_86, sm_89 and sm_120.
+    """
     return {9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_80")
 
 

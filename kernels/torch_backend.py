@@ -1,4 +1,4 @@
-"""The operations of a decoder in plain torch: the oracle of the others, and what serves where they cannot be had."""
+"""The operations of a decoder in plain torch: the oracle of the other backends, and their substitute."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,11 +16,11 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
 }
 TILE_ROWS = 16
-"""A product of so many rows at a time on a CPU: torch's own gives a row other bits among 2 and among 8."""
+"""Rows of one product on a CPU: torch gives a row different bits among 2 rows than among 8."""
 
 
 class TorchBackend:
-    """Torch's operations, step by step as transformers rounds them."""
+    """Torch's operations, which round where transformers does."""
 
     name = "torch"
     version = "torch-4"

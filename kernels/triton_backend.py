@@ -15,7 +15,7 @@ from kernels.torch_backend import TorchBackend, rotate
 
 
 class TritonBackend(TorchBackend):
-    """Torch's products, and Triton's kernels for all else, products of packed weights among it.
+    """A backend of torch's products with plain weights, and Triton's kernels for everything else.
 
     A row's attention and its products with packed weights do not depend on the batch.
     """
@@ -27,7 +27,7 @@ class TritonBackend(TorchBackend):
     gate = staticmethod(row_operations.gate)
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
-        """Keeps codes as they are where the kernels widen them exactly; else packs the widened matrix."""
+        """Keeps codes packed if the kernels widen them exactly; else packs the widened matrix."""
         if all(device_layout.is_packable(part) for part in parts):
             return device_layout.pack(parts, dtype)
         return super().pack_codes(parts, dtype)

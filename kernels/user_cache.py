@@ -1,4 +1,4 @@
-"""The user's folders: caches that only their user may write, each with a lock between processes, and state."""
+"""The user's folders: state, and caches, which only the user may write and a lock between processes guards."""
 
 import errno
 import fcntl
@@ -11,34 +11,34 @@ from pathlib import Path
 
 POLL_S = 0.05
 TEMPORARY = Path("/tmp")
-"""The place of folders for a user without a home, whatever TMPDIR says: all of the user's processes must agree."""
+"""The parent of folders for a user without a home, whatever TMPDIR says: all processes must agree."""
 OTHER_CACHE = "mend that, or set XDG_CACHE_HOME to another folder"
 
 
 class NotOwn(OSError):
-    """A file or folder that is another user's, or that others may write."""
+    """A file or folder belongs to another user, or others may write it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EPERM, "it is not this user's alone: remove it", str(path))
 
 
 def user_cache() -> Path:
-    """Returns the place of Baton's caches, $XDG_CACHE_HOME/baton, as `user_folder` does."""
+    """Returns the folder of Baton's caches, $XDG_CACHE_HOME/baton, as `user_folder` does."""
     return user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def user_folder(variable: str, default: str) -> Path:
-    """Returns the absolute path of Baton's folder in the folder that a variable names, else in `default` of the home.
+    """Returns the path of Baton's folder in the folder that a variable names, else in `default` under the home.
 
-    A relative path in the variable counts as none (XDG Base Directory Specification 0.8). Makes a private folder for a
-    user without a home. Raises OSError, and NotOwn if that folder is another user's or open to others.
+    Ignores a relative path in the variable (XDG Base Directory Specification 0.8). Makes a private folder for a user
+    without a home. Raises OSError, and NotOwn if that folder is another user's or writable by others.
     """
     given = os.path.expanduser(os.environ.get(variable, ""))
     return Path(given if os.path.isabs(given) else user_home() / default, "baton")
 
 
 def user_home() -> Path:
-    """Returns the user's home, or the private folder that stands for it. Raises as `user_folder` does."""
+    """Returns the user's home, or the private folder in its place. Raises the errors of `user_folder`."""
     if (home := Path(os.path.expanduser("~"))).is_absolute():
         return home
     private = substitute_home()
@@ -54,7 +54,7 @@ def substitute_home() -> Path:
 
 
 def own_folder(name: str) -> Path:
-    """Returns a folder of the cache, made if it is missing. Raises OSError."""
+    """Returns a folder of the cache, made if missing. Raises OSError."""
     folder = user_cache() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_own(folder.lstat(), folder)
@@ -62,7 +62,7 @@ def own_folder(name: str) -> Path:
 
 
 def require_own(status: os.stat_result, path: Path, denied: int = 0o022) -> None:
-    """Raises NotOwn for a path of another user, or with a bit of `denied` in its mode. The mode of a link is 0o777."""
+    """Raises NotOwn for another user's path, or a mode with a bit of `denied`. The mode of a link is 0o777."""
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & denied:
         raise NotOwn(path)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.node.directory_port import DirectoryStatus, KeepHint
+from kv_store.node.messages import DirectoryStatus, KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.tiers.contents import ListableTier
 from wire.block_names import BlockName

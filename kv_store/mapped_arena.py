@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block, DirectoryPort, Entry, EpochChanged
+from kv_store.node.directory_port import DirectoryPort, EpochChanged
+from kv_store.node.messages import Block, Entry
 from wire.block_names import BlockName
 from wire.errors import ConfigError, StoreError
 from wire.ids import BlockKey, SlotId

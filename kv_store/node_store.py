@@ -18,7 +18,8 @@ from kv_store.device_pool import DevicePool
 from kv_store.frame import checksum_of
 from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block, DirectoryPort, DirectoryStatus, Entry, Hold, KeepHint
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.messages import Block, DirectoryStatus, Entry, Hold, KeepHint
 from kv_store.prefix.costs import Costs, SourceCosts
 from kv_store.prefix.misses import LEASE_LOST, UNREACHED, causes, failures
 from kv_store.prefix.plan import FRONT, Needs, Read, plan_split, plan_whole

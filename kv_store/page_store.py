@@ -5,7 +5,7 @@ from contextlib import closing
 
 from kv_store.block_store import NOTHING, Reading
 from kv_store.device_pool import DevicePool
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.tiers.tier_list import TierList
 from wire.block_names import BlockName

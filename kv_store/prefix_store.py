@@ -19,7 +19,7 @@ import torch
 
 from kv_store.device_pool import view_pages
 from kv_store.frame import mac_key_of
-from kv_store.node.directory_port import MAX_TTL_S
+from kv_store.node.messages import MAX_TTL_S
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.tiers.tier_list import TierList
 from wire.block_names import BlockName, cover, namespace_root

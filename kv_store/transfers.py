@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from kv_store.block_store import NOTHING, BlockStore, Reading
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId

@@ -10,4 +10,4 @@ class PrefillActor(WorkerActor):
     """The actor of a prefill worker; see WorkerActor."""
 
     def make_behaviour(self, config: WorkerConfig) -> Behaviour:
-        return prefill_behaviour(config.batch, config.pool.block_size)
+        return prefill_behaviour(config.batch, config.block_size)

@@ -14,23 +14,23 @@ from engine.events import Failed, Finished, HandedOff, Scored
 from engine.request import EngineRequest, HandOff
 from engine.schedule.batcher import Candidate, Pages, Plan, fit_running
 from wire.errors import BatonError
+from wire.journal import Kind
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
-from worker.job import Behaviour, Job, News, SpanName, end_choice
+from worker.job import Behaviour, Job, News, end_choice
 
 
 @dataclass(frozen=True)
 class PrefillBatcher:
     """Shortest remaining prompt first, with ageing: each later arrival raises the priority of a waiting prompt.
 
-    A prompt that would hold up short ones lets them pass, but no more than `num_missing / patience_tokens` of them.
-    The batcher admits a prompt with pages for all of it only, so prompts do not take pages from one another half-way.
-    Source: shortest remaining processing time first, with linear ageing.
+    A long prompt lets shorter prompts pass, at most `num_missing / patience_tokens` of them. The batcher admits a
+    prompt only with pages for all of it, so that prompts do not preempt one another. Source: shortest remaining
+    processing time first, with linear ageing.
 
-    max_step_tokens: tokens of one step over all sequences; the size of a chunk.
-    max_running: sequences with pages at a time.
-    patience_tokens: tokens by which a prompt may be longer for each later arrival, and still come first.
+    max_step_tokens: the most tokens of one step, and of a chunk. max_running: the most sequences with pages.
+    patience_tokens: how many more tokens a prompt may lack than one that arrived next, and still run first.
     """
 
     max_step_tokens: int = 2048
@@ -44,24 +44,24 @@ class PrefillBatcher:
         return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Sorts candidates; their handles grow with arrival."""
+        """Sorts candidates by priority; handles grow with arrival."""
         return sorted(candidates, key=lambda one: one.num_missing + one.handle * self.patience_tokens)
 
 
 def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
-    """Counts the pages that are left when each running sequence has pages for its whole prompt."""
+    """Counts the pages left once each running sequence has pages for its whole prompt."""
     return pages.num_allocatable - sum(pages.needed_in_all(one) for one in running)
 
 
 class PrefillJob(Job):
-    """A Job with scores of the prompt, if they are wanted, and one update at its end.
+    """A Job that sends scores of the prompt, if wanted, and one update at its end.
 
     An attempt that fails or is withdrawn releases its hold, too.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
         """`request` is a HandOff."""
-        super().__init__(request, Role.PREFILL, arrived_s, block_size, SpanName.PUBLISH)
+        super().__init__(request, Role.PREFILL, arrived_s, block_size, Kind.PUBLISH)
         self._unfinished = {choice.index for choice in request.choices}
         self._firsts: dict[int, worker_pb2.ChoiceTokens] = {}
         self._last_token_s = arrived_s
@@ -81,7 +81,7 @@ class PrefillJob(Job):
             case Scored():
                 return self._scored(news)
             case HandedOff(num_held=num_held):
-                self._stopwatch.begin_span(SpanName.PUBLISH, self._last_token_s)
+                self._stopwatch.begin_span(Kind.PUBLISH, self._last_token_s)
                 self._stopwatch.count(blocks=num_held)
                 return self._answer(num_held, now_s)
             case Failed(error=error):

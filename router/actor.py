@@ -36,7 +36,7 @@ class RouterActor:
 
     def __init__(self, config_json: str) -> None:
         """Raises ConfigError."""
-        self._config = RouterConfig.from_json(config_json)
+        self._config = from_json(RouterConfig, config_json, "router")
         self._server: RouterServer | None = None
         self._router: Router | None = None
 

@@ -15,9 +15,11 @@ from typing import Protocol
 from router.config import Disaggregation
 from router.observe.timeline import TimedCall
 from wire.ids import WorkerId
+from wire.journal import Kind
+from wire.pools import Role
 
 HAND_OFF_PRIOR_S = 0.01
-PUBLISH, FETCH = "prefill.publish", "decode.fetch"
+PUBLISH, FETCH = Kind.PUBLISH.at(Role.PREFILL.value), Kind.FETCH.at(Role.DECODE.value)
 
 
 class Load(Protocol):

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from router.config import RouterConfig, ServedNamespace
+from router.config import RouterConfig
 from router.requests.tokenizing import PUBLIC
 from wire.block_names import PublicPart, digest_of, key_of_last
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.pb import worker_pb2
+from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss
 
 MAX_WAITING = 64

@@ -17,11 +17,11 @@ from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
+from router.requests.checks import ServingLimits
 from router.requests.dispatch import Dispatcher
-from router.requests.prompts import PromptPreparer
+from router.requests.prompt import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
-from router.requests.validator import ServingLimits
 from router.tier_contents import StoreAdministration
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
@@ -67,8 +67,8 @@ class Router:
             PrefixMap(config.max_prefix_keys),
             self.index,
             layout.block_size,
-            config.streams.max_worker_wait_s,
-            config.streams.disaggregation,
+            config.settings.max_worker_wait_s,
+            config.settings.disaggregation,
         )
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
@@ -87,14 +87,14 @@ class Router:
             self._namespaces,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
-        admission, root_of = Admission(config.admission), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
-        self.dispatcher = Dispatcher(services, root_of, admission, config.streams, self._limits)
+        admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
+        self.dispatcher = Dispatcher(services, root_of, admission, config.settings, self._limits)
         self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
         self.metrics_page = self.metrics.registry
-        if config.listeners.metrics_compat == "vllm":
+        if config.settings.metrics_compat == "vllm":
             self.metrics_page = CollectorRegistry()
             self.metrics_page.register(VllmNames(self.metrics.registry, model.name))
 
@@ -130,18 +130,7 @@ class Router:
 
     def _limits(self) -> ServingLimits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, layout = self.config.model, self.config.model.layout
-        num_blocks = self.members.num_pool_blocks
+        model, num_blocks = self.config.model, self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = Window(layout).num_needed(model.max_context_len)
-        return ServingLimits(
-            model.name,
-            model.vocab_size,
-            model.max_context_len,
-            num_blocks,
-            layout,
-            model.aliases,
-            model.kv_policies,
-            model.sampling,
-            model.max_chat_tokens,
-        )
+            num_blocks = Window(model.layout).num_needed(model.max_context_len)
+        return ServingLimits(model, num_blocks)

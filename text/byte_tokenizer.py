@@ -13,14 +13,14 @@ NUM_BYTES = 256
 
 
 class ByteTokenizer:
-    """Ids from 256 on, which models with larger outputs emit, are silent."""
+    """A tokenizer whose ids 0 to 255 are bytes; larger ids, which a model may emit, add no text."""
 
     vocab_size = NUM_BYTES
     special_tokens: Sequence[str] = ()
 
     @property
     def definition(self) -> str:
-        """Writes the tokenizer as the tokenizers library reads it, with a special token behind the bytes."""
+        """Writes the tokenizer in the tokenizers library's format, with a special token after the bytes."""
         backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         backend.add_special_tokens([AddedToken("<end>", special=True)])

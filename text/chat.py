@@ -1,7 +1,7 @@
-"""Chats, rendered by the model's template: only the template makes special tokens, never a message.
+"""Chats, rendered by the model's template. Special tokens come from the template alone, never from a message.
 
-A special token that a message spells out is cut in two by a mark, a character of no text, before the template sees it.
-The rendered text is tokenized in the pieces between marks, and no piece has the token: a forged turn stays text.
+If a message spells out a special token, a mark (a character that no text has) cuts it in two before the template sees
+it. The rendered text is tokenized in the pieces between marks, and no piece has the token: a forged turn stays text.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from text.tokenizer_protocol import TextCodec
 from wire.errors import InvalidRequest, Unsupported
 
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode's noncharacters, which are for use within a program only."""
+"""Unicode's noncharacters, for use within a program only."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation still to be rendered. variables: what its template takes besides.
+    """A conversation before it is rendered. variables: further variables of its template.
 
-    continues: the answer goes on with the last message. max_reasoning_tokens: None for no bound.
+    continues: the answer continues the last message. max_reasoning_tokens: None for no bound.
     """
 
     messages: tuple[ChatTurn, ...]
@@ -63,7 +63,7 @@ class Chat:
         return Rendered(text, mark, frame, adapted)
 
     def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
-        """Returns the chat with marks in it, and the mark. Takes as long as it and the tokens are many."""
+        """Returns the chat with marks in it, and the mark. Time: the chat's length times the special tokens."""
         given = [*(one.variables for one in self.messages), *self.tool_use.tools, self.variables]
         mark = _mark_for(json.dumps(given, ensure_ascii=False))
 
@@ -87,7 +87,7 @@ class Chat:
 class Rendered:
     """A conversation as its template wrote it, with marks in it.
 
-    frame: of its answer. adapted: words for what its turns were changed in, as TurnRules.fit has them.
+    frame: the frame of its answer. adapted: the changes made to its turns, in the words of TurnRules.fit.
     """
 
     text: str
@@ -99,34 +99,34 @@ class Rendered:
         return len(self.text)
 
     def pieces(self, codec: TextCodec) -> list[str]:
-        """Cuts the text at marks and before special tokens; special tokens around it are the template's to write.
+        """Cuts the text at marks and before special tokens; adds no special tokens around it.
 
-        Its tokens are the pieces' by `encode_rendered`, one after another.
+        The prompt is the tokens of `encode_rendered` of each piece, joined.
         """
         return [piece for unmarked in self.text.split(self.mark) for piece in codec.pieces(unmarked)]
 
 
 class Renderer(Protocol):
-    """A model's chat template. Implementations are `TemplateProcesses`, its twin `PlainRenderer`, and `NoRenderer`."""
+    """A renderer of chats: `TemplateProcesses`, its twin `PlainRenderer`, or `NoRenderer`."""
 
     @property
     def formats(self) -> AnswerFormats:
-        """The formats that it asks for; one without that of calls knows no tools."""
+        """The answer formats of the template; a template without a format of calls takes no tools."""
 
     async def turn_rules(self) -> TurnRules:
-        """Returns the roles and orders of turns that it does not take. Raises Unavailable."""
+        """Returns the roles and orders of turns that the template does not take. Raises Unavailable."""
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
-        """Renders a chat up to the assistant's next turn. Raises InvalidRequest for what the template does not take.
+        """Renders a chat up to the assistant's next turn. Raises InvalidRequest if the template refuses it.
 
-        max_added_chars: by which the text may be longer than the chat.
+        max_added_chars: bounds the characters that the template adds to the chat's.
         """
 
     async def close(self) -> None: ...
 
 
 class PlainRenderer:
-    """The in-memory twin: a line for each tool and turn."""
+    """The in-memory twin of TemplateProcesses: writes a line for each tool and turn."""
 
     formats = AnswerFormats("qwen", "think")
 
@@ -146,11 +146,11 @@ class PlainRenderer:
         )
 
     async def close(self) -> None:
-        """Has nothing to close."""
+        """Does nothing."""
 
 
 class NoRenderer:
-    """The template of a model that has none."""
+    """The Renderer of a model without a template: raises for each chat."""
 
     formats = NO_FORMATS
 
@@ -161,11 +161,11 @@ class NoRenderer:
         raise Unsupported("messages: the model has no chat template; send a text prompt", param="messages")
 
     async def close(self) -> None:
-        """Has nothing to close."""
+        """Does nothing."""
 
 
 def _each_text(value: Any, cut: Callable[[str], str]) -> Any:
-    """Returns a value of JSON with each text in it cut, the keys of objects too."""
+    """Returns a JSON value with each string in it cut, keys of objects too."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, Mapping):
@@ -174,7 +174,7 @@ def _each_text(value: Any, cut: Callable[[str], str]) -> Any:
 
 
 def _mark_for(text: str) -> str:
-    """Finds a mark that a text has not."""
+    """Finds a mark that does not occur in a text."""
     for mark in _MARKS:
         if mark not in text:
             return mark
@@ -182,7 +182,7 @@ def _mark_for(text: str) -> str:
 
 
 def _cut(content: str, special_tokens: Sequence[str], mark: str) -> str:
-    """Puts a mark behind the first character of each special token, and of one that the content ends amid."""
+    """Puts a mark after the first character of each special token, also of one that the content's end cuts."""
     if not content:
         return content
     if any(len(token) == 1 and token in content for token in special_tokens):

@@ -1,9 +1,9 @@
-"""A process for tasks: their loop, with the bounds of memory and processor time.
+"""A child process's loop over tasks, with bounds on memory and processor time.
 
 in   the first message, with "memory_bytes", then tasks
 out  {}, then the answer to each task, which has a "failure" if it failed, and may name the "param" at fault
 
-Messages are JSON on a `multiprocessing.Connection`, which is stdin; the process that asks limits its wait.
+Messages are JSON on a `multiprocessing.Connection`, which is stdin; the asking process bounds its wait.
 """
 
 import json
@@ -21,7 +21,7 @@ Handler = Callable[[dict[str, Any]], dict[str, str]]
 
 
 def serve(prepare: Callable[[dict[str, Any]], Handler]) -> None:
-    """Answers tasks until the other side hangs up. prepare: makes of the first message what answers."""
+    """Answers tasks until the other side closes. prepare: maps the first message to the function that answers tasks."""
     with suppress(EOFError):
         _serve(Connection(os.dup(0)), prepare)
 

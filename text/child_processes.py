@@ -1,6 +1,6 @@
-"""Processes that compute what may take too long, or too much memory, and are replaced once they have been ended.
+"""Child processes for tasks that may take too long or too much memory; a process that ended is replaced.
 
-The chat template of a model, and the grammar of a request, are programs of others.
+A model's chat template and a request's grammar are untrusted programs.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from wire.errors import InvalidRequest, Unavailable
 
 START_TIMEOUT_S = 30.0
 MAX_WAIT_S = 5.0
-"""Bound on the wait for a task, longer than child.MAX_CPU_S: its process may be stopped, or starved by others."""
+"""Bound on the wait for a task, longer than child.MAX_CPU_S: the process may be stopped, or starved of CPU."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The work of processes: the module that they run, its first message, and how errors name it.
+    """A kind of task: the module that processes run, its first message, and its words in errors.
 
-    verb: what they do, in words. param: the field of a request that a task is for. too_long: said of it.
+    verb: names the work. param: the request's field that the task is about. too_long: the message about a slow task.
     """
 
     module: str
@@ -37,7 +37,7 @@ class Task:
 
 
 class ChildProcesses:
-    """Processes for one kind of task, which start at the first, and threads that wait for them."""
+    """Processes for one kind of task, started at the first task, and threads that wait for them."""
 
     def __init__(self, task: Task, num_processes: int) -> None:
         self._children = [Child(task) for _ in range(num_processes)]
@@ -50,7 +50,7 @@ class ChildProcesses:
             self._threads.submit(child.start)
 
     async def ask(self, asked: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the answer of a process. Raises InvalidRequest where a task fails, Unavailable without a process."""
+        """Returns a process's answer. Raises InvalidRequest if the task fails, Unavailable without a process."""
         return await asyncio.wrap_future(self._threads.submit(self._ask, asked))
 
     async def close(self) -> None:
@@ -71,7 +71,7 @@ class ChildProcesses:
 
 
 class Child:
-    """A process for tasks. One that ends, or is ended after MAX_WAIT_S, is replaced by another."""
+    """A process for tasks. If it ends, or is ended after MAX_WAIT_S, a new process replaces it."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -80,14 +80,14 @@ class Child:
         self._is_over = False
 
     def start(self) -> None:
-        """Starts a process, unless there is one, and blocks until it is ready. Raises Unavailable."""
+        """Starts a process if there is none, and blocks until it is ready. Raises Unavailable."""
         with self._turn:
             self._ready()
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, str]:
-        """Blocks for the answer. Raises InvalidRequest for a task that fails, takes too long, or ends the process.
+        """Returns a task's answer. Blocks. Raises InvalidRequest if it fails, takes too long, or ends the process.
 
-        Unavailable where it has not answered after MAX_WAIT_S.
+        Raises Unavailable if there is no answer after MAX_WAIT_S.
         """
         with self._turn:
             answer = self._exchange(self._ready(), asked, MAX_WAIT_S)
@@ -98,7 +98,7 @@ class Child:
         return answer
 
     def end(self) -> None:
-        """Ends the process, once it has nothing to do; no other takes its place."""
+        """Ends the process once it is idle; nothing replaces it."""
         self._is_over = True
         with self._turn:
             self._kill()
@@ -123,7 +123,7 @@ class Child:
     def _exchange(
         self, process: "subprocess.Popen[bytes]", message: Mapping[str, Any], timeout_s: float
     ) -> dict[str, str] | None:
-        """Returns the answer; None from a process that ended amid it. Ends one that is late, and raises Unavailable."""
+        """Returns the answer, None if the process ended meanwhile. Raises Unavailable, and ends a late process."""
         is_late = threading.Event()
         timer = threading.Timer(timeout_s, _end_late, [process, is_late])
         timer.start()

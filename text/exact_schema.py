@@ -1,6 +1,6 @@
-"""A JSON schema as its grammar is built from it: narrowed to what models should write, never widened. Pure.
+"""The JSON schema that a grammar is built from: a request's schema, narrowed and never widened. Pure.
 
-Words that constrain nothing are left out: annotations, and bounds at the ends of doubles.
+Keywords that constrain nothing are left out: annotations, and bounds at the ends of doubles.
 """
 
 import json
@@ -18,7 +18,7 @@ _NO_FEBRUARY = "(0[13-9]|1[0-2])"
 _DATE = f"({_YEAR}-({_NO_FEBRUARY}-[0-3][0-9]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-][0-9:]{5})"
 _EXACT = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$", "time": f"^{_TIME}$"}
-"""Patterns of formats that llguidance takes too much for: 29 February of any year, second 60, fractions without end."""
+"""Patterns for formats where llguidance accepts too much: 29 February of any year, second 60, endless fractions."""
 _LITERAL = ("const", "enum", "default", "example", "examples")
 _NAMED = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _AT_ONCE = frozenset({"properties", "anyOf", "oneOf", "$ref"})
@@ -36,9 +36,9 @@ _UNHELD = frozenset(
         *("then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
     )
 )
-"""Constraints that llguidance has no grammar for."""
+"""Constraints that llguidance cannot express."""
 _PLAIN = re.compile(r"\\[^bB]|\[\^?\]?(?:\\.?|[^\]\\])*\]?", re.DOTALL)
-"""An escape or a class of characters, in a pattern; one that is not closed reaches to the end."""
+"""An escape or a character class in a pattern; an unclosed class reaches to the end."""
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 _IDLE: Mapping[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
@@ -46,7 +46,7 @@ _IDLE: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-"""Values of constraints that constrain nothing."""
+"""Values at which a keyword constrains nothing."""
 _BESIDE: Mapping[str, tuple[str, ...]] = {
     "minContains": ("contains",),
     "maxContains": ("contains",),
@@ -54,9 +54,9 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
     "then": ("if",),
     "else": ("if",),
 }
-"""Words that constrain nothing without one of these beside them."""
+"""Keywords that constrain nothing unless a keyword listed here is beside them."""
 MAX_BOUND = (1 << 63) - 1024
-"""Largest bound of whole numbers that llguidance, which has it as a double, can tell from the end of int64."""
+"""Largest bound of whole numbers that llguidance, which keeps it as a double, tells from the end of int64."""
 _EDGES = dict.fromkeys(("maximum", "exclusiveMaximum"), MAX_BOUND) | dict.fromkeys(
     ("minimum", "exclusiveMinimum"), -MAX_BOUND
 )
@@ -65,7 +65,7 @@ MAX_DOUBLE = 1e308
 
 
 def has_own_format(source: str) -> bool:
-    """Whether a schema, as JSON, has a format that no grammar holds."""
+    """Whether a schema, as JSON, has a format that no grammar expresses."""
     if _FORMATS.issuperset(_FORMAT.findall(source)):
         return False
     try:
@@ -76,10 +76,10 @@ def has_own_format(source: str) -> bool:
 
 
 def exact_schema(schema: Mapping[str, Any], param: str = "response_format") -> dict[str, Any]:
-    """Returns a schema with patterns in place of formats. Its objects that list properties take no further ones.
+    """Returns a schema with patterns in place of formats; objects that list properties take no further properties.
 
-    Each value of the returned schema is one of the given schema, too. Raises InvalidRequest, for the request's field
-    `param`, for a schema that is nested too deeply, and for a constraint that no grammar can hold.
+    Each value valid under it is valid under the given schema, too. Raises InvalidRequest, naming the request's field
+    `param`, for a schema nested too deeply, and for a constraint that no grammar can express.
     """
     try:
         read = _close if not any(map(_is_composed, _objects(schema))) else dict
@@ -92,7 +92,7 @@ def exact_schema(schema: Mapping[str, Any], param: str = "response_format") -> d
 
 
 def _mapped(schema: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Returns a schema with a change of each schema in it."""
+    """Returns a schema with a change applied to each schema in it."""
 
     def map_value(key: str, value: Any) -> Any:
         if key in _LITERAL or key.startswith("x-") or not isinstance(value, dict | list):
@@ -107,7 +107,7 @@ def _mapped(schema: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dic
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields each object in a schema: schemas, and what only looks like one."""
+    """Yields each object in a schema: schemas, and objects that only look like schemas."""
     if isinstance(value, dict):
         yield value
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -115,17 +115,17 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_composed(schema: Mapping[str, Any]) -> bool:
-    """Whether a value has to be in several schemas at once: one that is closed leaves out what another lists."""
+    """Whether a value must match several schemas at once; closing one schema would exclude another's properties."""
     return bool(_SEVERAL.intersection(schema)) or len(_AT_ONCE.intersection(schema)) > 1
 
 
 def _known(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without a format that llguidance does not know."""
+    """Returns a schema without its format, if llguidance does not know it."""
     return {name: one for name, one in schema.items() if name != "format" or str(one) in _FORMATS}
 
 
 def _referred(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema, of a whole without names. Raises Misfit for a reference that leaves the whole."""
+    """Returns the schema itself. Raises Misfit for a reference to another document."""
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref[:1] not in "#":
         raise Misfit("points outside the schema").within("$ref")
@@ -133,7 +133,7 @@ def _referred(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without words that constrain nothing. Raises Misfit for one that no grammar can hold."""
+    """Returns a schema without keywords that constrain nothing. Raises Misfit if no grammar can express it."""
     held = {
         name: one
         for name, one in _known(schema).items()
@@ -147,10 +147,10 @@ def _held(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema of numbers with bounds that a grammar can hold. Raises Misfit for others.
+    """Returns a schema of numbers with bounds that a grammar can express. Raises Misfit for other bounds.
 
-    Whole numbers are bounded 1,024 before the ends of int64. Of other numbers a bound at the ends of int64 or of
-    doubles is left out. One at the other end, which leaves no number, is held by no grammar.
+    Whole numbers are bounded 1,024 before the ends of int64. For other numbers a bound at the ends of int64 or of
+    doubles is left out. A bound that leaves no number fits no grammar.
     """
     kinds = schema.get("type")
     is_whole = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
@@ -168,7 +168,7 @@ def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _close(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema of an object without properties that it does not list, where it lists some and is silent."""
+    """Returns an object's schema, closed to unlisted properties if it lists some and does not mention others."""
     listed, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(listed, dict) or not isinstance(required, list) or _OPEN.intersection(schema):
         return {**schema}
@@ -176,7 +176,7 @@ def _close(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patterned(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema with the pattern of its format, beside one that it may have."""
+    """Returns a schema with the pattern of its format, besides its own pattern, if any."""
     given = schema.get("format")
     pattern = _EXACT.get(given) if isinstance(given, str) else None
     if pattern is None:

@@ -1,6 +1,6 @@
-"""A response format as a grammar of llguidance, which is imported where a request has one.
+"""Response formats as llguidance grammars; the library is imported at the first one.
 
-Source of the algorithm: Moskal et al., llguidance: an Earley parser over lexemes, whose masks are walks of a trie.
+Source of the algorithm: Moskal et al., llguidance: an Earley parser over lexemes; masks come from traversing a trie.
 """
 
 import asyncio
@@ -24,15 +24,17 @@ NUM_PROCESSES = 2
 NO_SOURCES: Mapping[str, ResponseFormat] = {}
 MEMORY_BYTES = 512 << 20
 MAX_STEP_ITEMS = 2_000
-"""Earley items for one token: 8 ms of an ambiguous grammar. Of schemas, llguidance's own bound on a row comes first, at
-some 490 optional properties."""
+"""Earley items for one token: 8 ms with an ambiguous grammar.
+
+Schemas meet llguidance's own bound on a row first, at some 490 optional properties.
+"""
 MAX_LEXER_STATES = 20_000
 """States of the lexer of one choice, of one or two kilobytes each."""
 MAX_GRAMMAR_SIZE = 100_000
 INITIAL_FUEL, STEP_FUEL = 500_000, 100_000
 """Steps of the lexer: 10 ms when a matcher is built, and 7 ms for each mask."""
 _JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Fixed separators, as Python's json has them: a model that may write white space may write it without end."""
+"""Fixed separators, as Python's json writes them: else a model could write white space without end."""
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
@@ -46,7 +48,7 @@ _IN_WORDS = {
 
 
 def new_matcher(given: ResponseFormat, tokenizer: "LLTokenizer") -> "LLMatcher":
-    """Builds a matcher. Blocks, without the GIL. Raises InvalidRequest for a grammar that cannot be built."""
+    """Builds a matcher. Blocks, but releases the GIL. Raises InvalidRequest for a grammar that cannot be built."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, _translated(given), limits=_limits(), log_level=0)
@@ -56,7 +58,7 @@ def new_matcher(given: ResponseFormat, tokenizer: "LLTokenizer") -> "LLMatcher":
 
 
 def fault_of(matcher: "LLMatcher") -> str:
-    """Returns the error of a matcher, in llguidance's words; "" without one."""
+    """Returns the error of a matcher, in llguidance's words; "" if it has no error."""
     if not matcher.is_error():
         return ""
     said = matcher.get_error().split("\n")[0]
@@ -64,7 +66,7 @@ def fault_of(matcher: "LLMatcher") -> str:
 
 
 def in_sources(error: InvalidRequest, sources: Mapping[str, ResponseFormat]) -> InvalidRequest:
-    """Names the fields behind an error about a grammar as a whole: the only source, or `tools` for several."""
+    """Names the request's field for an error about a whole grammar: the only source, or `tools` for several."""
     if error.ids.get("param") != PARAM or PARAM in sources or not sources:
         return error
     return InvalidRequest(next(iter(sources)) if len(sources) == 1 else "tools", error.message.partition(": ")[2])
@@ -90,7 +92,7 @@ def _translated(given: ResponseFormat) -> str:
 
 
 def lark_term(given: ResponseFormat) -> str:
-    """Writes a format as a term of a larger grammar. Raises InvalidRequest for a schema that is no object in JSON."""
+    """Writes a format as a term of a larger grammar. Raises InvalidRequest for a schema that is no JSON object."""
     if given.kind is FormatKind.REGEX:
         return f"/{re.sub(_REGEX_PART, lambda part: _ESCAPED.get(part[0], part[0]), given.source)}/"
     if given.kind is FormatKind.LARK:
@@ -99,7 +101,7 @@ def lark_term(given: ResponseFormat) -> str:
 
 
 def schema_term(schema: Mapping[str, Any], param: str = PARAM) -> str:
-    """Writes a schema of JSON, the request's field `param`, as a term of a larger grammar.
+    """Writes a JSON schema, the request's field `param`, as a term of a larger grammar.
 
     Raises InvalidRequest for lone surrogates.
     """
@@ -138,9 +140,9 @@ def _as_json(given: ResponseFormat) -> dict[str, str]:
 
 
 class GrammarProcesses:
-    """Processes that build each request's grammar before a worker does, within bounds of time and memory.
+    """Processes that build each request's grammar before a worker does, within bounds on time and memory.
 
-    The first grammar starts them.
+    They start at the first grammar.
     """
 
     def __init__(self) -> None:
@@ -150,7 +152,7 @@ class GrammarProcesses:
         self._processes = ChildProcesses(task, NUM_PROCESSES)
 
     async def check(self, given: ResponseFormat, sources: Mapping[str, ResponseFormat] = NO_SOURCES) -> None:
-        """Raises InvalidRequest for a grammar that is not built in time and memory, Unsupported without llguidance.
+        """Raises InvalidRequest for a grammar that exceeds time or memory, Unsupported without llguidance.
 
         sources: the formats in the grammar, by fields of the request; the error names the first faulty one.
         """

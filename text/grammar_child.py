@@ -24,7 +24,7 @@ def _prepare(_: dict[str, Any]) -> Handler:
 
 
 def _answer(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> dict[str, str]:
-    """Builds a grammar; where that fails, the formats in it one by one."""
+    """Builds a grammar; if that fails, each format in it alone."""
     if not (failure := _failure(tokenizer, asked)):
         return {}
     alone = ((param, _failure(tokenizer, source)) for param, source in asked["sources"].items())
@@ -32,7 +32,7 @@ def _answer(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> dict[str, str]:
 
 
 def _failure(tokenizer: "LLTokenizer", asked: dict[str, Any]) -> str:
-    """Builds a grammar, its first mask, and the one after forced text; returns its fault, or ""."""
+    """Builds a grammar, its first mask, and the mask after forced text; returns its fault, or ""."""
     try:
         matcher = new_matcher(ResponseFormat(FormatKind(asked["kind"]), asked["source"]), tokenizer)
     except InvalidRequest as error:

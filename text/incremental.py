@@ -1,4 +1,4 @@
-"""Output text of one choice, growing token by token: characters that are whole, and no stop string.
+"""The output text of one choice, growing token by token: whole characters, and no stop string.
 
 Detokenization and the search are linear in the tokens and in the text.
 """
@@ -49,19 +49,19 @@ class DecodingWindow:
         return piece
 
     def flush(self) -> str:
-        """Releases the text not yet emitted, at the end of the stream."""
+        """Returns the text not yet emitted, at the end of the stream."""
         text = self._tokenizer.decode(self._ids)[self._num_emitted :]
         self._num_emitted += len(text)
         return text
 
     def _drop_context(self) -> None:
-        """Makes the pending tokens, now that all text is out, the context of the next ones."""
+        """Makes the pending tokens, whose text is out, the context of the next tokens."""
         del self._ids[: self._num_context]
         self._num_context = len(self._ids)
         self._num_emitted = len(self._tokenizer.decode(self._ids))
 
     def _drop_endless(self, text: str) -> None:
-        """Shortens a window of bytes that make no character, where both sides of a cut decode as they do together."""
+        """Shortens a window of bytes that make no character, by a cut that does not change the text."""
         for cut in range(len(self._ids) - 1, len(self._ids) - 1 - _MAX_CHARACTER_BYTES, -1):
             left, right = (self._tokenizer.decode(part) for part in (self._ids[:cut], self._ids[cut:]))
             if left + right == text:
@@ -73,7 +73,7 @@ class DecodingWindow:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Text that is certainly output, and the stop string that ends it, if one does."""
+    """Text that is certainly output, and the stop string that ends it, if any."""
 
     text: str
     stop: str | None
@@ -82,8 +82,8 @@ class Scanned:
 class StopMatcher:
     """Holds back text that may be the start of a stop string, and releases the rest.
 
-    Linear in the text (Knuth, Morris, Pratt, 1977). The match that is complete first wins; of several complete with the
-    same character, the longest.
+    Linear in the text (Knuth, Morris, Pratt, 1977). The first complete match wins; of several that end with the same
+    character, the longest.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -102,7 +102,7 @@ class StopMatcher:
         return Scanned(known[:certain], None)
 
     def flush(self) -> str:
-        """Releases the text held back: it is output after all, as nothing follows."""
+        """Returns the text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
@@ -112,7 +112,7 @@ class StopMatcher:
 
 
 class _Pattern:
-    """The length of a stop string's part with which the text so far ends."""
+    """A stop string, and the length of its longest prefix with which the text so far ends."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -141,7 +141,7 @@ def _borders(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """The gain of a choice: its next text, the stop string that ended it, and how many of the tokens fed are output."""
+    """The gain of a choice: its next text, the stop string that ended it, and the number of output tokens."""
 
     text: str
     matched_stop: str | None
@@ -149,10 +149,10 @@ class Piece:
 
 
 class IncrementalText:
-    """The text of tokens, never taken back: no part of a character, nothing of a stop string.
+    """The text of tokens, never revoked: no part of a character, no part of a stop string.
 
-    The pieces and the flush together are `decode` of all tokens, up to the stop string if one is met. How the tokens
-    are split between calls makes no difference. Stop strings count after the first `min_tokens` only.
+    All pieces and the flush, joined, are `decode` of all tokens up to the first stop string, however calls split the
+    tokens. Stop strings count only after the first `min_tokens`.
 
     includes_stop: the stop string is part of the text, too.
     """
@@ -179,7 +179,7 @@ class IncrementalText:
         return Piece("".join(texts), self._matched_stop, num_tokens)
 
     def flush(self) -> Piece:
-        """Releases the text held back, at the end of the stream; it may complete a stop string."""
+        """Returns the text held back, at the end of the stream; it may complete a stop string."""
         if self._matched_stop is not None:
             return Piece("", self._matched_stop, 0)
         text = self._scan(self._window.flush())

@@ -1,7 +1,7 @@
 """Files of a model folder, opened with care.
 
-Hub snapshots are links, so links are followed, but their end must be a regular file of a sensible size:
-a pipe or a device could block for ever or never end.
+Hub snapshots are links, so links are followed, but to regular files of bounded size alone: a pipe or a device could
+block or never end.
 """
 
 import os
@@ -13,7 +13,7 @@ from wire.errors import ModelError
 
 
 def open_regular(path: Path) -> FileIO:
-    """Opens for reading, unbuffered. Raises ModelError where the file is missing, unreadable or not a regular file."""
+    """Opens for reading, unbuffered. Raises ModelError if the file is missing, unreadable or not a regular file."""
     try:
         # Without O_NONBLOCK, opening a pipe that nobody writes to would never return.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -28,7 +28,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Reads the whole content. Raises ModelError as `open_regular` does, and for more than `max_bytes`."""
+    """Reads the whole content. Raises the ModelErrors of `open_regular`, and one for more than `max_bytes`."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -37,7 +37,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int) -> str | None:
-    """Reads the whole content as text, None where there is no file. ModelError as above, and if it is not UTF-8."""
+    """Reads the whole content as text, None if there is no file. Raises ModelError as above, and if it is not UTF-8."""
     if not os.path.lexists(path):
         return None
     try:

@@ -1,4 +1,4 @@
-"""A lower bound on the tokens of a text, which takes no tokenizing."""
+"""A lower bound on the tokens of a text, without tokenizing."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,14 +15,14 @@ _SPACE = "▁"
 _BYTE_LEVEL_PARTS = ("ByteLevel", "Split", "Digits", "NFC")
 _FALLBACK_PARTS = ("Metaspace", "Split", "Digits", "Prepend", "Replace")
 STABLE = ((0x00, 0x7F), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF))
-"""ASCII, Han and emoji: NFC lets these be, unless another character follows."""
+"""ASCII, Han and emoji: NFC keeps these, unless another character follows."""
 
 
 class TokenBound:
-    """The bytes of a text as shares of tokens: a byte's is 1 / the longest token that has it, in bytes.
+    """The bytes of a text as shares of tokens: a byte's share is 1 / the length of the longest token with it.
 
-    A token's shares come to 1 at most. So a text has no fewer tokens than it has shares, if its tokenizer drops
-    nothing and spells every byte. Where that is not certain the bound is 0.
+    A token's shares add up to 1 at most. So a text has at least as many tokens as shares, if its tokenizer drops
+    nothing and spells every byte. If that is not certain, the bound is 0.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -36,7 +36,7 @@ class TokenBound:
         self._shares = WHOLE // _longest(self._tokens(backend)) * is_sound
 
     def min_tokens(self, text: str, enough: int) -> int:
-        """Counts until there are more than `enough`."""
+        """Bounds the tokens of a text from below; stops once the bound exceeds `enough`."""
         num_shares = 0
         for start in range(0, len(text) if self._shares.any() else 0, SLICE_CHARS):
             # The last character is left out: NFC may join it to the first one of the next slice.
@@ -47,7 +47,7 @@ class TokenBound:
         return -(-num_shares // WHOLE)
 
     def _tokens(self, backend: tokenizers.Tokenizer) -> Iterator[bytes]:
-        """Each token as the bytes of text that it stands for at the most."""
+        """Yields for each token the longest bytes of text that it may stand for."""
         spelling = str.maketrans({char: chr(byte) for char, byte in byte_alphabet().items()})
         for content in backend.get_vocab(with_added_tokens=False):
             if self._is_byte_level:
@@ -60,7 +60,7 @@ class TokenBound:
                 yield self._one_space(backend.normalizer.normalize_str(added.content)).encode()
 
     def _stable(self, text: str) -> str:
-        """The part of a text that reaches the vocabulary as it is."""
+        """Returns the part of a text that reaches the vocabulary unchanged."""
         if not self._is_nfc or text.isascii():
             return self._one_space(text)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -71,7 +71,7 @@ class TokenBound:
         return codes[is_stable].tobytes().decode("utf-32-le")
 
     def _one_space(self, text: str) -> str:
-        """Writes a space in one way, of the two that a vocabulary without byte level has."""
+        """Writes spaces in one of the two ways of a vocabulary without byte level."""
         return text if self._is_byte_level else text.replace(_SPACE, " ")
 
 
@@ -90,7 +90,7 @@ def _drops_nothing(part: dict[str, Any]) -> bool:
 
 
 def _spells_all(definition: dict[str, Any]) -> bool:
-    """Returns whether a tokenizer keeps each byte: none is unknown, none is absorbed by an added token."""
+    """Returns whether a tokenizer keeps each byte: no byte is unknown or absorbed by an added token."""
     model = definition["model"]
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return False

@@ -19,12 +19,12 @@ from wire.errors import InvalidRequest, ModelError
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 8 << 20
 HEAD_CHARS = 6
-"""So much of special tokens is looked for at once: vocabularies have hundreds of them, with few beginnings."""
+"""Length of the beginnings of special tokens that one search looks for: hundreds of them share few beginnings."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The tokens that tokenizer_config.json adds to tokenizer.json, as transformers 5 takes them."""
+    """The tokens that tokenizer_config.json adds to tokenizer.json, read as transformers 5 does."""
 
     declared_tokens: tuple[AddedToken, ...] = ()
     """In order of their ids."""
@@ -83,7 +83,7 @@ class Tokenizer:
 
     @property
     def definition(self) -> str:
-        """Writes the tokenizer as the library reads it."""
+        """Writes the tokenizer in the library's format."""
         text: str = self._backend.to_str()
         return text
 
@@ -94,7 +94,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Reads tokenizer.json and, if it is there, tokenizer_config.json. Raises ModelError if one is malformed."""
+        """Reads tokenizer.json and, if present, tokenizer_config.json. Raises ModelError for a malformed file."""
         definition = read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
         if definition is None:
             raise ModelError("tokenizer.json: missing")
@@ -157,7 +157,7 @@ class Tokenizer:
 
 
 class _Spelling:
-    """A tokenizer's way back to text, in which some special tokens are text."""
+    """A Detokenizer that writes some special tokens as text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
         self._backend = backend
@@ -174,10 +174,10 @@ class _Spelling:
 
 
 class _Cuts:
-    """Special tokens before which a text may be cut: an added token begins at each of their places.
+    """Special tokens before which a text may be cut without changing its tokens.
 
-    The library takes added tokens out of a text first; normalizers and pre-tokenizers see the rest piece by piece.
-    A special token begins its piece, so that the text behind it is never taken for the first of all.
+    The library takes added tokens out of a text first; normalizers and pre-tokenizers see the rest piece by piece. A
+    special token begins its piece, so that the text after it is never taken for the text's beginning.
     """
 
     def __init__(self, added: Sequence[AddedToken]) -> None:

@@ -10,45 +10,45 @@ class TokenKind(Enum):
 
     TEXT = "text"
     BYTE = "byte"
-    """A raw byte of a byte-fallback vocabulary: its text is known only when the run of such tokens has ended."""
+    """A raw byte of a byte-fallback vocabulary; its text is known only at the end of a run of raw bytes."""
     SILENT = "silent"
-    """Nothing: a special token, or an id that no token has."""
+    """No text: a special token, or an unknown id."""
 
 
 class Detokenizer(Protocol):
-    """Token ids to text."""
+    """A decoder of token ids to text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids without special tokens; ids that no token has add nothing."""
+        """Decodes ids without special tokens; unknown ids add no text."""
 
     def kind(self, token_id: int) -> TokenKind: ...
 
 
 class TextCodec(Detokenizer, Protocol):
-    """Both ways. Implementations are `Tokenizer` and its twin `ByteTokenizer`; both may be shared between threads."""
+    """A tokenizer, both ways: `Tokenizer`, or its twin `ByteTokenizer`. Thread-safe."""
 
     @property
     def vocab_size(self) -> int:
         """The highest token id plus one; the model's output may be wider."""
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a text, with the special tokens that belong around it. Raises InvalidRequest for lone surrogates."""
+        """Encodes a text, with the special tokens around it. Raises InvalidRequest for lone surrogates."""
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """The texts that `encode` takes for special tokens."""
+        """The texts that `encode` maps to special tokens."""
 
     def spelling(self, special_tokens: Sequence[str]) -> Detokenizer:
-        """Returns the way back to text that writes these special tokens, too."""
+        """Returns a Detokenizer that writes these special tokens, too."""
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Encodes as `encode` does, with no special tokens but the ones in the text."""
+        """Encodes a text without adding special tokens around it."""
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a text before special tokens; `encode_rendered` of the pieces, joined, is that of the text."""
+        """Cuts a text before special tokens; tokens of `encode_rendered` of the pieces, joined, are the text's."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of text that a token stands for, the name of a special one; none for an unknown id."""
+        """Returns a token's bytes of text: the name of a special token, nothing for an unknown id."""
 
     def min_tokens(self, text: str, enough: int) -> int:
-        """Counts tokens that a text has at the least, until there are more than `enough`; 0 where that is not known."""
+        """Returns a lower bound on a text's tokens, counted until it exceeds `enough`; 0 if unknown."""

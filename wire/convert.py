@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from typing import Any
+
+from google.protobuf.message import Message
 
 from wire.errors import BatonError, rebuild
 from wire.pb import inference_pb2 as pb
@@ -18,13 +21,18 @@ _REASON_TO_PB = {
 _REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
 
 
+def given(message: Message, name: str) -> Any:
+    """Returns a field of a message; None if it is not set."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
 def sampling_from_pb(message: pb.SamplingParams, defaults: SamplingParams = DEFAULTS) -> SamplingParams:
     """Reads settings; a field that is not set takes its default. Checks no range."""
-    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    scalars = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     biases = tuple(sorted(message.logit_bias.items()))
     return replace(
         defaults,
-        **given,
+        **scalars,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=biases,
@@ -35,13 +43,13 @@ def sampling_from_pb(message: pb.SamplingParams, defaults: SamplingParams = DEFA
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
     """Writes settings with every scalar set, except `logprobs` where they are off."""
     scalars = {name: getattr(params, name) for name in _SCALARS}
-    biases, given = dict(params.logit_bias), params.response_format
+    biases, answer = dict(params.logit_bias), params.response_format
     return pb.SamplingParams(
         **scalars,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         logit_bias=biases,
-        response_format=None if given is None else pb.ResponseFormat(**{given.kind.value: given.source}),
+        response_format=None if answer is None else pb.ResponseFormat(**{answer.kind.value: answer.source}),
     )
 
 

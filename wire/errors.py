@@ -87,6 +87,12 @@ def require(valid: object, param: str, message: str) -> None:
         raise InvalidRequest(param, message)
 
 
+def require_setting(holds: object, name: str, what: str) -> None:
+    """Raises ConfigError, for the setting `name` that must be `what`, unless that holds."""
+    if not holds:
+        raise ConfigError(f"{name} must be {what}")
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Tokens that do not fit. prompt: a lower bound. output: as asked for, 0 if the prompt alone is too long."""

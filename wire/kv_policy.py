@@ -112,3 +112,9 @@ def parse_kv_policy(text: str, kv_dtype: str = "auto") -> KVPolicy:
             raise ConfigError(f"kv_policy {text}: a budget is 1 to 99 %, or at least {least} tokens")
         return dropping
     raise ConfigError(f"kv_policy {text[:64]!r}: known are full, sinks=4+1020, snapkv=25%, h2o=25% and other numbers")
+
+
+def parse_dropping(text: str) -> Dropping | None:
+    """Reads a policy; returns None for one that drops nothing by attention. Raises ConfigError."""
+    policy = parse_kv_policy(text)
+    return policy if isinstance(policy, Dropping) else None

@@ -8,6 +8,7 @@ read by a function of the caller's: `by_name` from objects, `by_place` from list
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -62,6 +63,24 @@ class Between:
     def __call__(self, value: float) -> None:
         if not self.least <= value <= self.most:
             raise wrong(f"between {self.least} and {self.most}", value)
+
+
+@dataclass(frozen=True)
+class HexOf:
+    """A check of texts: hex digits of `num_bytes` bytes, or of any number. A text may be a secret, and is not shown."""
+
+    num_bytes: int | None = None
+
+    def __call__(self, value: str) -> None:
+        times, what = ("*", "bytes") if self.num_bytes is None else (f"{{{self.num_bytes}}}", f"{self.num_bytes} bytes")
+        if not re.fullmatch(f"([0-9a-fA-F]{{2}}){times}", value):
+            raise Misfit(f"must be {what} in hex digits")
+
+
+def not_empty(value: str) -> None:
+    """Raises Misfit for an empty text."""
+    if not value:
+        raise Misfit("must not be empty")
 
 
 def to_json(settings: Any) -> str:

@@ -36,7 +36,7 @@ class WorkerActor(ABC):
         """Reads the configuration. Raises ConfigError."""
         self._config = from_json(WorkerConfig, config_json, "worker")
         self._behaviour = self.make_behaviour(self._config)
-        if self._config.role != self._behaviour.role.value:
+        if self._config.role is not self._behaviour.role:
             raise ConfigError(f"worker.role: this is a {self._behaviour.role.value} worker")
         self._started: _Started | None = None
         self._leaving: asyncio.Task[None] | None = None

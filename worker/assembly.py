@@ -97,11 +97,11 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
         backend = select_backend(device, checkpoint.kernels)
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels: {error}") from error
-    block_size, kv_dtype = config.pool.block_size, checkpoint.kv_dtype
-    folder, policy = Path(checkpoint.folder), checkpoint.kv_policy
+    served, block_size, kv_dtype = checkpoint.served, config.block_size, checkpoint.kv_dtype
+    folder, policy = Path(served.folder), checkpoint.kv_policy
     weights, began_s = WeightCache(checkpoint.weight_cache_bytes), time.monotonic()
     with _fitting(config):
-        model = Decoder.load(folder, checkpoint.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
+        model = Decoder.load(folder, served.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
         draft = _load_draft(config, backend, weights)
     load_s = time.monotonic() - began_s
     _require_same_model(config, model.layout.dtype, backend.version)
@@ -133,7 +133,7 @@ def _fitting(config: WorkerConfig) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"worker {config.worker_id}: the model and {config.pool.num_blocks} blocks of KV do not fit into the "
+            f"worker {config.worker_id}: the model and {config.num_blocks} blocks of KV do not fit into the "
             f"memory of {config.model.device}: lower worker.pool_bytes, or serve a smaller model"
         ) from error
 
@@ -143,8 +143,8 @@ def _load_draft(config: WorkerConfig, backend: Backend, weights: WeightCache) ->
     if config.speculation.draft is None:
         return None
     with naming_the_draft():
-        draft = open_draft(Path(config.speculation.draft), Checkpoint(Path(config.model.folder)))
-        device, block_size = torch.device(config.model.device), config.pool.block_size
+        draft = open_draft(Path(config.speculation.draft), Checkpoint(Path(config.model.served.folder)))
+        device, block_size = torch.device(config.model.device), config.block_size
         return Decoder.load(draft.folder, None, device, block_size, backend, load_weights=weights.load)
 
 
@@ -164,7 +164,7 @@ def assemble_on(
     """
     num_open = config.batch.num_open(model.layout.block_size)
     with _fitting(config):
-        pool = DevicePool(model.layout, config.pool.num_blocks, model.device, num_open)
+        pool = DevicePool(model.layout, config.num_blocks, model.device, num_open)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)
@@ -195,23 +195,23 @@ def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) 
 
     Runs after loading, so that any earlier change shows. The digest cache spares reading unchanged files again.
     """
-    checkpoint = Checkpoint(Path(config.model.folder))
-    if checkpoint.fingerprint(dtype, backend_version, DigestCache.of_user()) != config.model.fingerprint:
+    checkpoint = Checkpoint(Path(config.model.served.folder))
+    if checkpoint.fingerprint(dtype, backend_version, DigestCache.of_user()) != config.model.served.fingerprint:
         problem = f"the model folder is not that of the cluster, or has changed since: node {config.store.node_id}"
-        raise ModelError(problem, folder=config.model.folder)
+        raise ModelError(problem, folder=config.model.served.folder)
 
 
 def _describe(config: WorkerConfig, model: CausalModel, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
     """Describes this process, and draws its epoch."""
     return worker_pb2.WorkerInfo(
         worker_id=config.worker_id,
-        role=config.role,
+        role=config.role.value,
         protocol_version=PROTOCOL_VERSION,
         epoch=secrets.token_hex(8),
-        fingerprint=config.model.fingerprint,
+        fingerprint=config.model.served.fingerprint,
         layout=model.layout.encode(),
         max_context_len=model.max_context_len,
-        num_blocks=config.pool.num_blocks,
+        num_blocks=config.num_blocks,
         num_arena_blocks=num_arena_blocks,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
-from kv_store.node.directory_port import KeepHint
 from kv_store.node.event_log import EventCursor, EventPage
+from kv_store.node.messages import KeepHint
 from kv_store.tiers.contents import Selection, Tally
 from wire.block_names import PublicPart, digest_of, session_of
 from wire.convert import (
@@ -19,7 +19,7 @@ from wire.convert import (
 )
 from wire.errors import BatonError, ConfigError, InvalidRequest, require
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
-from wire.kv_policy import Dropping, parse_kv_policy
+from wire.kv_policy import Dropping, parse_dropping
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, LedgerCounts, Tier
 
@@ -151,11 +151,11 @@ def _own_memory_bytes() -> int:
 
 def _dropping(text: str) -> Dropping | None:
     try:
-        policy = parse_kv_policy(text) if text else None
+        policy = parse_dropping(text) if text else None
     except ConfigError as error:
         raise InvalidRequest("kv_policy", error.message) from error
-    require(not text or isinstance(policy, Dropping), "kv_policy", "not one that drops KV by worth")
-    return policy if isinstance(policy, Dropping) else None
+    require(not text or policy, "kv_policy", "not one that drops KV by worth")
+    return policy
 
 
 def _require_in_range(request: EngineRequest, vocab_size: int) -> None:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from itertools import repeat
 from typing import Any
 
@@ -16,6 +15,7 @@ from engine.request import EngineRequest
 from engine.schedule.batcher import Batcher, Gate
 from wire.convert import logprobs_to_pb, misses_to_pb, reason_to_pb, tiers_to_pb
 from wire.errors import BatonError
+from wire.journal import Kind
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from worker.convert import ended_with
@@ -24,21 +24,8 @@ News = Event | worker_pb2.Update
 """An event of the engine, or an update with tokens that one choice has gained."""
 
 
-class SpanName(Enum):
-    """The phases of an attempt, in this order. docs/timeline.md explains each phase for each role."""
-
-    QUEUE = "queue"
-    WAIT_SLOT = "wait_slot"
-    WAIT_PAGES = "wait_pages"
-    FETCH = "fetch"
-    WAIT_TURN = "wait_turn"
-    COMPUTE = "compute"
-    PUBLISH = "publish"
-    GENERATE = "generate"
-
-
-_ORDER = tuple(SpanName)
-_WAIT_FOR = {Gate.SLOT: SpanName.WAIT_SLOT, Gate.PAGES: SpanName.WAIT_PAGES}
+_WAIT_FOR = {Gate.SLOT: Kind.WAIT_SLOT, Gate.PAGES: Kind.WAIT_PAGES}
+_ORDER = tuple(Kind)
 
 
 class Stopwatch:
@@ -48,15 +35,15 @@ class Stopwatch:
         """Starts the queue at `arrived_s`; any other span may be missing. Spans carry the role's name."""
         self._role = role
         self._arrived_s = arrived_s
-        self._starts_s = {SpanName.QUEUE: arrived_s}
-        self._counts: dict[SpanName, Counter[str]] = {span: Counter() for span in SpanName}
+        self._starts_s = {Kind.QUEUE: arrived_s}
+        self._counts: dict[Kind, Counter[str]] = {span: Counter() for span in Kind}
 
     @property
-    def span(self) -> SpanName:
+    def span(self) -> Kind:
         """The span that runs."""
         return next(reversed(self._starts_s))
 
-    def begin_span(self, span: SpanName, now_s: float) -> None:
+    def begin_span(self, span: Kind, now_s: float) -> None:
         """Ends the running span and begins a later one. Does nothing for the running span and earlier ones."""
         if _ORDER.index(span) > _ORDER.index(self.span):
             self._starts_s[span] = now_s
@@ -71,9 +58,9 @@ class Stopwatch:
         ends_s = [start_s for _, start_s in starts[1:]] + [end_s]
         return [self._message(span, start_s, end) for (span, start_s), end in zip(starts, ends_s, strict=True)]
 
-    def _message(self, span: SpanName, start_s: float, end_s: float) -> inference_pb2.Span:
+    def _message(self, span: Kind, start_s: float, end_s: float) -> inference_pb2.Span:
         return inference_pb2.Span(
-            name=f"{self._role.value}.{span.value}",
+            name=span.at(self._role.value),
             start_ms=(start_s - self._arrived_s) * 1000,
             duration_ms=(end_s - start_s) * 1000,
             counts={name: amount for name, amount in self._counts[span].items() if amount},
@@ -86,7 +73,7 @@ class PromptProgress:
     after: the span that follows. leader: the choice that gets the prompt's KV for all.
     """
 
-    def __init__(self, stopwatch: Stopwatch, leader: int, block_size: int, after: SpanName) -> None:
+    def __init__(self, stopwatch: Stopwatch, leader: int, block_size: int, after: Kind) -> None:
         self._stopwatch = stopwatch
         self._leader = leader
         self._block_size = block_size
@@ -109,16 +96,16 @@ class PromptProgress:
             case HeldUp(gate=gate):
                 self._stopwatch.begin_span(_WAIT_FOR[gate], now_s)
             case Scheduled():
-                self._stopwatch.begin_span(SpanName.FETCH, now_s)
+                self._stopwatch.begin_span(Kind.FETCH, now_s)
             case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
                 self._take(tokens)
-                self._stopwatch.begin_span(SpanName.WAIT_TURN, now_s)
+                self._stopwatch.begin_span(Kind.WAIT_TURN, now_s)
             case Started(choice=choice) if choice == self._leader and self.tokens is not None:
-                self._stopwatch.begin_span(SpanName.COMPUTE if self.tokens.computed else self._after, now_s)
+                self._stopwatch.begin_span(Kind.COMPUTE if self.tokens.computed else self._after, now_s)
                 self._stopwatch.count(tokens_computed=self.tokens.computed)
             case Jumped(choice=choice) if choice == self._leader and self.tokens is not None and self._is_first:
                 self._take(event.tokens)
-                if self._stopwatch.span is SpanName.COMPUTE:
+                if self._stopwatch.span is Kind.COMPUTE:
                     self._stopwatch.count(tokens_computed=-event.num_found)
             case Preempted():
                 self._stopwatch.count(preemptions=1)
@@ -136,7 +123,7 @@ class PromptProgress:
 class Job(ABC):
     """An attempt in progress. Pure: times are readings of one monotonic clock. An update with an end is the last."""
 
-    def __init__(self, request: EngineRequest, role: Role, arrived_s: float, block_size: int, after: SpanName) -> None:
+    def __init__(self, request: EngineRequest, role: Role, arrived_s: float, block_size: int, after: Kind) -> None:
         """after: the span behind the prompt's KV. block_size: tokens of a block, for the timeline."""
         self.request = request
         self._stopwatch = Stopwatch(role, arrived_s)

@@ -1,1 +1,1 @@
-"""Open-loop load for a door: when which request is sent, the clients that send it, and figures of the answers."""
+"""Open-loop load for a service: the schedule of requests, the clients that send them, and figures of the answers."""

@@ -41,7 +41,7 @@ prefixes of a trace.
 
 TTFT and e2e count from when a request should have been sent. The exit status is 1 if any request failed."""
 LATE_MS = 100.0
-"""A client that sends one in a hundred later than this is named as a reason."""
+"""If the client sends a hundredth of its requests later than this, the output says so."""
 SEED_BITS = 16
 
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[str, list[Record]]:
-    """Returns the load in words, and a record of each request. Raises BatonError if the door does not answer."""
+    """Returns the load in words, and a record of each request. Raises BatonError if the service does not answer."""
     async with _open(args) as client:
         load, schedule = draw_load(args, await client.max_context_len())
         with _progress(len(schedule), args.color) as tell:
@@ -161,7 +161,7 @@ def _to_json(args: argparse.Namespace, load: str, summary: ModeSummary, records:
 
 @contextmanager
 def _progress(num_requests: int, color: str) -> Iterator[Callable[[Record], None]]:
-    """Draws a bar of the requests that have ended, where stderr is a terminal; yields a callback for each."""
+    """Draws a bar of ended requests if stderr is a terminal; yields the callback to call for each."""
     if not is_drawn(color, sys.stderr):
         yield lambda record: None
         return
@@ -193,7 +193,7 @@ def _from_0(text: str) -> int:
 
 
 def _read_slo(text: str) -> LatencyLimits:
-    """Reads both limits, or one; the other is none then. Raises ArgumentTypeError."""
+    """Reads one limit or both; a missing limit is infinite. Raises ArgumentTypeError."""
     limits_s = {"ttft": float("inf"), "tpot": float("inf")}
     for part in text.split(","):
         name, _, limit = part.partition("=")

@@ -1,4 +1,4 @@
-"""From what the client saw of each request to the figures that are reported. Pure."""
+"""The figures of a report, from the client's record of each request. Pure."""
 
 import math
 from collections import Counter
@@ -12,10 +12,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Record:
-    """A request as its client saw it. Times in seconds from the start of the round.
+    """A request as its client saw it. Times are seconds from the start of the round.
 
-    `chunks` has when each message with tokens came and how many tokens it had; `error` is the status of a failure,
-    `reason` its words.
+    chunks: arrival time and number of tokens of each message with tokens. error, reason: status and words of a failure.
     """
 
     scheduled_s: float
@@ -33,23 +32,23 @@ class Record:
 
     @property
     def late_s(self) -> float:
-        """Returns the client's delay: from the time at which it was due to its sending."""
+        """Returns the client's delay, from the time at which the request was due to its sending."""
         return self.sent_s - self.scheduled_s
 
     @property
     def ttft_s(self) -> float:
-        """From when it should have been sent: a late client is no excuse for the server, nor a help to it."""
+        """Time to the first token, counted from when the request was due, so that a late client changes nothing."""
         return self.chunks[0][0] - self.scheduled_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token after the first message; 0 where there was one message only."""
+        """Mean time per token after the first message; 0 for a single message."""
         later = self.num_tokens - self.chunks[0][1]
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else 0.0
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between messages; a message may have several tokens."""
+        """Gaps between messages; a message may have several tokens."""
         return [after - before for (before, _), (after, _) in pairwise(self.chunks)]
 
     @property
@@ -58,14 +57,14 @@ class Record:
 
 
 class Limits(Protocol):
-    """A rule for requests that ended well: which of them are good."""
+    """A rule that tells which requests that ended well are good."""
 
     def holds_for(self, record: Record) -> bool: ...
 
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """A request is good if it ended well and kept both."""
+    """Limits of TTFT and TPOT. A request is good if it ended well within both."""
 
     ttft_s: float
     tpot_s: float
@@ -76,7 +75,7 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """In milliseconds."""
+    """Percentiles of latencies, in milliseconds."""
 
     p50: float
     p90: float
@@ -85,7 +84,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class ModeSummary:
-    """Figures of one mode. Rates are per second of the time from the round's start to its last answer."""
+    """Figures of one mode. Rates are per second, from the round's start to its last answer."""
 
     num_sent: int
     num_ended: int
@@ -103,7 +102,7 @@ class ModeSummary:
 
 
 def summarize(rounds: Sequence[Sequence[Record]], limits: Limits) -> ModeSummary:
-    """Of all rounds of one mode together."""
+    """Summarizes all rounds of one mode together."""
     records = [record for one in rounds for record in one]
     ended = [record for record in records if record.error is None and record.chunks]
     good = [record for record in ended if limits.holds_for(record)]
@@ -132,7 +131,7 @@ LATENCIES: tuple[tuple[str, Callable[[ModeSummary], Percentiles]], ...] = (
     ("e2e ms", lambda summary: summary.e2e_ms),
     ("client late by ms", lambda summary: summary.client_lateness_ms),
 )
-"""Each one's name, and where a summary has it. TTFT and e2e count from when a request should have been sent."""
+"""The latencies by name, with their place in a summary. TTFT and e2e count from when a request was due."""
 
 
 def rates(summary: ModeSummary) -> dict[str, str]:
@@ -166,6 +165,6 @@ def without_nan(value: Any) -> Any:
 
 
 def percentiles_ms(values_s: Iterable[float]) -> Percentiles:
-    """Interpolated linearly between the nearest ranks; NaN where there are no values."""
+    """Computes percentiles, interpolated linearly between the nearest ranks; NaN without values."""
     values_ms = [value_s * 1000 for value_s in values_s] or [math.nan]
     return Percentiles(*map(float, np.quantile(values_ms, (0.5, 0.9, 0.99))))

@@ -1,4 +1,4 @@
-"""Clients that send a schedule at its times, over gRPC or HTTP, whatever the answers do, and note when they come."""
+"""Clients that send a schedule at its times, over gRPC or HTTP, whatever the answers do, and record the answers."""
 
 import asyncio
 import json
@@ -34,10 +34,9 @@ result change morning reason girl moment air teacher force foot boy age policy m
 
 
 class RequestTiming:
-    """The answer to a request as it comes in. Times in seconds from the start of the round.
+    """The answer to a request as it comes in. Times are seconds from the start of the round.
 
-    prompt_len: as the service counts it, None until its usage arrives. error, reason: status and words of a
-    failure.
+    prompt_len: the service's count, None until the usage arrives. error, reason: status and words of a failure.
     """
 
     def __init__(self, start: float) -> None:
@@ -65,7 +64,7 @@ class RequestTiming:
 
 
 class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
-    """A client of a service; subclasses speak its protocol. timeout_s: of each request."""
+    """A client of a service; subclasses speak its protocol. timeout_s: bounds each request."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -76,9 +75,9 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
         concurrency: int | None = None,
         tell: Callable[[Record], object] = lambda record: None,
     ) -> list[Record]:
-        """Sends every request at its time and waits for all to end; calls `tell` with the record of each.
+        """Sends every request at its time and waits for all to end; calls `tell` with each record.
 
-        concurrency: of requests under way; one beyond it waits, and is sent late.
+        concurrency: the most requests under way; further requests wait, and are sent late.
         """
         start = time.perf_counter()
         places = asyncio.Semaphore(concurrency or max(1, len(schedule)))
@@ -92,7 +91,7 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
 
     @abstractmethod
     async def max_context_len(self) -> int:
-        """Tells that of the model that is served. Raises BatonError."""
+        """Returns the context length of the served model. Raises BatonError."""
 
     async def _send(
         self, arrival: Arrival, start: float, places: asyncio.Semaphore, tell: Callable[[Record], object]
@@ -122,13 +121,13 @@ def token_ids(arrival: Arrival) -> Prompt:
 
 
 def chat(arrival: Arrival) -> list[Message]:
-    """Makes a chat of one turn that has a word for each token of the prompt."""
+    """Makes a chat of one turn, with a word for each token of the prompt."""
     words = _WORDS.split()
     return [{"role": "user", "content": " ".join(words[one % len(words)] for one in arrival.prompt)}]
 
 
 class LoadClient(OpenLoopClient):
-    """A connection to a service of ours over gRPC. api_key: as of `baton.Client`. prompt_of: makes the body."""
+    """A connection to a Baton service over gRPC. api_key: see `baton.Client`. prompt_of: makes the prompt."""
 
     def __init__(
         self,
@@ -165,10 +164,10 @@ class LoadClient(OpenLoopClient):
 
 
 class CompletionsClient(OpenLoopClient):
-    """A client of OpenAI's completions over HTTP, streamed; each request has a connection of its own.
+    """A client of OpenAI's completions over HTTP, streamed, with a connection for each request.
 
-    url: as programs get it, like http://127.0.0.1:8000/v1. model: "" asks the server. ignore_eos: a field that vLLM,
-    SGLang and this gateway know; None leaves it out.
+    url: the base URL, such as http://127.0.0.1:8000/v1. model: "" asks the server. ignore_eos: a field of vLLM, SGLang
+    and this gateway; None leaves it out.
     """
 
     _endpoint = "/completions"
@@ -193,7 +192,7 @@ class CompletionsClient(OpenLoopClient):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Has nothing to close: no connection outlives its request."""
+        """Does nothing: no connection outlives its request."""
 
     async def max_context_len(self) -> int:
         return int((await self._describe_model()).get("max_model_len") or NO_CONTEXT_LEN)
@@ -229,7 +228,7 @@ class CompletionsClient(OpenLoopClient):
         return model
 
     async def _exchange(self, what: str, body: bytes, take: Callable[[bytes], None]) -> int | str:
-        """Sends a request, hands on the lines of its answer, and returns the status, or what failed."""
+        """Sends a request, passes on the lines of its answer, and returns the status, or the failure."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await self._read_answer(what, body, take)
@@ -241,7 +240,7 @@ class CompletionsClient(OpenLoopClient):
             return "not an answer"
 
     async def _read_answer(self, what: str, body: bytes, take: Callable[[bytes], None]) -> int:
-        """Raises OSError, also for an answer without a status, or HttpParserError."""
+        """Reads the answer. Raises HttpParserError, or OSError, also for an answer without a status."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
             writer.write(self._head(what, len(body)) + body)
@@ -263,7 +262,7 @@ class CompletionsClient(OpenLoopClient):
 
 
 class ChatsClient(CompletionsClient):
-    """A client of OpenAI's chats over HTTP, streamed: `chat` makes their only turn."""
+    """A client of OpenAI's chats over HTTP, streamed; `chat` makes the only turn."""
 
     _endpoint = "/chat/completions"
 
@@ -284,7 +283,7 @@ def _read_url(url: str) -> tuple[str, str, int | None, str]:
 
 
 class _Lines:
-    """The body of an answer, handed on by lines; httptools calls it."""
+    """The callbacks of httptools for an answer: they pass its body on by lines."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self.are_whole = False
@@ -303,7 +302,7 @@ class _Lines:
 
 
 class _Events:
-    """The events of a streamed completion, noted in an answer. `reason`: the words of an answer that is an error."""
+    """The reader of a streamed completion's events, which it notes in an answer. `reason`: the message of an error."""
 
     def __init__(self, answer: RequestTiming) -> None:
         self.are_whole = False
@@ -339,7 +338,7 @@ def _num_tokens(choice: dict[str, Any]) -> int:
 
 
 def _reason_in(error: str | bytes) -> str:
-    """Returns the message of an error as OpenAI writes it, else all of it."""
+    """Returns the message of an OpenAI error, else the whole text."""
     try:
         return str(json.loads(error)["error"]["message"])
     except (ValueError, LookupError, TypeError):

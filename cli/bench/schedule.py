@@ -1,6 +1,6 @@
 """The schedule of requests, drawn before the first is sent, so that no answer can delay a later request.
 
-Published traces of real services are made smaller to suit the machine and the model at hand. Known are Mooncake's JSON
+Published traces of real services are scaled down to the machine and the model. Two forms are known: Mooncake's JSON
 lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per 512 tokens) and Azure's CSV (`TIMESTAMP`,
 `ContextTokens`, `GeneratedTokens`).
 """
@@ -15,14 +15,14 @@ from itertools import takewhile
 from pathlib import Path
 
 PROMPT_IDS = range(32, 256)
-"""Token ids that prompts are made of: every vocabulary has them, and hardly any has special tokens there."""
+"""Token ids of prompts: every vocabulary has them, and few have special tokens among them."""
 MOONCAKE_BLOCK_LEN = 512
 _EPOCH = datetime(2000, 1, 1)
 
 
 @dataclass(frozen=True)
 class TraceRow:
-    """A request: its time, its lengths, and the names of its prompt's blocks where the trace has them."""
+    """A request of a trace: its time, its lengths, and the names of its prompt's blocks, if the trace has them."""
 
     at_s: float
     input_len: int
@@ -32,7 +32,7 @@ class TraceRow:
 
 @dataclass(frozen=True)
 class ScaledTrace:
-    """Rows to send, and by how much they differ from the trace: figures from one are void without these."""
+    """Rows to send, and how they differ from the trace, which each figure must tell."""
 
     rows: tuple[TraceRow, ...]
     block_len: int
@@ -47,7 +47,7 @@ class ScaledTrace:
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """All rows in order of time, the first at 0 s. Raises ValueError for a file of neither kind."""
+    """Reads all rows in order of time, the first at 0 s. Raises ValueError for an unknown form."""
     if path.suffix == ".jsonl":
         rows = [_mooncake_row(json.loads(line)) for line in path.read_text().splitlines()]
     elif path.suffix == ".csv":
@@ -60,9 +60,9 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 
 def scale(rows: Sequence[TraceRow], rate: float, duration_s: float, length_factor: float, max_len: int) -> ScaledTrace:
-    """The first rate * duration rows, stretched or squeezed in time to last `duration_s`, with lengths multiplied.
+    """Takes the first rate * duration rows, scales their times to `duration_s`, and multiplies lengths.
 
-    A request that would exceed `max_len` tokens, prompt and output, is cut: the prompt first, to no less than half.
+    Cuts a request that exceeds `max_len` tokens, prompt and output: the prompt first, to no less than half.
     """
     taken = rows[: max(2, round(rate * duration_s))]
     time_factor = duration_s / (taken[-1].at_s - taken[0].at_s or duration_s)
@@ -107,7 +107,7 @@ def _clip(row: TraceRow, max_len: int) -> TraceRow:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, and when to send it, in seconds from the start of its round."""
+    """A request, and the time to send it, in seconds from the start of its round."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -115,13 +115,13 @@ class Arrival:
 
 
 def poisson(rate: float, duration_s: float, input_len: int, output_len: int, seed: int) -> list[Arrival]:
-    """Arrivals of a Poisson process with `rate` a second; all prompts differ."""
+    """Draws arrivals of a Poisson process with `rate` a second; all prompts differ."""
     endless = poisson_process(rate, input_len, output_len, seed)
     return list(takewhile(lambda arrival: arrival.at_s < duration_s, endless))
 
 
 def poisson_process(rate: float, input_len: int, output_len: int, seed: int, prefix_len: int = 0) -> Iterator[Arrival]:
-    """Yields arrivals without end. The first `prefix_len` tokens of all prompts are the same, and no others."""
+    """Yields arrivals without end. Prompts share exactly their first `prefix_len` tokens."""
     draw = random.Random(seed)
     prefix = _random_tokens(random.Random(f"{seed} prefix"), min(prefix_len, input_len))
     at_s = draw.expovariate(rate)
@@ -131,7 +131,7 @@ def poisson_process(rate: float, input_len: int, output_len: int, seed: int, pre
 
 
 def replay(trace: ScaledTrace, seed: int) -> list[Arrival]:
-    """Reads a trace's arrivals and lengths. Prompts share the prefixes that the trace names, and no others."""
+    """Reads a trace's arrivals and lengths. Prompts share exactly the prefixes that the trace names."""
     draw = random.Random(seed)
     return [Arrival(row.at_s, _trace_tokens(row, trace.block_len, draw, seed), row.output_len) for row in trace.rows]
 

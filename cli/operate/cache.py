@@ -59,7 +59,7 @@ def run_clear(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, method: str, nothing: str) -> int:
-    """Prints what a call answers; 1 where a worker or a tier did not answer."""
+    """Prints a call's answer; returns 1 if a worker or a tier did not answer."""
     contents: cluster_pb2.CacheContents = call_operator(find_cluster(args.name), method, request_of(args), TIMEOUT_S)
     print(escaped(render_contents(contents) or nothing))
     return 1 if contents.problems else 0
@@ -91,7 +91,7 @@ def read_ids(path: Path) -> list[int]:
 
 
 def render_contents(contents: cluster_pb2.CacheContents) -> str:
-    """Renders the rows, then what a prompt has, what devices lost, and problems."""
+    """Renders the rows, then the prompt's blocks, the blocks cleared from devices, and problems."""
     held = Counter[tuple[str, str]]()
     for row in contents.rows:
         held[row.tier, row.node_id] += row.bytes

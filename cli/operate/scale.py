@@ -1,11 +1,11 @@
-"""`baton scale`: gives the pools of a live cluster another size."""
+"""`baton scale`: resizes the pools of a live cluster."""
 
 import argparse
 
 from cli.terminal import Subparsers, add_command
 from deploy.deadlines import ORDER_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
-from deploy.plan.config import range_problem
+from deploy.plan.rules import range_problem
 from wire.errors import ConfigError, InvalidRequest
 from wire.pb import cluster_pb2
 

@@ -1,6 +1,6 @@
 """KV of requests, and how many fit on a device beside a model's weights. Pure.
 
-Blocks are counted as the pools of `deploy.plan.sizing` have them: whole ones, after weights and reserve.
+Counts whole blocks, after weights and reserve, as `deploy.plan.sizing` does.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ _QUARTER = Dropping(Rule.SNAPKV, 25, "%")
 
 @dataclass(frozen=True)
 class RequestKV:
-    """KV of one request while it decodes. `bits` of a number.
+    """KV of one request while it decodes. bits: bits of a number.
 
-    window: tokens that are kept, beside sinks; all without one. dropping: a policy that drops a part of them, which are
-    then all of the prompt.
+    window: tokens that are kept, besides sinks; None for all. dropping: a policy that drops KV of the prompt; all
+    tokens are then prompt tokens.
     """
 
     layout: KVLayout
@@ -30,7 +30,7 @@ class RequestKV:
     dropping: Dropping | None = None
 
     def kept_in(self, dtype: str) -> "RequestKV":
-        """Returns the same request with KV in a dtype of BITS, codes with their scales."""
+        """Returns the same request with KV in another dtype of BITS, scales included."""
         quantization = dtype if dtype in QUANTIZATIONS else "none"
         return replace(self, layout=replace(self.layout, quantization=quantization), bits=BITS[dtype])
 
@@ -49,7 +49,7 @@ class RequestKV:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks at the request's end; a window begins and ends amid a block; an answer takes one more."""
+        """Blocks at the request's end. A window begins and ends within a block, which costs one more."""
         if self.dropping is not None:
             return self.dropping.num_blocks(self.num_tokens, self.layout.block_size) + 1
         num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), Window(self.layout).num_sink_blocks
@@ -63,7 +63,7 @@ class RequestKV:
 
 @dataclass(frozen=True)
 class Fit:
-    """Requests on one device. num_shared_blocks: of each request, common to all."""
+    """Requests on one device. num_shared_blocks: blocks of each request that all requests share."""
 
     device_bytes: int
     weight_bytes: int
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def request_bytes(self) -> int:
-        """Bytes that a further request takes."""
+        """Bytes that each further request takes."""
         return (self.kv.num_blocks - self.num_shared_blocks) * self.kv.block_bytes
 
     @property
@@ -86,7 +86,7 @@ class Fit:
 
     @property
     def limited_by(self) -> str:
-        """The first of weights, activations and KV that the device has no more room for."""
+        """The first of weights, activations and KV that exceeds the device."""
         if self.weight_bytes > self.device_bytes:
             return "weights"
         return "activations" if self.weight_bytes + GPU_RESERVE_BYTES > self.device_bytes else "kv"
@@ -98,7 +98,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Technique:
-    """A change, and the requests that fit with it. `status`: whether Baton has it."""
+    """A technique, and the requests that fit with it. `status`: whether Baton has it."""
 
     name: str
     fit: Fit
@@ -106,7 +106,7 @@ class Technique:
 
 
 def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
-    """Yields each technique that changes something, alone."""
+    """Yields each technique that changes the figures, applied alone."""
     kv = fit.kv
     for dtype in ("int8", "int4"):
         if BITS[dtype] < kv.bits:

@@ -1,4 +1,4 @@
-"""`baton pull`: fetches a model that has a name here into the user's cache."""
+"""`baton pull`: fetches a model of the table of names into the user's cache."""
 
 import argparse
 import signal

@@ -1,7 +1,7 @@
-"""The shape of a model: the numbers in its config.json that make its weights and its KV, of any decoder.
+"""The shape of any decoder: the numbers in its config.json that determine its weights and its KV.
 
-Fields have the names of transformers' families: Llama's, GPT-2's `n_embd`, experts of Mixtral, Qwen and DeepSeek, and
-DeepSeek's latent attention. Unlike `engine.checkpoint.config` it describes models that Baton cannot serve, too.
+Fields have transformers' names: Llama's, GPT-2's `n_embd`, experts of Mixtral, Qwen and DeepSeek, and DeepSeek's latent
+attention. Unlike `engine.checkpoint.config`, this module also describes models that Baton cannot serve.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ _SPELLINGS = {
     "dtype": ("torch_dtype",),
 }
 _PLAIN = ("gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2")
-"""Families of two matrices an MLP, with biases; others have a gate."""
+"""Families with two matrices in an MLP, with biases; other families have a gate, too."""
 _POSITIONS = ("gpt2", "gpt_bigcode", "opt")
-"""Families with a learned vector a position."""
+"""Families with a learned vector for each position."""
 _OWN_KV_HEADS = ("llama", *_PLAIN)
 """Families in which a config.json without `num_key_value_heads` means a KV head for each query head."""
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -38,10 +38,10 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder in numbers. `num_matrix_parameters`: the part of `num_parameters` that quantization makes smaller.
+    """A decoder in numbers. `num_matrix_parameters`: parameters that quantization makes smaller.
 
-    cached_values: numbers that a layer keeps of a token, keys and values together. weight_bits: of a matrix. window: of
-    some layers. kept_window: of all layers, so that no more than that many tokens are kept.
+    cached_values: numbers that a layer keeps for a token, keys and values together. weight_bits: bits of a matrix's
+    number. window: tokens that some layers see. kept_window: tokens kept if all layers have a window.
     """
 
     family: str
@@ -60,11 +60,11 @@ class ModelShape:
 
     @property
     def is_latent(self) -> bool:
-        """Whether a layer keeps a latent vector of a token in place of keys and values."""
+        """Whether a layer keeps a latent vector for a token in place of keys and values."""
         return self.cached_values != 2 * self.num_kv_heads * self.head_dim
 
     def weight_bytes(self, matrix_bits: int | None = None) -> int:
-        """Bytes of all parameters; matrices in bits of their own."""
+        """Bytes of all parameters; matrices count `weight_bits`."""
         others = (self.num_parameters - self.num_matrix_parameters) * BITS[self.dtype]
         return (others + self.num_matrix_parameters * (matrix_bits or self.weight_bits)) // 8
 
@@ -77,13 +77,13 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """Reads a config.json, or that of a folder. Raises ModelError, naming the field, for a wrong one."""
+        """Reads a config.json, given or in a folder. Raises ModelError, which names a wrong field."""
         file = path / "config.json" if path.is_dir() else path
         return cls.parse(parse_object(read_regular(file, MAX_CONFIG_BYTES), "config.json"))
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Parses the object in config.json; of a model of several media it takes the part for text."""
+        """Parses the object in config.json; for a multimodal model its part for text."""
         text = config.get("text_config")
         fields = _Fields({**config, **text} if isinstance(text, dict) else config)
         if fields.flag("is_encoder_decoder", False):
@@ -114,10 +114,10 @@ class ModelShape:
 
 
 class _Fields(JsonFields):
-    """Fields under any of their spellings; errors name the spelling that config.json has."""
+    """Fields under any of their spellings; errors name config.json's spelling."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """Raises ModelError where two spellings of a field differ."""
+        """Raises ModelError if two spellings of a field have different values."""
         self._given = JsonFields(values, "config.json")
         self._spelled: dict[str, str] = {}
         for name, others in _SPELLINGS.items():
@@ -134,7 +134,7 @@ class _Fields(JsonFields):
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention of a layer. `num_parameters`: of its matrices."""
+    """Attention of a layer. `num_parameters`: numbers in its matrices."""
 
     num_heads: int
     num_kv_heads: int
@@ -174,7 +174,7 @@ class _Attention:
 
 
 def _mlp_parameters(family: str, fields: JsonFields, num_layers: int) -> int:
-    """Counts the matrices of all MLPs, of experts where there are any."""
+    """Counts the parameters of all MLPs' matrices, experts included."""
     hidden = fields.count("hidden_size")
     width = fields.count("intermediate_size", 4 * hidden if family in _PLAIN else None)
     dense = (2 if family in _PLAIN else 3) * hidden * width
@@ -211,7 +211,7 @@ def _other_parameters(family: str, fields: JsonFields, num_layers: int, attentio
 
 
 def _weight_bits(fields: JsonFields, dtype: str) -> int:
-    """Reads the bits of a matrix's number, fewer than the dtype has where weights are quantized."""
+    """Reads the bits of a matrix's number: the dtype's, or fewer for quantized weights."""
     if "quantization_config" not in fields:
         return BITS[dtype]
     quantization = fields.section("quantization_config")

@@ -1,4 +1,4 @@
-"""`baton size`: computes the memory of a model, and the number of requests that a GPU holds."""
+"""`baton size`: computes the memory of a model, and the number of requests that fit on a GPU."""
 
 import argparse
 import json
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _packed_bytes(folder: Path) -> int:
-    """Counts the weights of a GGUF file as the kernels of a CPU keep them; reads no content."""
+    """Counts the bytes of a GGUF file's weights in the CPU's kernels; reads no content."""
     import torch
 
     from engine.checkpoint.checkpoint import Checkpoint
@@ -98,7 +98,7 @@ def _packed_bytes(folder: Path) -> int:
 
 
 def _place(model: str) -> Path:
-    """Finds a folder or a config.json; of a GGUF file, or a name that was pulled, the folder that is made of it."""
+    """Finds a folder or a config.json; for a GGUF file or a pulled name the converted folder."""
     path = Path(os.path.expanduser(model))
     if (path.is_file() and is_gguf(path)) or (model in MODELS and not path.exists() and MODELS[model].find()):
         from engine.checkpoint.hub import find_folder  # which imports torch

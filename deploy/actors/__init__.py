@@ -1,1 +1,1 @@
-"""Ray actors: how the controller makes, probes and ends each one, and the node's service."""
+"""Ray actors: the host that makes, probes and ends them for the controller, and the node's service."""

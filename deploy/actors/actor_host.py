@@ -16,6 +16,10 @@ Result = TypeVar("Result")
 class ActorHost(Protocol):
     """The actors of a cluster, by name, and the nodes that they run on. Every call is bounded in time."""
 
+    @property
+    def own_node(self) -> str:
+        """The id of the head, which the controller runs on."""
+
     async def nodes(self) -> list[RayNode]:
         """Returns the nodes that are alive. Raises Unavailable."""
 
@@ -23,30 +27,30 @@ class ActorHost(Protocol):
         """Returns the names of the cluster's actors, the controller's among them. Blocks."""
 
     def adopt(self, name: str) -> bool:
-        """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
+        """Takes over an actor of an earlier controller, started or not; returns whether it is there."""
 
     def launch(
         self, name: str, target: str, resources: Resources, node_id: str | None = None, not_on: Sequence[str] = ()
     ) -> None:
         """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS.
 
-        node_id: the only node for it; None lets Ray choose one that has the resources, but none of `not_on`.
+        node_id: the actor's node; None lets Ray choose a node that has the resources and is not in `not_on`.
         """
 
     async def where(self, name: str, timeout_s: float) -> str:
-        """Returns the id of the node of an actor, once its process is there. Raises as `start` does."""
+        """Returns the id of an actor's node, once its process runs. Raises the errors of `start`."""
 
     async def inspect(self, name: str) -> Machine:
-        """Returns the memory, cores and GPUs of the machine of an actor. Raises as `start` does."""
+        """Returns the memory, cores and GPUs of an actor's machine. Raises the errors of `start`."""
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
-        """Returns the answer of the actor's object, started now or earlier.
+        """Starts the actor's object unless it has started; returns its answer.
 
-        Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
+        Raises the object's BatonError, ConfigError for another exception, Unavailable without an answer.
         """
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
-        """Raises as `start` does."""
+        """Calls a method of the actor's object. Raises the errors of `start`."""
 
     async def probe(self, name: str) -> Liveness: ...
 
@@ -54,21 +58,26 @@ class ActorHost(Protocol):
         """Returns the memory of an actor's process that it shares with no other; 0 without a process."""
 
     async def end(self, name: str) -> None:
-        """Lets the object stop, then ends the process, by force if need be; returns when it is gone, or never was."""
+        """Stops the object, then ends the process, by force if need be. Returns once there is no process."""
+
+    def leave(self) -> None:
+        """Ends this process, the controller's; no other takes its place."""
 
 
 async def ask(
     host: ActorHost, name: str, method: str, *arguments: str | int, answers: type[Result], timeout_s: float
 ) -> Result:
-    """Calls a method of an actor, and reads its answer. Raises as `ActorHost.start` does."""
+    """Calls a method of an actor, and parses its answer. Raises the errors of `ActorHost.start`."""
     return from_json(answers, await host.call(name, method, *arguments, timeout_s=timeout_s), f"{name} {method}")
 
 
 class LocalHost:
-    """Actors that are entries in a table. The next starts raise `failures`; busy actors drain on `finish`.
+    """The in-memory twin: a table of actors. The next starts raise `failures`; busy actors drain on `finish`.
 
-    All nodes are like `machine`.
+    All nodes have the size of `machine`.
     """
+
+    own_node = "head"
 
     def __init__(self) -> None:
         self.actors: dict[str, Liveness] = {}
@@ -76,7 +85,7 @@ class LocalHost:
         self.failures: list[Exception] = []
         self.drained: list[str] = []
         self.memory: dict[str, int] = {}
-        self.ray_nodes = [RayNode("head", "127.0.0.1", is_head=True)]
+        self.ray_nodes = [RayNode(self.own_node, "127.0.0.1", is_head=True)]
         self.machine = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=2)
         self.places: dict[str, str] = {}
         self._busy: dict[str, asyncio.Event] = {}
@@ -139,3 +148,6 @@ class LocalHost:
 
     async def end(self, name: str) -> None:
         self.actors.pop(name, None)
+
+    def leave(self) -> None:
+        self.actors.clear()

@@ -17,13 +17,12 @@ STOP_TIMEOUT_S = 5.0
 
 
 def end_actors(namespace: str) -> None:
-    """Ends actors by force, through the Ray of this process: the controller first, which would replace the others.
+    """Ends actors by force, through this process's Ray: first the controller, which would replace the others.
 
-    Services of nodes, last, may stop by themselves before: they remove arenas, also on machines that this one is not.
+    Nodes' services come last and may stop by themselves, for they remove the arenas on their machines.
     """
     _end(CONTROLLER, namespace)
-    listed = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"] for one in listed if one["namespace"] == namespace]
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == namespace]
     services = [name for name in names if name.startswith(SERVICE_PREFIX)]
     for name in set(names) - set(services):
         _end(name, namespace)
@@ -33,7 +32,7 @@ def end_actors(namespace: str) -> None:
 
 
 def _stop(names: list[str], namespace: str) -> None:
-    """Asks all at once, and waits for a few seconds at most."""
+    """Asks all actors to stop, at once, and waits for a few seconds at most."""
     answers: list[Any] = []
     for name in names:
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The decisions of supervision: a process is dead, or silent for too long; how long its next start waits. Pure."""
+"""The decisions of supervision: is a process dead, or silent for too long; the back-off of its next start. Pure."""
 
 from enum import Enum
 
@@ -19,9 +19,8 @@ class Liveness(Enum):
 class FailureDetector:
     """The silence of one process. Has no clock of its own.
 
-    Silence grows with each probe in vain, by the time since the one before. No gap between probes counts for more than
-    MAX_GAP_S: after a longer gap the prober itself was stopped, and perhaps the processes that it probes with it, as
-    when a laptop sleeps.
+    Each failed probe adds the time since the probe before, at most MAX_GAP_S: in a longer gap the prober itself was
+    stopped, perhaps with the probed processes, as when a laptop sleeps.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class FailureDetector:
         self._probed_in_vain_s: float | None = None
 
     def judge(self, liveness: Liveness, now_s: float) -> str | None:
-        """Returns the reason to give the process up, in words, or None. `now_s` is of one monotonic clock."""
+        """Returns the reason to give the process up, in words, or None. now_s: reading of a monotonic clock."""
         if liveness is Liveness.DEAD:
             return "was lost"
         if liveness is Liveness.ANSWERING:
@@ -42,5 +41,5 @@ class FailureDetector:
 
 
 def backoff_s(num_failures: int) -> float:
-    """Returns the pause before the next start: 1 s after the first failure, doubled by each further, 30 s at most."""
+    """Returns the pause before the next start: 1 s after the first failure, doubled by each further, at most 30 s."""
     return min(MAX_BACKOFF_S, 2.0 ** max(0, num_failures - 1))

@@ -1,4 +1,4 @@
-"""The node's service: owns the arena, keeps its directory for the node's processes, writes blocks to cold tiers."""
+"""The node's service: owns the arena, serves its directory to the node's processes, writes blocks to cold tiers."""
 
 import asyncio
 import logging
@@ -26,16 +26,16 @@ from wire.typed_reader import from_json, to_json
 LOOK_EVERY_S = 1.0
 DRAIN_EVERY_S = 0.1
 FINISH_S = 3.0
-"""For blocks that are not yet written to a cold tier when the service stops."""
+"""Time for blocks that are not yet written to a cold tier when the service stops."""
 
 log = logging.getLogger(__name__)
 
 
 class NodeActor:
-    """The service of a node, started once. It removes the arena of an earlier, dead service, and the arena's memory.
+    """The service of a node, started once. It removes the arena of an earlier, dead service, with its memory.
 
-    Ends its process once another file or socket is in the place of its arena's or its directory's: no worker could
-    start any more. The controller makes another service, with new files and a new epoch.
+    Ends its process once its arena's file or its directory's socket was replaced, for no worker could start any more.
+    The controller then makes a new service, with new files and a new epoch.
     """
 
     def __init__(self, config_json: str) -> None:
@@ -46,18 +46,18 @@ class NodeActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Makes the arena, which takes seconds where it is large, and serves. Returns its Addresses.
+        """Makes the arena, which takes seconds if it is large, and serves. Returns its Addresses.
 
-        They are empty where no other node reads the arena. Raises ConfigError.
+        The Addresses are empty if no other node reads the arena. Raises ConfigError.
         """
         self._parts, self._directory, address = await asyncio.to_thread(_make, self._config)
         self._watch = asyncio.create_task(self._end_unless_found(_files(self._config)))
         return to_json(Addresses(address))
 
     async def drain(self, grace_s: int) -> str:
-        """Waits until no request holds blocks here, and each block has a copy in a cold tier where there are any.
+        """Waits until no request holds blocks here, and each block has a copy in a cold tier, if there is such a tier.
 
-        Returns Drained when the grace is over at the latest. Raises Unavailable before the start.
+        Returns Drained, at the end of the grace at the latest. Raises Unavailable before the start.
         """
         if self._directory is None:
             raise Unavailable("the node's service has not started")
@@ -96,7 +96,7 @@ class NodeActor:
 
 
 def _files(config: NodeConfig) -> tuple[object, int | None]:
-    """Identifies the files by which other processes find this service, and renews their times for cleaners of /tmp."""
+    """Identifies the files by which other processes find this service; renews their times for cleaners of /tmp."""
     path = config.store.directory_path
     for file in (os.path.dirname(path), path, config.arena_path):
         with suppress(OSError):
@@ -105,7 +105,7 @@ def _files(config: NodeConfig) -> tuple[object, int | None]:
 
 
 def _require_own(folder: Path) -> None:
-    """Raises ConfigError for a folder that other users can get into, or that is a link."""
+    """Raises ConfigError for a folder that other users can enter, or that is a link."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         problem = f"the node's folder {folder} is a link, or open to other users"
@@ -113,10 +113,10 @@ def _require_own(folder: Path) -> None:
 
 
 def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
-    """Returns the parts to close, the directory, and the address of the block port."""
-    layout, store = config.layout, config.store
-    if not Path(config.model_folder).is_dir():
-        raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model_folder}")
+    """Makes the service's parts; returns the parts to close, the directory, and the block port's address."""
+    layout, store = config.model.layout, config.store
+    if not Path(config.model.folder).is_dir():
+        raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model.folder}")
     folder = Path(store.directory_path).parent
     folder.mkdir(mode=0o700, exist_ok=True)
     _require_own(folder)
@@ -168,7 +168,7 @@ def _remove(folder: Path) -> None:
 
 
 def _listen(blocks: BlockServer, address: str) -> str:
-    """Listens at an address, or at any free port of its host if that one, of an earlier service, is taken by now."""
+    """Listens at an earlier service's address, or at a free port of its host if that port is taken by now."""
     host, _, port = address.rpartition(":")
     try:
         try:

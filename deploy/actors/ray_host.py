@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class ActorShell:
-    """A process of a cluster as Ray sees it: makes one object of ours, and passes calls on to it.
+    """The Ray actor in each process of a cluster: makes one object of ours, and passes calls on to it.
 
-    It imports the object's module here: the controller needs no torch. The import begins with the process, and `start`
-    makes the object, so that both may overlap with other work.
+    It imports the object's module, so that the controller needs no torch. The import begins with the process, and
+    `start` makes the object: both may overlap with other work.
     """
 
     def __init__(self, name: str, target: str, run_dir: str) -> None:
-        """`name` is that of the process in its log, and in the cluster's folder; `target` is MODULE:CLASS."""
+        """`name` names the process in its log and in the cluster's folder; `target` is MODULE:CLASS."""
         start_logging(name)
         record_own(Path(run_dir), name)
         self._class: Any = pkgutil.resolve_name(target)
@@ -44,7 +44,7 @@ class ActorShell:
         self._starting: asyncio.Task[str] | None = None
 
     async def start(self, config_json: str) -> str:
-        """Makes the object and starts it, once: every later call gets the same answer. Raises what that raises."""
+        """Makes the object and starts it, once; later calls get the same answer. Raises the object's exceptions."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(config_json))
         return await asyncio.shield(self._starting)
@@ -60,7 +60,7 @@ class ActorShell:
         return await self.call("start")
 
     async def ping(self) -> str:
-        """Answers as long as the event loop turns."""
+        """Answers while the event loop runs."""
         return ""
 
     async def where(self) -> str:
@@ -68,7 +68,7 @@ class ActorShell:
         return str(ray.get_runtime_context().get_node_id())
 
     async def inspect(self) -> str:
-        """Returns a Machine, this one. Raises ConfigError."""
+        """Returns this Machine as text. Raises ConfigError."""
         return to_json(await asyncio.to_thread(inspect_machine))
 
 
@@ -79,9 +79,12 @@ class RayHost:
         self._run_dir = run_dir
         self._handles: dict[str, Any] = {}
 
+    @property
+    def own_node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
     def names(self) -> list[str]:
-        names: list[str] = ray.util.list_named_actors()
-        return names
+        return list(ray.util.list_named_actors())
 
     def adopt(self, name: str) -> bool:
         with suppress(ValueError):
@@ -95,13 +98,12 @@ class RayHost:
                 leaving = await asyncio.to_thread(ray_state.get_draining_nodes)
         except (RayError, TimeoutError) as error:
             raise Unavailable(f"Ray did not list its nodes within {NODES_TIMEOUT_S:.0f} s") from error
-        head = ray.get_runtime_context().get_node_id()
         return [
             RayNode(
                 one["NodeID"],
                 one["NodeManagerAddress"],
                 one["Resources"],
-                one["NodeID"] == head,
+                one["NodeID"] == self.own_node,
                 one["NodeID"] in leaving,
             )
             for one in listed
@@ -165,6 +167,9 @@ class RayHost:
             log.error("process %d of %s does not end", process.pid, name)
         # Only now: after a cancelled call, a second one ends the actor.
         self._handles.pop(name, None)
+
+    def leave(self) -> None:
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:

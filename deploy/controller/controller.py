@@ -10,10 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-import ray
-
 from deploy.actors.actor_host import ActorHost
-from deploy.actors.ray_host import RayHost
 from deploy.controller.fleet import Fleet
 from deploy.controller.frontends import ROUTER, Frontends
 from deploy.controller.key_distribution import KeyDistribution
@@ -90,26 +87,28 @@ def _usable_authority(text: str) -> Authority:
 class Controller:
     """The actor's object. Its calls carry text only: JSON of `wire.pools`, or the id of a worker."""
 
-    def __init__(self, plan_json: str) -> None:
-        """Raises ConfigError."""
+    def __init__(self, plan_json: str, host: ActorHost) -> None:
+        """Raises ConfigError. host: as it was when the cluster started, for each controller of the cluster."""
         start_logging(CONTROLLER)
         plan = from_json(ClusterPlan, plan_json, "plan")
         self._run_dir = folder = Path(plan.run_dir)
         self._events = EventLog(time.monotonic)
         self._tasks = Tasks()
-        host = RayHost(folder)
         self._predecessor = Predecessor(folder, host, self._events)
         record_own(folder, CONTROLLER)
         plan = plan.under(self._predecessor.authority()) if plan.wants_tls else plan
-        last_keys = LastKeys(KeyFile(Path(plan.key_file)), AtomicFile(folder / "keys.json"))
-        self._keys = KeyDistribution(last_keys, self._go_by, self._tasks, self._events)
+        self._keys = KeyDistribution(
+            LastKeys(KeyFile(Path(plan.key_file)), AtomicFile(folder / "keys.json")),
+            self._go_by,
+            self._tasks,
+            self._events,
+        )
         self._plan = plan = plan.with_keys(self._keys.first())
-        means = Supervision(host, folder, self._events)
+        self._means = means = Supervision(host, folder, self._events)
         self._nodes = Nodes(plan, means, self._ray_drains)
-        self._frontends = Frontends(plan, ray.get_runtime_context().get_node_id(), means)
+        self._frontends = Frontends(plan, host.own_node, means)
         pools, record = self._predecessor.pools(plan.config.pools), self._predecessor.pools_record
         self._fleet = Fleet(pools, plan, self._nodes.join, means, record)
-        self._host = host
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 
@@ -187,7 +186,7 @@ class Controller:
     async def _open_only_node(self) -> None:
         """Starts a node's service beside its workers, where there is no choice of nodes."""
         if self._plan.is_alone:
-            await asyncio.gather(*(self._nodes.join(node) for node in await self._host.nodes()))
+            await asyncio.gather(*(self._nodes.join(node) for node in await self._means.host.nodes()))
 
     async def _renew_folder(self) -> None:
         await asyncio.to_thread(run_dir.renew, self._run_dir)
@@ -220,4 +219,4 @@ class Controller:
     async def _end(self) -> None:
         await self._fleet.workers.end()
         await asyncio.gather(self._nodes.end(), self._frontends.end())
-        ray.kill(ray.get_runtime_context().current_actor)
+        self._means.host.leave()

@@ -81,9 +81,9 @@ class Frontends:
 
     def _router_json(self) -> str:
         known = self._router.answer or Addresses()
-        ports = {"grpc": known.public, "local": known.local, "operator": known.operator, "metrics": known.metrics}
-        kept: dict[str, Any] = {f"{name}_port": _port(address) for name, address in ports.items() if address}
-        return to_json(replace(self.plan.router, listeners=replace(self.plan.router.listeners, **kept)))
+        settings = replace(self.plan.router.settings, **_ports(grpc=known.public, metrics=known.metrics))
+        kept = _ports(local=known.local, operator=known.operator)
+        return to_json(replace(self.plan.router, settings=settings, **kept))
 
     def _gateway_json(self, name: str) -> str:
         known, http = self._router.answer or Addresses(), self._http_address
@@ -98,6 +98,11 @@ class Frontends:
             metrics_folder=self.plan.run_dir,
         )
         return to_json(config)
+
+
+def _ports(**addresses: str) -> dict[str, Any]:
+    """Returns the ports of the addresses that are known, to be had again."""
+    return {f"{name}_port": _port(address) for name, address in addresses.items() if address}
 
 
 def _port(address: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.actors.liveness import backoff_s
-from deploy.plan.config import range_problem
+from deploy.plan.rules import range_problem
 from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState

@@ -23,7 +23,7 @@ import ray.util
 from ray.exceptions import RayError, RayTaskError
 
 from deploy.actors.end_actors import end_actors
-from deploy.actors.ray_host import actor_options
+from deploy.actors.ray_host import RayHost, actor_options
 from deploy.controller.controller import Controller
 from deploy.local import run_dir
 from deploy.plan.cluster_plan import CONTROLLER, namespace
@@ -49,7 +49,7 @@ def main(folder: str, address: str | None = None) -> int:
     line = _take_stdin()
     try:
         _say(line, HeadAnswer(ray_address=_connect(Path(folder), address)))
-        _say(line, HeadAnswer(addresses=_launch(line)))
+        _say(line, HeadAnswer(addresses=_launch(line, Path(folder))))
     except (BatonError, RayError, OSError, RuntimeError, ValueError, EOFError, KeyboardInterrupt) as error:
         log.exception("the cluster did not start")
         if address is not None and ray.is_initialized():
@@ -83,8 +83,7 @@ def _connect(folder: Path, address: str | None) -> str:
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", _temp_dir=str(run_dir.ray_folder(folder)), **own, **common)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which ends in a stack
-    gcs_address: str = ray.get_runtime_context().gcs_address
-    return gcs_address
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def require_free_name(folder_name: str) -> None:
@@ -97,10 +96,10 @@ def require_free_name(folder_name: str) -> None:
             raise ConfigError(f"another cluster named {name} serves on this Ray ({place}): {advice}")
 
 
-def _launch(line: Connection) -> Addresses:
+def _launch(line: Connection, folder: Path) -> Addresses:
     """Makes the controller, and through it everything else. Raises EOFError once the line is closed."""
     options = actor_options(CONTROLLER, Resources(), ray.get_runtime_context().get_node_id()) | {"max_restarts": -1}
-    controller: Any = ray.remote(Controller).options(**options).remote(line.recv_bytes().decode())
+    controller: Any = ray.remote(Controller).options(**options).remote(line.recv_bytes().decode(), RayHost(folder))
     started = controller.start.remote()
     while not ray.wait([started], timeout=LOOK_EVERY_S)[0]:
         if line.poll(0):

@@ -1,1 +1,1 @@
-"""Start and stop on this machine: state, secret, Redis, the process of Ray, and the client of a running cluster."""
+"""Start and stop on this machine: state, secret, Redis, Ray's process, and the client of a running cluster."""

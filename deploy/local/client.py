@@ -43,7 +43,7 @@ def find_cluster(name: str) -> ClusterState:
 
 @contextmanager
 def explained(state: ClusterState) -> Iterator[None]:
-    """Adds advice to Unavailable and Unauthenticated of the calls within. Raises BatonError."""
+    """Adds advice to the Unavailable and Unauthenticated of calls within. Raises BatonError."""
     try:
         yield
     except Unauthenticated as error:
@@ -73,7 +73,7 @@ def call_operator(state: ClusterState, method: str, request: Message, timeout_s:
 
 
 def connection_problem(address: str) -> str | None:
-    """Returns why nothing answers at HOST:PORT, in seconds where Ray would take minutes. Only Ray can find `auto`."""
+    """Returns the reason if nothing answers at HOST:PORT, within seconds; else, and for `auto`, None."""
     host, _, port = address.rpartition(":")
     try:
         if host and port.isdigit():

@@ -1,4 +1,4 @@
-"""The file of a cluster's keys: NAME.keys.json beside its state, for its user alone. It outlives the cluster."""
+"""The file of a cluster's keys: NAME.keys.json beside its state, private to its user. It outlives the cluster."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,7 @@ from wire.typed_reader import from_json, to_json
 
 
 class KeyFile:
-    """The keys as they are kept. Commands change it under the lock of the state; the controller only reads it."""
+    """The keys on disk. Commands change the file under the lock of the state; the controller only reads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -19,11 +19,11 @@ class KeyFile:
 
     @classmethod
     def of(cls, cluster: str) -> "KeyFile":
-        """Raises ConfigError where there can be none."""
+        """Returns a cluster's file. Raises ConfigError if its folder cannot be made."""
         return cls(state_dir() / f"{cluster}.keys.json")
 
     def read(self) -> KeyList:
-        """Returns the keys, none without a file. Raises ConfigError for one that is broken, or open to others."""
+        """Returns the keys, none without a file. Raises ConfigError if the file is broken or open to others."""
         with explained_path(self.path):
             content = self._file.read()
             is_private = content is None or not self.path.stat().st_mode & 0o077
@@ -37,20 +37,20 @@ class KeyFile:
         return listed
 
     def write(self, listed: KeyList) -> None:
-        """Replaces the keys in one step. Raises ConfigError, and then leaves them as they were."""
+        """Replaces the keys atomically. Raises ConfigError, and then leaves them unchanged."""
         with explained_path(self.path):
             self._file.write(to_json(listed).encode())
 
 
 class LastKeys:
-    """The keys that a controller goes by: the file's, recorded in the run folder for its successor."""
+    """The keys that a controller uses: the file's, recorded in the run folder for its successor."""
 
     def __init__(self, file: KeyFile, record: AtomicFile) -> None:
         self._file = file
         self._record = record
 
     def read(self) -> KeyList:
-        """Returns the keys of the file. Raises ConfigError as `KeyFile.read` does."""
+        """Returns the keys of the file. Raises the ConfigError of `KeyFile.read`."""
         listed = self._file.read()
         if not self._record.try_write(to_json(listed).encode()):
             with suppress(OSError):  # it may have keys that were revoked since
@@ -58,5 +58,5 @@ class LastKeys:
         return listed
 
     def recall(self) -> KeyList:
-        """Returns the keys that were read last; without a record, keys that let no caller in."""
+        """Returns the keys that were read last; without a record, keys that admit no caller."""
         return self._record.recall(lambda text: from_json(KeyList, text, "keys")) or NO_CALLER

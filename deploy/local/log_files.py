@@ -6,12 +6,12 @@ from deploy.local.run_dir import ray_logs
 from deploy.processes.process import recorded, recorded_names
 
 MAX_READ_BYTES = 1 << 18
-"""Bytes of a log that one read takes; a line that is longer comes in parts."""
+"""Bytes of a log that one read takes; a longer line comes in parts."""
 OWN_LOGS = ("ray", "redis")
 
 
 def find_logs(folder: Path) -> dict[str, Path]:
-    """Returns the log of each process that a cluster has or had on this machine, by name; living ones first."""
+    """Returns the log of each process that a cluster has or had on this machine, by name; living processes first."""
     logs = {name: folder / f"{name}.log" for name in OWN_LOGS}
     processes = {name: recorded(folder, name) for name in recorded_names(folder)}
     for name, process in sorted(processes.items(), key=lambda one: (not (one[1] and one[1].is_alive), one[0])):
@@ -20,10 +20,10 @@ def find_logs(folder: Path) -> dict[str, Path]:
 
 
 class LogReader:
-    """A log file that is read from its last lines on, as it grows; from its start where it was cut."""
+    """A log file, read from its last lines on as it grows; from its start if it was cut."""
 
     def __init__(self, path: Path, num_lines: int) -> None:
-        """num_lines: how many `new` begins with, within MAX_READ_BYTES. Raises OSError."""
+        """num_lines: the last lines that the first `new` returns, within MAX_READ_BYTES. Raises OSError."""
         self._path = path
         self._offset = max(0, path.stat().st_size - MAX_READ_BYTES)
         before, *last = self._read().rsplit(b"\n", num_lines + 1)

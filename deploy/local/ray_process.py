@@ -1,4 +1,4 @@
-"""The process of Ray, from the side of `baton up`; its own side is deploy/controller/ray_head.py."""
+"""Ray's process, as `baton up` sees it; its own code is deploy/controller/ray_head.py."""
 
 import os
 import secrets
@@ -29,10 +29,10 @@ SOURCES = Path(__file__).resolve().parents[2]
 
 
 class RayProcess:
-    """A process that starts Ray, or joins it. `process` leads the session of all of Ray's, if Ray was started."""
+    """A process that starts Ray, or joins it. If it starts Ray, `process` leads the session of all Ray processes."""
 
     def __init__(self, run_dir: Path, ray_address: str | None) -> None:
-        """Begins at once; returns before Ray is there."""
+        """Begins at once; returns before Ray runs."""
         self._log = run_dir / "ray.log"
         self._line, theirs = Pipe()
         command = [sys.executable, "-m", "deploy.controller.ray_head", str(run_dir)]
@@ -41,7 +41,7 @@ class RayProcess:
             self.process: ProcessRef = spawn_leader(command, self._log, _env(ray_address), stdin=theirs.fileno())
 
     def wait_for_ray(self) -> str:
-        """Returns Ray's address. Raises ConfigError, with the reason, if Ray does not start or cannot be joined."""
+        """Waits for Ray's address. Raises ConfigError, with the reason, if Ray does not start or cannot be joined."""
         return self._hear(RAY_TIMEOUT_S).ray_address
 
     def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> Addresses:
@@ -59,7 +59,7 @@ class RayProcess:
         return addresses
 
     def close(self) -> None:
-        """Ends the line: before the cluster serves, this gives it up."""
+        """Closes the pipe to the process, which gives up a cluster that does not serve yet."""
         self._line.close()
 
     def _hear(self, timeout_s: float) -> HeadAnswer:
@@ -86,7 +86,7 @@ def asks_for_token(ray_address: str) -> bool:
 
 
 def _channel_to_ray(address: str) -> grpc.Channel:
-    """Speaks TLS where Ray does, by the same variables of the environment."""
+    """Opens a channel to Ray, with TLS if Ray's environment variables say so."""
     if os.environ.get("RAY_USE_TLS", "").lower() not in ("1", "true"):
         return grpc.insecure_channel(address, options=NO_PROXY)
     root, key, certificate = (Path(os.environ[f"RAY_TLS_{one}"]).read_bytes() for one in RAY_TLS_FILES)
@@ -94,7 +94,7 @@ def _channel_to_ray(address: str) -> grpc.Channel:
 
 
 def _env(ray_address: str | None) -> dict[str, str]:
-    """Lets every process find the very code that this one runs, wherever it was started."""
+    """Returns an environment in which every process imports this process's code, in any working folder."""
     path = os.environ.get("PYTHONPATH")
     env = {"PYTHONPATH": f"{SOURCES}{os.pathsep}{path}" if path else str(SOURCES), "RAY_USAGE_STATS_ENABLED": "0"}
     if not ray_address:  # a token keeps others out: Ray listens on all interfaces, and runs what it is sent

@@ -1,4 +1,4 @@
-"""A Redis server of our own: on a Unix socket, nothing on disk, memory bounded, least recently used values evicted."""
+"""A Redis server of the cluster: on a Unix socket, without disk, with bounded memory and eviction by LRU."""
 
 import importlib.util
 import shutil
@@ -19,7 +19,7 @@ GREETING_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class RedisServer:
-    """A server that answers. It leads a session of its own, which `end_session` ends."""
+    """A running server. It leads a session, which `end_session` ends."""
 
     process: ProcessRef
     url: str
@@ -37,7 +37,7 @@ def find_program() -> str:
 
 
 def find_given(url: str) -> str | None:
-    """Returns the reason if a server of the user's does not answer. Raises ConfigError if it never can at this URL."""
+    """Returns the reason if the user's server does not answer, else None. Raises ConfigError for an unusable URL."""
     from kv_store.tiers.redis_tier import greet  # here, since the other commands start sooner without
 
     place = urlsplit(url)

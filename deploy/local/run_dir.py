@@ -1,4 +1,4 @@
-"""The folder of a cluster's sockets, logs and Ray session, and its nodes' beside it: they end with the cluster."""
+"""The folder of a cluster's sockets, logs and Ray session, beside its nodes' folders, until the cluster ends."""
 
 import os
 import re
@@ -20,11 +20,11 @@ ROOT = Path("/tmp")
 PREFIX = "baton-"
 CRASH = "crash"
 MIN_FREE_BYTES = 32 << 20
-"""For logs, sockets and Ray's own files: with less, some part fails later with words of its own."""
+"""Space for logs, sockets and Ray's files: with less, some part would fail later with an obscure error."""
 
 
 def create(cluster: str) -> Path:
-    """Makes an empty folder that only its owner may enter. Raises ConfigError where there is no room for one."""
+    """Makes an empty folder that only its owner may enter. Raises ConfigError if there is no room."""
     if (shortage := find_shortage()) is not None:
         raise ConfigError(shortage)
     try:
@@ -34,7 +34,7 @@ def create(cluster: str) -> Path:
 
 
 def find_shortage() -> str | None:
-    """Returns advice where too little room is left for a cluster's logs and sockets."""
+    """Returns advice if too little room is left for a cluster's logs and sockets, else None."""
     free = os.statvfs(ROOT)
     if (free_bytes := free.f_bavail * free.f_frsize) >= MIN_FREE_BYTES:
         return None
@@ -42,7 +42,7 @@ def find_shortage() -> str | None:
 
 
 def is_of(cluster: str, folder: Path) -> bool:
-    """Tells whether `create` may have made the folder for that cluster."""
+    """Tells whether `create` may have made a folder for a cluster."""
     return folder.parent == ROOT and cluster_of(folder.name) == cluster
 
 
@@ -53,12 +53,12 @@ def cluster_of(folder_name: str) -> str | None:
 
 
 def arenas(folder: Path) -> list[Path]:
-    """Returns the arenas on this machine that belong to a run folder: more than one where it has several Ray nodes."""
+    """Returns the arenas on this machine that belong to a run folder; several Ray nodes have several arenas."""
     return list(SHARED_MEMORY.glob(f"{folder.name}.*"))
 
 
 def remove(folder: Path) -> list[Path]:
-    """Removes a folder made by `create`, folders and arenas of its nodes; returns the paths that are still there.
+    """Removes a folder made by `create`, and folders and arenas of its nodes; returns the paths that remain.
 
     Raises ValueError for any other path, and removes nothing. Links and files of other users stay.
     """
@@ -82,7 +82,7 @@ def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def record_crash(folder: Path, reason: str) -> None:
-    """Records the end of a cluster that was not stopped, for commands that look for it; the first one counts."""
+    """Records a cluster's crash, for later commands; the first record counts."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S")
     with suppress(OSError):
         AtomicFile(folder / CRASH).create(f"at {moment} ({reason})".encode())
@@ -97,13 +97,13 @@ def crash(folder: Path) -> str | None:
 
 
 def find_loss(folder: Path, has_ray: bool) -> Path | None:
-    """Returns the part of a cluster's folder that was removed: the whole, or the session of a Ray of its own."""
+    """Returns the part of a cluster's folder that was removed, if any: all of it, or the session of its own Ray."""
     parts = [folder, ray_session(folder)] if has_ray else [folder]
     return next((part for part in parts if not part.exists()), None)
 
 
 def renew(folder: Path) -> None:
-    """Sets the times of all files of a cluster to now, and of its nodes' beside: cleaners of /tmp go by them."""
+    """Sets the times of a cluster's files, and of its nodes' files, to now, lest cleaners of /tmp remove them."""
     for top in (folder, *ROOT.glob(f"{folder.name}.*")):
         for path in (top, *top.rglob("*")):
             with suppress(OSError):  # it is gone, or another user's
@@ -111,17 +111,17 @@ def renew(folder: Path) -> None:
 
 
 def ray_folder(folder: Path) -> Path:
-    """Returns the folder in which a Ray of our own keeps its files. A short name: see above."""
+    """Returns the folder of the files of a cluster's own Ray. A short name: see above."""
     return folder / "r"
 
 
 def ray_session(folder: Path) -> Path:
-    """Returns the folder of such a Ray's session. Ray's link to it is no sign: each worker removes and renews it."""
+    """Returns the folder of that Ray's session. Ray's link to it proves nothing: each worker removes and renews it."""
     return max(ray_folder(folder).glob("session_[0-9]*"), default=ray_folder(folder) / "session_latest")
 
 
 def ray_logs(folder: Path) -> Path:
-    """Returns the folder in which such a Ray collects the stderr of actors, a file for each process."""
+    """Returns the folder in which that Ray collects the stderr of actors, a file for each process."""
     return ray_session(folder) / "logs"
 
 

@@ -1,4 +1,4 @@
-"""The end of a cluster: of the things that its state names, and nothing else."""
+"""The end of a cluster: ends what its state names, and nothing else."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ JOIN_TIMEOUT_S = 60.0
 def shut_down(file: StateFile, state: ClusterState) -> list[str]:
     """Ends a cluster, gently unless its Ray has crashed, and the rest by force. Returns the problems, in words.
 
-    Without problems it removes the state, too; that of a later cluster of the name stays. Raises Unavailable while
-    another command is at work with the name.
+    Without problems it removes the state, too, unless that is a later cluster's. Raises Unavailable while another
+    command works with the name.
     """
     _interrupt(state)
     with file.lock(COMMAND_GRACE_S):
@@ -45,7 +45,7 @@ def shut_down(file: StateFile, state: ClusterState) -> list[str]:
 
 
 def tear_down(state: ClusterState) -> list[str]:
-    """Ends a cluster by force. Blocks until all is gone; returns the problems, in words. A second call is harmless."""
+    """Ends a cluster by force. Blocks until all is gone; returns the problems, in words. Idempotent."""
     problems: list[str] = []
     if state.head is not None:
         problems += _end(state.head, RAY_GRACE_S, "Ray")
@@ -57,7 +57,7 @@ def tear_down(state: ClusterState) -> list[str]:
 
 
 def _interrupt(state: ClusterState) -> None:
-    """Ends a `baton up` that is still at work, and lets it clean up after itself."""
+    """Interrupts a `baton up` that is still at work, and lets it clean up."""
     if state.phase is ClusterPhase.STARTING and state.command.is_alive:
         os.kill(state.command.pid, signal.SIGTERM)
         wait_for_end(state.command.pid, COMMAND_GRACE_S)

@@ -1,4 +1,4 @@
-"""The start of a cluster, from a configuration to a cluster that serves, or to nothing at all."""
+"""The start of a cluster, from a configuration until it serves; a failed start leaves nothing behind."""
 
 import errno
 import os
@@ -30,21 +30,21 @@ from wire.trust.certificates import Certificates
 
 
 class Reporter(Protocol):
-    """Output of the progress of a start."""
+    """The output of a start's progress."""
 
     def tell(self, part: str, text: str) -> None: ...
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None: ...
 
     def tell_served(self, state: ClusterState) -> None:
-        """Prints that the cluster serves. Where that fails, the cluster is ended again."""
+        """Prints that the cluster serves. If that raises, the start ends the cluster."""
 
 
 class Startup:
-    """A start under way. It keeps the state file as far as the cluster is: `down` can clean up after a crash.
+    """A start under way. It keeps the state file up to date, so that `down` can clean up after a crash.
 
-    Signals interrupt it where it waits, never between the start of a process and the note of it in the state, nor
-    while a start that has failed is undone.
+    Signals interrupt its waits, never between the start of a process and its record in the state, nor while a failed
+    start is undone.
     """
 
     def __init__(self, config: ClusterConfig, reporter: Reporter) -> None:
@@ -54,7 +54,7 @@ class Startup:
         self._file = StateFile(config.name)
 
     def run(self) -> ClusterState:
-        """Returns when the cluster serves. Raises BatonError, and leaves nothing behind, if it cannot."""
+        """Returns once the cluster serves. Raises BatonError, and leaves nothing behind, if it cannot."""
         with self._interrupts, self._file.lock(0):
             with self._interrupts.awaited():
                 self._remove_earlier()
@@ -100,7 +100,7 @@ class Startup:
             self._reporter.tell("files", f"{folder}, at most {format_bytes(self._config.files.max_bytes)}")
 
     def _find_keys(self) -> str:
-        """Describes the keys of callers. Raises ConfigError where other machines would need none."""
+        """Describes the keys of callers. Raises ConfigError if other machines would need no key."""
         listed = KeyFile.of(self._config.name).read()
         if self._config.is_public and not self._config.insecure and not listed.keys:
             problem = "without keys any machine there may use the model: make one with"
@@ -110,9 +110,9 @@ class Startup:
         return f"{num_valid} valid, which each call must show one of" if listed.keys else "none: calls need no key"
 
     def _remove_earlier(self) -> None:
-        """Removes the remains of a cluster of the name that crashed or never came up: no other start has the lock.
+        """Removes the remains of a cluster of this name that crashed or never came up: no other start has the lock.
 
-        Raises ConfigError if the cluster runs, or a part of the remains does not end.
+        Raises ConfigError if the cluster runs, or if some remains cannot be removed.
         """
         if (earlier := self._file.read()) is None:
             return
@@ -126,7 +126,7 @@ class Startup:
         self._file.remove()
 
     def _undo(self) -> None:
-        """Ends all that was started. The state stays for `down` where a part does not end."""
+        """Ends all that was started. If a part does not end, the state stays for `down`."""
         self._try_to_tell("ending what was started")
         if problems := tear_down(self._state):
             self._try_to_tell(f"{'; '.join(problems)}: `{command_line('down', self._config.name)}` tries again")
@@ -163,7 +163,7 @@ class Startup:
             self._reporter.tell_served(self._state)
 
     def _find_redis(self) -> str:
-        """Describes the server that will be used. One that is given may answer later, but its URL must be right."""
+        """Describes the Redis server to use. A given server may answer later, but its URL must be valid."""
         settings = self._config.redis
         if settings.url == "own":
             return f"{redis_server.find_program()}, our own, at most {format_bytes(settings.max_bytes)}"
@@ -206,7 +206,7 @@ class Startup:
         return replace(plan, router=replace(plan.router, earlier=earlier))
 
     def _size(self, plan: ClusterPlan) -> int:
-        """Prints the sizes of workers; returns the bytes of the arena, 0 where they depend on each node."""
+        """Prints the sizes of workers; returns the bytes of the arena, 0 if they depend on each node."""
         pools = self._config.pools
         if plan.machine is None:
             each = "each as its node has room"
@@ -224,7 +224,7 @@ class Startup:
         return sizes.num_arena_slots * layout.block_bytes
 
     def _require_guarded(self, ray_address: str) -> None:
-        """Raises ConfigError for a Ray cluster that asks for no token, where that is not allowed."""
+        """Raises ConfigError for a Ray cluster that asks for no token, unless that is allowed."""
         if self._config.ray.address is not None and not self._config.insecure and not asks_for_token(ray_address):
             problem = "any machine that reaches it may run code in it: start all of its nodes with RAY_AUTH_MODE=token"
             raise ConfigError(f"the Ray cluster at {ray_address} asks for no token, and {problem} ({ALLOW})")

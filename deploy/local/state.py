@@ -1,6 +1,6 @@
-"""The command line's files: the state of each cluster, the server's secret, and the namespaces served under it.
+"""The command line's files: each cluster's state, the server's secret, and the namespaces served under it.
 
-Private to their user.
+Only their user can read them.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from deploy.local import run_dir
@@ -16,9 +17,9 @@ from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import ProcessRef, recorded_living, wait_until
 from kernels.user_cache import substitute_home, try_lock, user_folder
-from router.config import ServedNamespace
-from wire.errors import ConfigError, Unavailable, WireError
+from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
+from wire.served_model import ServedNamespace
 from wire.trust.certificates import TlsFiles
 from wire.typed_reader import from_json, to_json
 
@@ -40,9 +41,9 @@ class ClusterPhase(Enum):
 class ClusterState:
     """A cluster: its addresses, and the processes and files that end with it.
 
-    command: the `baton up` that is or was at work. head: leads the session of all processes of the Ray cluster that
-    Baton started; None on one that it joined. token: opens the operator's port. tls: the files of the certificate that
-    the ports for clients show.
+    command: the process of `baton up`. head: leads the session of all processes of a Ray cluster that Baton started;
+    None for a joined Ray cluster. token: opens the operator's port. tls: files of the certificate of the clients'
+    ports.
     """
 
     name: str
@@ -66,7 +67,7 @@ class ClusterState:
 
     @property
     def is_alive(self) -> bool:
-        """True while any process of the cluster runs; the command that starts it is none of them."""
+        """True while any process of the cluster runs, `baton up` apart."""
         known = [self.head, self.redis, *recorded_living(Path(self.run_dir))]
         return any(one.is_alive for one in known if one is not None)
 
@@ -80,12 +81,12 @@ class ClusterState:
 
     @property
     def lost_folder(self) -> Path | None:
-        """The part of the cluster's folder that was removed, without which nothing that dies can be replaced."""
+        """The part of the cluster's folder that was removed, if any: without it no dead actor can be replaced."""
         return run_dir.find_loss(Path(self.run_dir), has_ray=self.head is not None)
 
     @property
     def ports(self) -> list[int]:
-        """The ports that are free when the cluster is gone: Ray's too, where Ray is the cluster's own."""
+        """The ports that are free once the cluster is gone; Ray's, too, if the cluster started it."""
         own = [*astuple(self.addresses), self.ray_address if self.head else ""]
         return [int(address.rpartition(":")[2]) for address in own if address]
 
@@ -93,20 +94,20 @@ class ClusterState:
 class StateFile:
     """The place of one cluster's state: $XDG_STATE_HOME/baton/NAME.json, by default under ~/.local/state.
 
-    A command writes or removes it only while it holds the lock, and after it has read it under the lock.
+    A command writes or removes it only under the lock, after it has read it under the lock.
     """
 
     def __init__(self, name: str) -> None:
-        """Raises ConfigError for an impossible name."""
+        """Finds a cluster's file. Raises ConfigError for a name that no file can have."""
         self.name = check_name(name)
         self.path = state_dir() / f"{name}.json"
         self._file = AtomicFile(self.path)
 
     @contextmanager
     def lock(self, timeout_s: float) -> Iterator[None]:
-        """Keeps other commands from starting or stopping a cluster of this name. The end of a process frees it, too.
+        """Locks a cluster's name: no other command starts or stops it. The end of the process unlocks it, too.
 
-        Raises Unavailable if another command has it until the timeout, ConfigError if there can be no lock.
+        Raises Unavailable if another command has the lock until the timeout, ConfigError if its file cannot be opened.
         """
         with explained_path(self.path.with_suffix(".lock")) as path:
             descriptor = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600)
@@ -118,16 +119,16 @@ class StateFile:
             os.close(descriptor)
 
     def read(self) -> ClusterState | None:
-        """Returns None if there is no such cluster. Raises ConfigError for a file that cannot be understood."""
+        """Returns the state, None if there is no such cluster. Raises ConfigError for a malformed file."""
         try:
             return self._parse()
         except ConfigError as error:
             raise ConfigError(f"{error.message}: `{command_line('down', self.name)}` sets it aside") from error
 
     def set_aside(self) -> str | None:
-        """Renames a file that cannot be understood to NAME.json.broken; returns the reason, or None if it can be.
+        """Renames a malformed file to NAME.json.broken and returns the reason; None for a well-formed file.
 
-        Raises as `lock` does.
+        Raises the errors of `lock`.
         """
         try:
             self._parse()
@@ -138,7 +139,7 @@ class StateFile:
         return None
 
     def write(self, state: ClusterState) -> None:
-        """Replaces the state in one step. Raises ConfigError, and then leaves it as it was."""
+        """Replaces the state atomically. Raises ConfigError, and then leaves it unchanged."""
         with explained_path(self.path):
             self._file.write(to_json(state).encode())
 
@@ -169,7 +170,7 @@ def command_line(verb: str, name: str) -> str:
 
 
 def state_dir() -> Path:
-    """Returns the folder of states and secret, readable for its owner only; makes it if need be. Raises ConfigError."""
+    """Returns the folder of states and secret, made if missing, for its owner only. Raises ConfigError."""
     with explained_path(substitute_home()):
         folder = user_folder("XDG_STATE_HOME", ".local/state")
     with explained_path(folder):
@@ -178,15 +179,15 @@ def state_dir() -> Path:
 
 
 def secret_path(given: str | None) -> Path:
-    """Returns the path of the server's secret: the one given, or the user's own. Raises ConfigError."""
+    """Returns the path of the server's secret, by default the user's own. Raises ConfigError."""
     return state_dir() / "secret" if given is None else Path(given)
 
 
 def load_secret(given: str | None = None) -> bytes:
-    """Returns the server's secret, under which keys of blocks and MACs of frames are made. Raises ConfigError.
+    """Returns the server's secret, from which keys of blocks and MACs of frames are made. Raises ConfigError.
 
-    given: the path of one that clusters share, so that each finds what the others have stored. Without it, the user's
-    own is made at first use, and outlives restarts; commands that start at once get the same.
+    given: the path of a secret that clusters share, so that they find each other's blocks. Without it, the user's own
+    secret is made at first use and outlives restarts; concurrent commands get the same secret.
     """
     path = secret_path(given)
     with explained_path(path, OTHER_HOME if given is None else NEW_SECRET):
@@ -201,7 +202,7 @@ def load_secret(given: str | None = None) -> bytes:
 
 @contextmanager
 def explained_path(path: Path, advice: str = OTHER_HOME) -> Iterator[Path]:
-    """Turns an OSError into a ConfigError that names the path, and the way out."""
+    """Turns an OSError into a ConfigError that names the path and the way out."""
     try:
         yield path
     except OSError as error:
@@ -210,41 +211,31 @@ def explained_path(path: Path, advice: str = OTHER_HOME) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Served:
-    """The latest namespaces, the last one first."""
+    """The latest namespaces, the last first."""
 
     namespaces: tuple[ServedNamespace, ...] = ()
 
 
 class ServedFile:
-    """The namespaces that a secret has served, in SECRET.served beside it, for causes of uncached blocks.
+    """The namespaces served under a secret, in SECRET.served beside it, for causes of uncached blocks.
 
-    Without it, or in a folder that cannot be written, clusters serve all the same. Commands that start at once may lose
-    each other's entry; the next start of that model brings it back.
+    Clusters serve without it, too. Concurrent commands may lose each other's entry; the next start of that model
+    restores it.
     """
 
     def __init__(self, secret: Path) -> None:
         self._file = AtomicFile(secret.with_name(f"{secret.name}.served"))
 
     def others(self, now: ServedNamespace) -> tuple[ServedNamespace, ...]:
-        """Returns the namespaces but this one, the latest first; none of a damaged file."""
-        known = self._file.recall(_parse) or _Served()
+        """Returns the namespaces except this, the latest first; none from a damaged file."""
+        known = self._file.recall(partial(from_json, _Served, where="served")) or _Served()
         return tuple(one for one in known.namespaces if _parts(one) != _parts(now))
 
     def note(self, now: ServedNamespace) -> bool:
-        """Puts a namespace first, and drops the oldest beyond MAX_SERVED; returns whether the disk has taken it."""
+        """Puts a namespace first, and drops the oldest beyond MAX_SERVED; returns whether the file was written."""
         latest = (now, *self.others(now))[:MAX_SERVED]
         return self._file.try_write(to_json(_Served(latest)).encode())
 
 
 def _parts(namespace: ServedNamespace) -> tuple[str, str]:
     return namespace.fingerprint_hex, namespace.layout_hex
-
-
-def _parse(text: str) -> _Served:
-    """Raises ConfigError or ValueError for a namespace that no root can be made of."""
-    served = from_json(_Served, text, "served")
-    try:
-        _ = [(one.fingerprint, one.layout) for one in served.namespaces]
-    except WireError as error:
-        raise ConfigError(f"served: {error.message}") from error
-    return served

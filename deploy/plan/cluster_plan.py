@@ -1,55 +1,49 @@
 """The plan of a cluster, which starts its controller, and the configuration of each process by it. Pure."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from deploy.plan.authority import Authority
-from deploy.plan.config import ClusterConfig, RouterSettings, is_within
+from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import SHARED_MEMORY, Machine, RayNode, Resources, num_fitting
 from deploy.plan.model import DraftFacts, ModelFacts
+from deploy.plan.rules import is_within
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
-from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
+from router.config import LOOPBACK, ClusterAccess, RouterConfig
 from wire.block_names import digest_of
 from wire.errors import ConfigError
-from wire.layout import KVLayout
 from wire.pools import Role, Worker
+from wire.served_model import ServedModel
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import ROUTER, Identity
 from wire.trust.key_ring import NO_CALLER, KeyList
-from worker.config import MAX_SILENCE_S, CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import MAX_SILENCE_S, CheckpointSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0
-Part = TypeVar("Part", AdmissionBounds, Listeners, StreamBounds)
 
 
 @dataclass(frozen=True)
 class NodeConfig:
     """The configuration of a node's service. The workers of the node share `store`.
 
-    model_folder: must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
+    model: its folder must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
     one; empty where there are none. token: the cluster's, which readers know. identity: the service's, for TLS.
     shares: of tenants in the arena, by the digests of their namespace roots, in hex. keeps: bounds on hints.
     """
 
     store: StoreSettings
     arena_path: str
-    layout_hex: str
+    model: ServedModel
     num_slots: int
-    model_folder: str = "/"
     block_address: str = ""
     token: str = ""
     identity: Identity | None = None
     shares: dict[str, float] = field(default_factory=dict)
     keeps: KeepLimits = DEFAULT_LIMITS
-
-    @property
-    def layout(self) -> KVLayout:
-        return KVLayout.decode(bytes.fromhex(self.layout_hex))
 
 
 @dataclass(frozen=True)
@@ -152,9 +146,8 @@ class ClusterPlan:
         return NodeConfig(
             store=self._store(baseline),
             arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{baseline.node.label}"),
-            layout_hex=self.model.served.layout_hex,
+            model=self.model.served,
             num_slots=self.sizes(Role.DECODE, baseline).num_arena_slots,
-            model_folder=self.model.served.folder,
             block_address="" if self.is_alone else baseline.block_address or f"{baseline.node.host}:0",
             token=self.token,
             identity=self._identity(baseline.node.service, baseline.node.host),
@@ -164,22 +157,15 @@ class ClusterPlan:
 
     def worker_config(self, worker: Worker, baseline: NodeBaseline) -> WorkerConfig:
         """Returns the configuration of a worker on a node. Raises as `node_config` does."""
-        served, sizes = self.model.served, self.sizes(worker.role, baseline)
+        settings, sizes = self.config.model, self.sizes(worker.role, baseline)
         # On a GPU only the first steps take more than a second, which compile kernels.
         default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
         host = LOOPBACK if baseline.node.is_head else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
-                served.folder,
-                served.fingerprint_hex,
-                served.dtype,
-                self.model.device,
-                self.model.kernels,
-                self.config.model.kv_dtype,
-                self.config.model.kv_policy,
-                self.config.model.weight_cache_bytes,
+                self.model.served, self.model.device, self.model.kernels, settings.kv_dtype, settings.weight_cache_bytes
             ),
-            pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
+            num_blocks=sizes.num_pool_blocks,
             store=replace(self._store(baseline), node_id=baseline.node.name, block_address=baseline.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=self.config.batch,
@@ -187,7 +173,7 @@ class ClusterPlan:
             num_threads=sizes.num_threads,
             max_silence_s=self.config.worker.max_silence_s or default_silence_s,
             worker_id=worker.id,
-            role=worker.role.value,
+            role=worker.role,
         )
 
     def _require_network(self, node: RayNode) -> None:
@@ -236,10 +222,8 @@ def make_plan(
         router=RouterConfig(
             model=model.served,
             cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(run_dir)),
-            listeners=replace(_part(Listeners, config.router), tls=config.tls.files),
-            admission=_part(AdmissionBounds, config.router),
-            streams=_part(StreamBounds, config.router),
-            public_prefixes=config.router.public_prefixes,
+            settings=config.router,
+            tls=config.tls.files,
             traces=config.traces,
         ),
         cold=cold,
@@ -271,10 +255,3 @@ def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSet
         for tier, place, write, settings in tiers
         if place is not None
     )
-
-
-def _part(cls: type[Part], settings: RouterSettings) -> Part:
-    """Picks a part's own settings; one that is off is None there."""
-    given: dict[str, Any] = {one.name: getattr(settings, one.name, one.default) for one in fields(cls)}
-    given |= {name: None for name, value in given.items() if value == "off"}
-    return cls(**given)

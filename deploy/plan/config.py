@@ -3,65 +3,29 @@
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from ipaddress import IPv4Address, ip_address, ip_network
-from operator import attrgetter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
-from deploy.plan.machine import RESERVED
-from router.config import LOOPBACK, METRICS_COMPAT, AdmissionBounds, StreamBounds, TraceSettings
-from text.answer.formats import AUTO, CALL_FORMATS, CHANNELS, OFF
-from wire.errors import ConfigError
+from deploy.plan.rules import MIB, TEXT, Rule, is_within, require_all
+from router.config import RouterSettings, TraceSettings
+from text.answer.formats import AUTO, OFF
+from wire.errors import ConfigError, require_setting
 from wire.kv_policy import Sinks, parse_kv_policy
-from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
-from wire.rpc import MAX_MESSAGE_BYTES
-from wire.tier import Write
 from wire.trust.certificates import TlsFiles
-from wire.typed_reader import from_object, shown
-from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings, SpeculationSettings
+from wire.typed_reader import from_object
+from worker.config import BatchSettings, SpeculationSettings
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
-WEIGHTS = ("auto", "int8", "int4")
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEFAULT_HTTP_PORT = 8000
-MAX_WORKERS = 64
 ALLOW = "--insecure allows it"
-WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
-TEXTS = (
-    *(
-        "model.path",
-        "speculation.draft",
-        "model.served_name",
-        "redis.url",
-        "ray.address",
-        "files.folder",
-        "secret_file",
-    ),
-    *("tls.certificate", "tls.key", "tls.client_ca"),
-)
-MIB = 1 << 20
 MAX_FILE_BYTES = MIB
-MAX_RESOURCE = 1 << 20
 MAX_DEPTH = 2
-MAX_TEXT_CHARS = 4096
-"""The most that a path may have."""
-MAX_NAME_CHARS = 256
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
-_TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
-_REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+")
-_RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_ORIGIN = re.compile(
-    r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+_NAME = Rule(
+    re.compile(r"[a-z0-9][a-z0-9-]{0,15}").fullmatch, "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit"
 )
-_COLLECTOR = re.compile(r"https?://[^\s/?#@]+/?")
-_RAY_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -172,25 +136,6 @@ class FilesSettings:
 
 
 @dataclass(frozen=True)
-class PortSettings:
-    """The router's ports for clients and Prometheus: port 0 is any free one, `off` serves no metrics."""
-
-    host: str = LOOPBACK
-    grpc_port: int = 50051
-    metrics_port: int | str = 0
-    metrics_compat: str = OFF
-    max_connections: int = 2048
-    reflection: bool = True
-
-
-@dataclass(frozen=True)
-class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of three parts of the router, which share a table of the file. public_prefixes: of RouterConfig."""
-
-    public_prefixes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class HttpSettings:
     """The port of the gateways, at `router.host`: 0 is any free one, `off` starts no gateway.
 
@@ -230,66 +175,6 @@ class RaySettings:
     plain_network: str | None = None
 
 
-RANGES: dict[str, tuple[float, float]] = {
-    "model.max_chat_tokens": (1, 1 << 20),
-    "model.weight_cache_bytes": (0, 1 << 50),
-    "pools.prefill": (0, MAX_WORKERS),
-    "pools.decode": (1, MAX_WORKERS),
-    "worker.pool_bytes": (MIB, 1 << 50),
-    **{f"{each}.num_threads": (1, 1024) for each in WORKER_TABLES},
-    **{f"{each}.num_gpus": (0, 1) for each in WORKER_TABLES},
-    **{f"{each}.num_cpus": (0, 1024) for each in WORKER_TABLES},
-    **{f"{each}.memory_bytes": (MIB, 1 << 50) for each in WORKER_TABLES},
-    "worker.drain_grace_s": (0, 3600),
-    "worker.max_silence_s": (MIN_SILENCE_S, 3600),
-    **{f"batch.{each.name}": (1, 1 << 20) for each in fields(BatchSettings)},
-    "speculation.max_draft_len": (1, MAX_DRAFT_LEN),
-    "arena.size_bytes": (MIB, 1 << 50),
-    "arena.max_keep_s": (0, 86400),
-    "arena.keep_share": (0, 1),
-    "redis.max_bytes": (16 * MIB, 1 << 50),
-    "files.max_bytes": (16 * MIB, 1 << 60),
-    **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},
-    **{f"{each}.ttl_s": (1, 1e9) for each in ("redis", "files")},
-    **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
-    "http.port": (0, 65535),
-    "http.gateways": (1, 16),
-    "traces.ratio": (0, 1),
-    "router.max_queued_bytes": (MAX_MESSAGE_BYTES, 1 << 40),
-    **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
-    "router.max_buffered_tokens": (1, 1 << 20),
-    **{f"router.{each}_s": (0.1, 86400) for each in ("retry_after", "max_deadline", "max_stall", "max_worker_wait")},
-}
-"""Least and most of each number. A setting that is no number is not decided yet, or off."""
-
-
-PLACES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "redis.url": (
-        lambda url: _REDIS_URL.fullmatch(url) and _names_a_host(url),
-        "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH",
-    ),
-    "files.folder": (lambda folder: Path(folder).is_absolute(), "an absolute path"),
-    "ray.address": (
-        lambda address: _RAY_ADDRESS.fullmatch(address) and _names_a_host(f"ray://{address}"),
-        "HOST:PORT or auto (without it, Ray is started)",
-    ),
-    "http.cors_origins": (
-        lambda origins: all(_ORIGIN.fullmatch(one) and _names_a_host(one) for one in origins),
-        "* or origins as browsers write them, like https://chat.example.org: lower case, no path, no default port",
-    ),
-    "http.host_names": (lambda names: all(map(_HOST_NAME.fullmatch, names)), "names without ports"),
-    "traces.endpoint": (
-        lambda url: _COLLECTOR.fullmatch(url) and _names_a_host(url),
-        "a URL without a path: http://HOST:PORT, https://HOST:PORT",
-    ),
-    "router.host": (lambda host: _is_made(IPv4Address, host), "an IPv4 address"),
-    "ray.plain_network": (lambda network: _is_made(ip_network, network), "like 10.0.0.0/24"),
-}
-"""URLs, addresses and folders: a check of each that is given, and its words."""
-SECRET = ("redis.url",)
-"""Settings whose value, which may have a password, no message shows."""
-
-
 @dataclass(frozen=True)
 class ClusterConfig:
     """The settings of a cluster: valid once made, and never changed afterwards.
@@ -316,75 +201,20 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        self._require_known_values()
-        self._require_resources()
-        self._require_places()
-        self._require_ports()
-        are_whole = self.tls == TlsSettings() or self.tls.files is not None
-        _require(are_whole, "tls", "given with both certificate and key", "")
-        self._require_closed()
-
-    def _require_known_values(self) -> None:
-        for name in TEXTS:
-            value = attrgetter(name)(self)
-            is_text = value is None or all(map(_TEXT.fullmatch, [value] if isinstance(value, str) else value))
-            _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
-            most = MAX_NAME_CHARS if name == "model.served_name" else MAX_TEXT_CHARS
-            is_short = value is None or all(len(one) <= most for one in ([value] if isinstance(value, str) else value))
-            _require(is_short, name, f"of at most {most} characters", "")
-        choices_of = {
-            "model.dtype": DTYPES,
-            "model.weights": WEIGHTS,
-            "model.kv_dtype": KV_DTYPES,
-            "model.block_size": BLOCK_SIZES,
-            "model.generation_config": ("auto", "off"),
-            "model.tool_format": (AUTO, OFF, *CALL_FORMATS),
-            "model.reasoning_format": (AUTO, OFF, *CHANNELS),
-            "worker.cpu_kernels": CPU_KERNELS,
-            "speculation.proposer": PROPOSERS,
-            "router.metrics_compat": (OFF, *METRICS_COMPAT),
-            "redis.write": tuple(Write),
-            "files.write": tuple(Write),
-        }
-        for name, choices in choices_of.items():
-            value = attrgetter(name)(self)
-            _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
+        require_all(self)
         policies = [parse_kv_policy(text, self.model.kv_dtype) for text in self.model.kv_policies]
         have_sinks = len(policies) > 1 and any(isinstance(policy, Sinks) for policy in policies)
-        _require(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none", "")
+        require_setting(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none")
         is_streaming = isinstance(policies[0], Sinks)
-        _require(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks", "")
-        for name in RANGES:
-            if problem := range_problem(name, attrgetter(name)(self)):
-                raise ConfigError(f"{name} {problem}")
-
-    def _require_resources(self) -> None:
-        for name in WORKER_TABLES:
-            resources = attrgetter(f"{name}.resources")(self)
-            are_fit = all(_RESOURCE.fullmatch(key) and key not in RESERVED for key in resources)
-            _require(are_fit, f"{name}.resources", f"names of letters, digits and ._-, other than {RESERVED}", "")
-            are_some = all(0 < amount <= MAX_RESOURCE for amount in resources.values())
-            _require(are_some, f"{name}.resources", f"amounts above 0, at most {MAX_RESOURCE}", "")
-
-    def _require_places(self) -> None:
-        """Checks URLs, addresses and folders."""
-        for name, (is_one, what) in PLACES.items():
-            value = attrgetter(name)(self)
-            _require(value is None or is_one(value), name, what, "" if name in SECRET else value)
-
-    def _require_ports(self) -> None:
-        port = self.router.metrics_port
-        _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
-        _require(
-            port in (0, "off") or port != self.router.grpc_port,
-            "router.metrics_port",
-            "another port than router.grpc_port",
-            port,
-        )
-        http = self.http.port
-        _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
-        is_other = http in (None, 0, "off") or http not in (port, self.router.grpc_port)
-        _require(is_other, "http.port", "another port than those of the router", http)
+        require_setting(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks")
+        grpc, metrics, http = self.router.grpc_port, self.router.metrics_port, self.http.port
+        words = "another port than router.grpc_port"
+        require_setting(metrics in (0, OFF) or metrics != grpc, "router.metrics_port", f"{words}, not {metrics}")
+        words = "another port than those of the router"
+        require_setting(http in (None, 0, OFF) or http not in (metrics, grpc), "http.port", f"{words}, not {http}")
+        are_whole = self.tls == TlsSettings() or self.tls.files is not None
+        require_setting(are_whole, "tls", "given with both certificate and key")
+        self._require_closed()
 
     @property
     def is_public(self) -> bool:
@@ -415,51 +245,22 @@ class ClusterConfig:
         return from_object(cls, {name: _count_bytes(value, name) for name, value in table.items()}, "")
 
 
-def range_problem(name: str, value: object) -> str:
-    """Returns the reason for which a number may not be a setting, in words; "" for one in range, and for no number."""
-    least, most = RANGES[name]
-    is_in = not isinstance(value, int | float) or least <= value <= most
-    return "" if is_in else f"must be between {least} and {most}, not {shown(value)}"
-
-
 def check_name(name: str) -> str:
     """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
-    _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
+    _NAME.require("name", name[:64])
     return name
 
 
-def is_within(host: str, network: str) -> bool:
-    """Tells whether a host is an address of a network."""
-    return _is_made(ip_address, host) and ip_address(host) in ip_network(network)
-
-
-def _is_made(make: Callable[[str], object], text: str) -> bool:
-    try:
-        make(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _names_a_host(url: str) -> bool:
-    """Tells whether a URL names a host, and no port that there cannot be. One of a Unix socket need not name a host."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("", "unix") or (bool(parts.hostname) and parts.port != 0)
-    except ValueError:
-        return False
-
-
 def _read(file: Path) -> dict[str, Any]:
-    _require(_TEXT.fullmatch(str(file)), "--config", "a path without control characters", str(file))
+    Rule(TEXT.fullmatch, "a path without control characters").require("--config", str(file))
     try:
         # Asked first: to open a pipe would wait for its writer.
-        _require(stat.S_ISREG(file.stat().st_mode), str(file), "a regular file", "")
+        require_setting(stat.S_ISREG(file.stat().st_mode), str(file), "a regular file")
         with file.open("rb") as content:
             data = content.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    _require(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes", "")
+    require_setting(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes")
     try:
         return tomllib.loads(data.decode())
     except tomllib.TOMLDecodeError as error:
@@ -483,9 +284,3 @@ def _count_bytes(value: Any, name: str) -> Any:
     if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
         return {key: _count_bytes(each, f"{name}.{key}") for key, each in value.items()}
     return parse_bytes(value, name) if name.endswith("_bytes") and isinstance(value, str) else value
-
-
-def _require(holds: object, name: str, what: str, value: object) -> None:
-    if not holds:
-        given = f", not {shown(value)}" if value != "" else ""
-        raise ConfigError(f"{name} must be {what}{given}")

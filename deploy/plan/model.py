@@ -10,12 +10,12 @@ from deploy.plan.config import ModelSettings
 from engine.checkpoint.gguf import SUFFIX, require_gguf
 from engine.checkpoint.json_fields import parse_object
 from engine.checkpoint.pulled import MODELS
-from router.config import ServedModel
 from text.model_file import read_regular
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import Window
 from wire.sampling import DEFAULTS
+from wire.served_model import ServedModel
 
 if TYPE_CHECKING:
     from engine.checkpoint.config import AttentionConfig

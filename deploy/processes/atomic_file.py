@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class AtomicFile:
-    """A file that only its owner can read, replaced or created in one step."""
+    """A file that only its owner can read, replaced or created atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> bytes | None:
-        """Returns the content, or None where there is no file. Raises OSError, for a pipe or a device too."""
+        """Returns the content, None without a file. Raises OSError, also for a pipe or a device."""
         with suppress(FileNotFoundError), open(self.path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(self.path))
@@ -32,7 +32,7 @@ class AtomicFile:
         return None
 
     def recall(self, parse: Callable[[str], T]) -> T | None:
-        """Returns the content as `parse` reads it; None without a file, and for a damaged one, which is logged."""
+        """Returns the parsed content; None without a file, and for a damaged file, which is logged."""
         try:
             content = self.read()
             return None if content is None else parse(content.decode())
@@ -41,12 +41,12 @@ class AtomicFile:
             return None
 
     def write(self, content: bytes) -> None:
-        """Replaces the content. Raises OSError, and then leaves the file as it was."""
+        """Replaces the content. Raises OSError, and then leaves the file unchanged."""
         with self._temporary(content) as temporary:
             temporary.replace(self.path)
 
     def try_write(self, content: bytes) -> bool:
-        """Replaces the content, for files that work goes on without; returns whether the disk has taken it."""
+        """Replaces the content of a file that is not essential; returns whether that succeeded."""
         try:
             self.write(content)
         except OSError as error:
@@ -73,5 +73,5 @@ class AtomicFile:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a pipe, too, that nothing writes to: it would be waited for."""
+    """Opens without waiting: opening a pipe without a writer would block."""
     return os.open(path, flags | os.O_NONBLOCK)

@@ -10,10 +10,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """The first of SIGINT, SIGTERM and SIGHUP as one KeyboardInterrupt, raised within `awaited` only.
+    """A handler of SIGINT, SIGTERM and SIGHUP: the first raises KeyboardInterrupt, within `awaited` only.
 
-    Work outside of `awaited` is never broken off, and later signals do nothing. A context of the main thread; a signal
-    that the command ignores from its start (nohup) stays ignored.
+    Work outside of `awaited` is never interrupted, and later signals do nothing. For the main thread; a signal that the
+    command ignores from its start (nohup) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class Interrupts:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Raises KeyboardInterrupt amid the block when a signal comes, or at its start if one has come before.
+        """Raises KeyboardInterrupt within the block when a signal comes, or at its start after an earlier signal.
 
-        Raises it at the block's end where Python has lost it, as it does amid a destructor.
+        Raises it at the block's end if Python has lost it, as it does within a destructor.
         """
         self._is_awaited = True
         try:

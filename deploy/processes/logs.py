@@ -1,10 +1,9 @@
-"""The log of a process: one JSON object a line on stderr, written by a thread that the logging threads never wait for.
+"""The log of a process: a JSON object a line on stderr, written by a thread, so that logging never waits.
 
     {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.requests.dispatch",
      "message": "request ended", "request_id": "...", ...}
 
-Fields of an event's own come from `extra={...}`. A log holds no input of a client; the encoding sees to it that nothing
-in a line can look like another line.
+Fields of an event come from `extra={...}`. A log has no input of a client; the encoding keeps a record on one line.
 """
 
 import atexit
@@ -23,7 +22,7 @@ _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def start_logging(process: str) -> None:
-    """Sends all records of this process at INFO and above to its stderr from now on, as lines. Comes before gRPC."""
+    """Sends this process's records at INFO and above to stderr, as lines, from now on. Call it before gRPC starts."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each handshake of a stranger is a line of no JSON
     handler = LineHandler(process, sys.stderr)
     root = logging.getLogger()
@@ -33,9 +32,9 @@ def start_logging(process: str) -> None:
 
 
 class LineHandler(logging.handlers.QueueHandler):
-    """A handler that never blocks: while `max_waiting` lines wait for the stream, it drops and counts further ones.
+    """A handler that never blocks: while `max_waiting` lines wait for the stream, it drops and counts further lines.
 
-    A line with the number of dropped ones follows as soon as the stream takes lines again.
+    A line with the number of dropped lines follows once the stream takes lines again.
     """
 
     def __init__(self, process: str, stream: TextIO, max_waiting: int = MAX_WAITING) -> None:
@@ -59,7 +58,7 @@ class LineHandler(logging.handlers.QueueHandler):
 
 
 class LineFormatter(logging.Formatter):
-    """Records as lines. A record that cannot be written becomes a line that names its place."""
+    """A formatter of records as lines. A record that cannot be written becomes a line with its place in the code."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class LineFormatter(logging.Formatter):
             return self._encode(record, "ERROR", "a line cannot be written", place)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        """Returns the caller's extras, and the exception; libraries add theirs, as Ray does, under names with _."""
+        """Returns the caller's extra fields, and the exception. Skips names with _, which libraries such as Ray add."""
         names = [name for name in vars(record) if name not in _OF_EVERY_RECORD and name[0] != "_"]
         extras = {name: getattr(record, name) for name in names}
         return extras | ({"exception": self.formatException(record.exc_info)} if record.exc_info else {})
@@ -85,7 +84,7 @@ class LineFormatter(logging.Formatter):
 
 
 class _StreamWriter(logging.Handler):
-    """Writes the lines, in the listener's thread, and a notice of dropped ones."""
+    """The writer of lines, in the listener's thread, and of notices about dropped lines."""
 
     def __init__(self, lines: LineHandler, stream: TextIO) -> None:
         super().__init__()

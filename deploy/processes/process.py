@@ -1,4 +1,4 @@
-"""References to processes that outlive their command: pid, start time and boot, for pids are used again."""
+"""References to processes that outlive their command: pid, start time and boot, for pids are reused."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ GATEWAY = "gateway"
 
 @dataclass(frozen=True)
 class ProcessRef:
-    """A process: its number, its start time in seconds of the epoch, and the boot of the machine it belongs to.
+    """A process: its pid, its start time in seconds since 1970, and its machine's boot id.
 
-    Raises ConfigError for a number that means other things to the system: groups, all processes, or the first one.
+    Raises ConfigError for a pid with a special meaning: a group, all processes, or init.
     """
 
     pid: int
@@ -45,14 +45,14 @@ class ProcessRef:
 
     @property
     def is_alive(self) -> bool:
-        """False also for a zombie, and for another process that has the number now."""
+        """Whether the process runs; false for a zombie, and for a later process with its pid."""
         return self._is_same() and _runs(self.pid)
 
     def session(self) -> list[int]:
         """Returns the living processes of the session that this process leads or led, itself among them.
 
-        The system gives a number to no other process while a session of that number has members: a stranger under it
-        means that the session is empty.
+        The system does not reuse a pid while its session has members: a later process with the pid means that the
+        session is empty.
         """
         if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._is_same()):
             return []
@@ -65,12 +65,12 @@ class ProcessRef:
 
 
 def record_own(run_dir: Path, name: str) -> None:
-    """Records this process as the actor of that name, in the cluster's folder."""
+    """Records this process as the actor with a name, in the cluster's folder."""
     AtomicFile(run_dir / f"{name}{SUFFIX}").try_write(to_json(ProcessRef.of(os.getpid())).encode())
 
 
 def recorded(run_dir: Path, name: str) -> ProcessRef | None:
-    """Returns the last process of that name, or None if there was none, or its record is damaged."""
+    """Returns the last process with a name, None without a record or for a damaged record."""
     return AtomicFile(run_dir / f"{name}{SUFFIX}").recall(lambda text: from_json(ProcessRef, text, name))
 
 
@@ -95,9 +95,9 @@ def recorded_gateways(run_dir: Path) -> dict[str, ProcessRef]:
 def spawn_leader(
     command: list[str], log: Path, env: Mapping[str, str] = MappingProxyType({}), stdin: int | None = None
 ) -> ProcessRef:
-    """Starts a program, found on PATH, that leads a session of its own and outlives its parent. It writes to `log`.
+    """Starts a program from PATH that leads a new session and outlives its parent. Its output goes to `log`.
 
-    env: over that of this process. stdin: the program's own, in place of /dev/null.
+    env: variables to add to this process's. stdin: the program's standard input, by default /dev/null.
     """
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
         files = (nothing.fileno() if stdin is None else stdin, output.fileno(), output.fileno())
@@ -108,7 +108,7 @@ def spawn_leader(
 
 
 def _inherited() -> list[int]:
-    """Lists the caller's open files that a child would keep open: a lock would be held for as long as it lives."""
+    """Lists the caller's open files that a child would inherit: it would hold their locks as long as it lives."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own is closed by now
@@ -118,7 +118,7 @@ def _inherited() -> list[int]:
 
 
 def end_session(leader: ProcessRef, grace_s: float) -> None:
-    """Ends a session: SIGTERM to its leader, SIGKILL to all that outlive it, or the grace. Blocks until it is empty.
+    """Ends a session: SIGTERM to the leader, after its end or the grace SIGKILL to the rest. Blocks until it is empty.
 
     Raises TimeoutError if something survives SIGKILL for 10 s.
     """
@@ -149,7 +149,7 @@ def wait_for_end(pid: int, timeout_s: float) -> bool:
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Blocks until a condition holds; returns False where it does not in time."""
+    """Blocks until a condition holds; returns False if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not (is_held := holds()) and time.monotonic() <= deadline:
         time.sleep(POLL_S)
@@ -162,7 +162,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """False for a zombie too, which only its parent can remove: psutil's own wait would wait for that."""
+    """Returns whether a process runs; false for a zombie, for which psutil's own wait would wait on."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False

@@ -1,6 +1,6 @@
 """A model folder in Hugging Face's layout: config.json, generation_config.json, and one or more .safetensors files.
 
-A folder that was made of a GGUF file has tensors.json in their place (engine/checkpoint/gguf).
+A folder made of a GGUF file has tensors.json in place of the .safetensors files (engine/checkpoint/gguf).
 
 Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map` are not read.
 """
@@ -36,7 +36,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 1 << 25
 SINGLE_FILE = "model.safetensors"
 ONLY_SHARD = "model-00001-of-00001.safetensors"
-"""The name that some programs give the only file, without an index."""
+"""The name of the only weight file, in a folder without an index."""
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -44,18 +44,18 @@ ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Settings of sampling that are read from generation_config.json, beside top_k."""
 PARTS = ("model.", "lm_head.")
 RECOMPUTED = "rotary_emb.inv_freq"
-"""Buffers that older files have, and that follow from config.json."""
+"""Buffers in older files; they follow from config.json and are not read."""
 SETTING = "speculation.draft"
 
 
 class Checkpoint:
-    """A folder with checked configuration and weight headers. Weights are read one tensor at a time.
+    """A model folder with checked configuration and weight headers. Weights are read one tensor at a time.
 
     sampling: the settings that generation_config.json advises, over the defaults.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for a folder that cannot be served, saying why."""
+        """Raises ModelError, with the reason, for a folder that cannot be served."""
         if not folder.is_dir():
             raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
         self.folder = folder
@@ -77,7 +77,7 @@ class Checkpoint:
         return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
-        """Returns the model's fingerprint, which covers the rules by which tensors are made of a GGUF file."""
+        """Returns the model's fingerprint, which covers the rules for converting a GGUF file's tensors."""
         rules = f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
         return fingerprint(self.files, dtype, backend_version + rules, cache)
 
@@ -110,7 +110,7 @@ class Checkpoint:
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Quantized | None:
-        """Reads a quantized tensor's codes; None for one of floats. Without content, and raising, as `read` does."""
+        """Reads a quantized tensor's codes; None for a tensor of floats. Device `meta` and errors as in `read`."""
         names = self._codes.names(name)
         if not names:
             return None
@@ -121,7 +121,7 @@ class Checkpoint:
         return codes.to(device)
 
     def refuse_unread(self) -> None:
-        """Raises ModelError for a tensor of the decoder that was not read; warns of others, such as further heads."""
+        """Raises ModelError for an unread tensor of the decoder; warns of other tensors, such as further heads."""
         parts = [one for one in self._unread if one.startswith(PARTS) and not one.endswith(RECOMPUTED)]
         if parts:
             raise ModelError(
@@ -146,10 +146,10 @@ class CodeReader(Protocol):
     """A reader of the matrices of a checkpoint that have codes."""
 
     def names(self, name: str) -> Sequence[str]:
-        """Lists the tensors that a matrix is made of; none of one without codes."""
+        """Lists the tensors that a matrix is made of; empty for a matrix without codes."""
 
     def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
-        """Reads a matrix, without content on the device `meta`. Raises ModelError, naming it, for a wrong one."""
+        """Reads a matrix; on the device `meta` without content. Raises ModelError, which names a malformed matrix."""
 
 
 def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Scheme | None) -> CodeReader:
@@ -186,7 +186,7 @@ def _find_end_ids(folder: Path) -> list[int]:
 
 
 def _read_end_off_template(folder: Path) -> list[int]:
-    """Returns the single special token with which the chat template ends an assistant's last turn, if it has one.
+    """Returns the special token that ends an assistant's last turn in the chat template, if there is one.
 
     Renders a conversation in a process of its own, which takes seconds.
     """
@@ -248,10 +248,10 @@ def _open_shards(folder: Path) -> dict[str, TensorFile]:
 
 
 def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
-    """Opens a draft's folder. Raises ModelError for one that cannot be served, or is no draft of the target.
+    """Opens a draft model's folder. Raises ModelError if it cannot be served, or does not fit the target.
 
-    It has as many tokens and at least the context. A tokenizer.json of its own, which it need not have, may give no
-    token of the target another id.
+    A draft has the target's vocabulary size and at least its context. Its tokenizer.json, if any, gives each token the
+    target's id.
     """
     draft = Checkpoint(folder)
     ours, its = target.config, draft.config
@@ -267,7 +267,7 @@ def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
 
 @contextmanager
 def naming_the_draft() -> Iterator[None]:
-    """Names the setting in a ModelError about the folder of a draft."""
+    """Adds the setting's name to a ModelError about a draft's folder."""
     try:
         yield
     except ModelError as error:

@@ -46,7 +46,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, config: JsonFields) -> "Scheme | None":
-        """Reads the quantization of config.json; None without one. Raises ModelError for one that is not supported."""
+        """Reads the quantization of config.json, None if absent. Raises ModelError for an unsupported scheme."""
         name = next((one for one in FIELDS if one in config), None)
         if name is None:
             return None
@@ -101,13 +101,13 @@ class CompressedCodes:
         self._scheme = scheme
 
     def names(self, name: str) -> list[str]:
-        """Lists the stored tensors of a matrix; none for one that is not quantized."""
+        """Lists the stored tensors of a matrix; empty if it is not quantized."""
         stem = name.removesuffix("weight")
         parts = [part for part in PARTS if f"{stem}{part}" in self._files]
         return [f"{stem}{part}" for part in parts] if self._scheme and parts not in ([], ["weight"]) else []
 
     def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
-        """Reads a matrix; without content on the device `meta`. Raises ModelError, which names the tensor."""
+        """Reads a matrix; on the device `meta` without content. Raises ModelError, which names the tensor."""
         stem = name.removesuffix("weight")
         parts = {one.removeprefix(stem): self._part(one, device) for one in self.names(name)}
         codes, bits = _codes(name, parts, shape[1])
@@ -151,7 +151,7 @@ class CompressedCodes:
 
 
 def _codes(name: str, parts: Mapping[str, Tensor], depth: int) -> tuple[Tensor, int]:
-    """Returns codes as `Quantized` has them, and their bits."""
+    """Returns codes in the layout of `Quantized`, and their bits."""
     if "weight_packed" in parts:
         packed = parts["weight_packed"]
         for bits in (4, 8):

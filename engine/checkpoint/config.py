@@ -19,16 +19,16 @@ from wire.layout import INT4_HEAD_STEP, KV_DTYPES, KVLayout
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
 SINKS_CONTEXT_LEN = 1 << 20
-"""Tokens of a context that is kept in constant memory; its block table takes a quarter of a MiB."""
+"""Context length of a model with sinks, whose KV has constant size; the block table takes a quarter of a MiB."""
 RMS_NORM_EPS = (1e-12, 0.1)
 _ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention of all layers. windows: a layer each, how many tokens one sees, itself included, or None.
+    """Attention of all layers. `windows`: for each layer the tokens that a token sees, itself included; None for all.
 
-    scale: multiplies scores. num_sinks: first tokens that each layer sees beside its window.
+    scale: multiplies scores. num_sinks: first tokens that each layer sees besides its window.
     """
 
     num_heads: int
@@ -69,7 +69,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only model. `dtype` is that of its authors; other files may name further `eos_token_ids`.
+    """A decoder-only model. `dtype` is the checkpoint's own; other files may name further `eos_token_ids`.
 
     layer_ropes: the rotary embedding of each layer.
     """
@@ -130,9 +130,9 @@ class ModelConfig:
         )
 
     def keeping(self, policy: KVPolicy) -> "ModelConfig":
-        """Returns the model under a KV policy. With sinks all layers have their window, and the context is long.
+        """Returns the model under a KV policy. With sinks all layers have the policy's window, and the context is long.
 
-        Raises ConfigError for sinks that do not suit the model.
+        Raises ConfigError if the model cannot have sinks.
         """
         if not isinstance(policy, Sinks):
             return self
@@ -147,9 +147,9 @@ class ModelConfig:
         return replace(self, attention=attention, max_context_len=max(self.max_context_len, SINKS_CONTEXT_LEN))
 
     def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
-        """Describes a block of this model's KV. `dtype`: of the computation.
+        """Describes a block of this model's KV. `dtype`: the compute dtype.
 
-        Raises ConfigError for a `kv_dtype` that is unknown, or that does not fit the size of the heads.
+        Raises ConfigError for a `kv_dtype` that is unknown, or that does not fit the heads' size.
         """
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
@@ -176,7 +176,7 @@ class ModelConfig:
 
 
 def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    """Reads the ids of `eos_token_id`: none, one or a list. An id that is no token would end nothing."""
+    """Reads the ids of `eos_token_id`: none, one or a list. Raises ModelError for an id beyond the vocabulary."""
     value = fields.raw("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocab_size for one in ids):

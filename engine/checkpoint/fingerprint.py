@@ -1,4 +1,4 @@
-"""The fingerprint of a model, as far as its KV goes, over digests of its files."""
+"""The fingerprint of a model, over digests of the files that determine its KV."""
 
 import hashlib
 import json
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class DigestCache:
-    """SHA-256 of large files, each computed once as long as its path, size and time stay the same.
+    """SHA-256 of large files, computed again only if a file's path, size or time changes.
 
-    Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again.
-    Reading weights looks for NaN and infinity, too; the file keeps what it found.
+    The digests are in a JSON file; if it is lost or damaged, the files are read again. It also says whether weights
+    have NaN or infinity.
     """
 
     def __init__(self, path: Path) -> None:

@@ -26,9 +26,9 @@ _FILES = [
 
 
 def find_folder(model: str) -> Path:
-    """Finds the folder of a model by its path, else by its name here or on the hub. Raises ModelError if it has none.
+    """Finds the folder of a model by path, else by its name here or on the hub. Raises ModelError if there is none.
 
-    Of a file, which must be a GGUF file, it is the one in the user's cache, and blocks while that is made.
+    For a GGUF file: the converted folder in the user's cache; blocks while the file is converted.
     """
     path = Path(os.path.expanduser(model))  # which leaves the home of a user who does not exist as it is
     if path.is_file():
@@ -43,7 +43,7 @@ def find_folder(model: str) -> Path:
 def _download(name: str) -> Path:
     """Finds `owner/model` in the hub's cache, or fetches configuration, weights and tokenizer into it.
 
-    Blocks meanwhile. Raises ModelError where there is no such model, or no way to it.
+    Blocks meanwhile. Raises ModelError if the hub lacks the model or cannot be reached.
     """
     if not _NAME.fullmatch(name):
         raise ModelError(f"{name[:64]} is no folder, GGUF file, name of `baton pull` or name on the hub")

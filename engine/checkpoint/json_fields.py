@@ -25,7 +25,9 @@ def parse_object(data: bytes, source: str, parse: Callable[[bytes], Any] = json.
 
 
 class JsonFields:
-    """Typed reads from a JSON object. A field that is absent or null has the default; a wrong one raises ModelError."""
+    """Typed reads from a JSON object. A field that is absent or null has the default. Raises ModelError for a wrong
+    field.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
@@ -38,7 +40,7 @@ class JsonFields:
         return self._values.items()
 
     def raw(self, name: str) -> Any:
-        """Reads a field as JSON gave it, None where absent."""
+        """Returns a field's parsed value, None where absent."""
         return self._values.get(name)
 
     def wrong(self, name: str, expected: str) -> ModelError:
@@ -52,7 +54,7 @@ class JsonFields:
         return int(self._read(name, Annotated[int, Between(least, most)], default, expected))
 
     def number(self, name: str, least: float, most: float, default: float | None = None) -> float:
-        """Reads a number from `least` to `most`, as the int or float that it is; required where there is no default."""
+        """Reads an int or float from `least` to `most`; required where there is no default."""
         expected = f"a number from {least:g} to {most:g}"
         found: float = self._read(name, Annotated[int | float, Between(least, most)], default, expected)
         return found
@@ -64,7 +66,7 @@ class JsonFields:
         return str(self._read(name, str, default, "a string"))
 
     def section(self, name: str) -> "JsonFields":
-        """Reads the object of that name, empty where absent."""
+        """Reads a nested object by name, empty where absent."""
         return JsonFields(self._read(name, dict, {}, "an object"), f"{self._source}: {name}")
 
     def _read(self, name: str, kind: Any, default: Any, expected: str) -> Any:

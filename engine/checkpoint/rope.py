@@ -1,8 +1,8 @@
 """Rotary position embedding as config.json asks for it.
 
-A scaling turns the periods of the unscaled embedding, `theta ** (2i / head_dim)` for i in [0, head_dim / 2), into the
-inverse frequencies of positions. The order of operations is that of transformers, so that angles are equal bit by bit.
-Scalings that depend on a request's final length are refused: with them a key is no function of the tokens before it.
+A scaling maps the periods of the unscaled embedding, `theta ** (2i / head_dim)` for i in [0, head_dim / 2), to inverse
+frequencies of positions. Operations have transformers' order, so that angles are equal bit by bit. Scalings that depend
+on a request's final length are refused: their keys depend on later tokens.
 """
 
 import math
@@ -14,16 +14,16 @@ from engine.checkpoint.json_fields import JsonFields
 from wire.errors import ModelError
 
 MIN_CONTEXT, MAX_CONTEXT = 16, 1 << 24
-"""Tokens: less is of no use, and float32, in which angles are computed, does not tell higher positions apart."""
+"""The bounds of a context length, in tokens: float32, the dtype of angles, does not tell higher positions apart."""
 DEFAULT_THETA = 10_000.0
 THETAS = (10.0, 1e12)
 FACTORS = (0.01, 10_000.0)
-"""Wider than any model's: a number beyond them is an error in config.json, and would leave no position known."""
+"""The bounds of a scaling's numbers, wider than any model's: a number beyond them is an error in config.json."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Positions divided by a factor, by default not at all; `attention_factor` is that of cosines and sines.
+    """Positions divided by a factor, by default 1; `attention_factor` multiplies cosines and sines.
 
     Sources: RoFormer, arXiv 2104.09864; position interpolation, arXiv 2306.15595.
     """
@@ -34,13 +34,13 @@ class RopeScaling:
     """Tokens for which the frequencies hold."""
 
     def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
-        """Maps float32 [head_dim / 2] to the same shape."""
+        """Maps periods, float32 [head_dim / 2], to inverse frequencies of the same shape."""
         return (1.0 / periods) / self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Long wavelengths divided by a factor, short ones kept, a passage between. Source: Llama 3.1's model code."""
+    """Long wavelengths divided by a factor, short ones kept, a blend between. Source: Llama 3.1's model code."""
 
     low_freq_factor: float
     high_freq_factor: float
@@ -87,7 +87,7 @@ class YarnScaling(RopeScaling):
         return ((torch.arange(num_frequencies, dtype=torch.float32) - first) / width).clamp(0, 1)
 
     def _dimension(self, rotations: float, head_dim: int, theta: float) -> float:
-        """Finds the dimension that makes this number of rotations over the trained length."""
+        """Finds the dimension with this number of rotations over the trained length."""
         return head_dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 

@@ -56,7 +56,7 @@ class TensorEntry:
 
 
 class TensorFile:
-    """Raises ModelError on construction if the header is not that of a whole, well-formed file."""
+    """A .safetensors file. Its construction raises ModelError if the header is malformed or the file cut."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class TensorFile:
             raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
 
     def digest(self) -> tuple[str, str | None]:
-        """Reads the whole file; returns its hex SHA-256, and a tensor's name that has NaN or infinity, if one has."""
+        """Reads the whole file; returns its hex SHA-256, and the name of a tensor with NaN or infinity, if any."""
         sha, flawed = hashlib.sha256(), None
         buffer = torch.empty(_STEP_BYTES, dtype=torch.uint8)
         with BufferedReader(open_regular(self.path)) as file:
@@ -84,7 +84,7 @@ class TensorFile:
         return sha.hexdigest(), flawed
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Reads a tensor into the CPU's memory; without a dtype in the file's. ModelError if the file has been cut."""
+        """Reads a tensor into host memory, by default in the file's dtype. Raises ModelError if the file was cut."""
         entry = self.entries[name]
         raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         with BufferedReader(open_regular(self.path)) as file:
@@ -98,7 +98,7 @@ class TensorFile:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Returns whether no element is NaN or infinite; not asked of integers and floats of one byte."""
+    """Returns whether no element is NaN or infinite; true for integers and floats of one byte."""
     if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
         return True
     return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # which passes NaN on

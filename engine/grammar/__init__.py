@@ -1,1 +1,1 @@
-"""Grammars of requests: their matchers follow the tokens of choices, and mask what may not come next."""
+"""Grammars of requests: matchers follow the tokens of choices, and mask the tokens that may not come next."""

@@ -21,7 +21,7 @@ MAX_KEPT = 32
 
 
 class Grammars:
-    """The grammars of a model's requests, for its vocabulary. Any thread may use them; they may block for a second.
+    """The grammars of a model's requests, for its vocabulary. Thread-safe; a call may block for a second.
 
     definition: reads the tokenizer, as the tokenizers library writes it.
     """
@@ -35,7 +35,7 @@ class Grammars:
         self._turn = threading.Lock()
 
     def prepare(self, request: EngineRequest) -> EngineRequest:
-        """Gives each choice of a request with a format its matcher, which has taken the choice's tokens.
+        """Gives each choice of a request with a response format a matcher that has taken the choice's tokens.
 
         Raises InvalidRequest or Unsupported.
         """
@@ -52,7 +52,7 @@ class Grammars:
         return replace(request, choices=choices)
 
     def _start(self, given: ResponseFormat) -> Matcher:
-        """Returns the matcher of no tokens, which is kept, and only copied."""
+        """Returns the matcher before any token, which is kept; callers fork it."""
         with self._turn:
             tokenizer = self._open_tokenizer()
             if given in self._kept:
@@ -84,4 +84,4 @@ class Grammars:
 
 
 NO_GRAMMARS = Grammars(str, 0, ())
-"""Of a model that has no token to end an answer: each format is refused."""
+"""Grammars of a model without a token to end an answer: each format is refused."""

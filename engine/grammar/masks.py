@@ -1,4 +1,4 @@
-"""The masks of a step. Ones that take long are computed beside the model's run, on a thread and llguidance's own."""
+"""The masks of a step. Slow masks are computed while the model runs, on a thread and llguidance's own threads."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 WORD_BITS = 32
 MAX_HERE_S = 500e-6
-"""Expected time of masks up to which a step computes them itself: a thread begins in 20 us, on busy cores in a ms."""
+"""Masks expected to take less are computed by the step itself: a thread begins in 20 us, on busy cores in a ms."""
 Alone = list[tuple["LLMatcher", int]]
 """Matchers, and the rows of their masks."""
 
 
 class Masker:
-    """The masks of steps: computed by the step while the last ones were quick, else on a thread."""
+    """The masks of steps: computed by the step if the last step's were quick, else on a thread."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._draw_s = 0.0
 
     def begin(self, draws: Mapping[int, Draw]) -> Callable[[], Masks]:
-        """Begins the masks of draws, by their place in the step. The draws of a matcher follow one another.
+        """Begins the masks of draws, by their place in the step. Draws with one matcher are adjacent.
 
-        The first of them is after known tokens, each other after a further guess. Returns what waits for the masks, or
-        computes them: to be called once the model runs.
+        The first of them follows known tokens, each other one a further guess. Returns a function that computes the
+        masks or waits for them; call it once the model runs.
         """
         if self._draw_s * len(draws) <= MAX_HERE_S:
             return partial(self._compute, list(draws.values()), _fill)
@@ -69,7 +69,7 @@ class Masker:
     def _allowed(
         self, draws: Seq[Draw], fill: "Callable[[Alone, int, int, int], None]"
     ) -> tuple["np.ndarray[tuple[int, int], np.dtype[np.bool_]]", dict[int, BatonError]]:
-        """Tells the tokens that may come next, bool [draws, V], and why none may, by the place of its draw."""
+        """Returns the tokens that may come next, bool [draws, V], and the error of each draw without any, by place."""
         bits = np.full((len(draws), -(-self._vocab_size // WORD_BITS)), -1, dtype=np.int32)
         alone: Alone = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []

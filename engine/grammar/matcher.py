@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 
 MAX_TOKEN_S = 0.02
-"""Processor time to take a token, on average over the new ones: limits of llguidance bound masks, and not this."""
+"""The most processor time to take a token, on average over new tokens; llguidance's limits bound masks alone."""
 
 
 class Matcher:
-    """A grammar that has taken output tokens of a choice. Its state is a function of these two.
+    """A grammar that has taken output tokens of a choice. Its state is a function of grammar and tokens.
 
-    Only the fault of slow tokens is not: it depends on the machine, and ends a request instead of changing its tokens.
-    One thread at a time may use it.
+    Only the fault of slow tokens depends on the machine; it ends a request and changes no token. Not thread-safe.
     """
 
     def __init__(self, state: "LLMatcher") -> None:
@@ -32,7 +31,7 @@ class Matcher:
         return Matcher(self.state.deep_copy())
 
     def take(self, output_ids: Sequence[int]) -> None:
-        """Takes the tokens of a choice that it has not taken yet."""
+        """Takes the tokens of a choice that the matcher has not taken yet."""
         new = output_ids[self._num_taken :]
         if new:
             began_s = time.thread_time()
@@ -41,12 +40,14 @@ class Matcher:
             self._is_slow = time.thread_time() - began_s > MAX_TOKEN_S * len(new)
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """Returns the tokens of the text that must follow; a model may write it in others. Takes tokens as `take`."""
+        """Returns tokens of the text that must follow; a model may split the text differently. Takes tokens as `take`
+        does.
+        """
         self.take(output_ids)
         return [] if self.state.is_error() else self.state.compute_ff_tokens()
 
     @property
     def fault(self) -> BatonError | None:
-        """The error of a grammar that accepts no further token, nor an end, or passes a limit."""
+        """The error of a grammar that accepts neither a token nor an end, or that passes a limit; else None."""
         fault = "its tokens take too long" if self._is_slow else fault_of(self.state)
         return InvalidRequest(PARAM, f"goes on no more after {self._num_taken} tokens: {fault}") if fault else None

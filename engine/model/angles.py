@@ -1,4 +1,4 @@
-"""Angles of a rotary embedding: a table of all positions, or, for a context without end, of their digits."""
+"""Angles of a rotary embedding: a table of all positions, or, for an unbounded context, of their digits."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ DIGIT = 1 << 10
 def make_angles(ropes: Sequence[RopeConfig], head_dim: int, num_positions: int, device: torch.device) -> Angles:
     """Makes the angles of rotary embeddings for the first positions, with their columns side by side.
 
-    Angles are float32 as in transformers; their cosines are taken in float64 and rounded, so that no bit depends on
-    where a position stands in a batch, nor on the number of threads.
+    Angles are float32 as in transformers; their cosines are computed in float64 and rounded, so that no bit depends on
+    a position's place in the batch or on the number of threads.
     """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * torch.cat(
         [one.frequencies(head_dim) for one in ropes]
@@ -29,7 +29,7 @@ def make_angles(ropes: Sequence[RopeConfig], head_dim: int, num_positions: int, 
 
 
 class FarAngles:
-    """The angles of any position of a long context, and the angles by which rows are turned back for sinks.
+    """The angles of any position of a long context, and the angles that rotate rows back for sinks.
 
     A position is high * DIGIT + low, and its cosine and sine follow from its digits: a table of all positions
     would be larger than the pages. Angles and products are float64, for float32 has no second digit left far out; each
@@ -39,7 +39,7 @@ class FarAngles:
     def __init__(
         self, config: RopeConfig, head_dim: int, num_positions: int, last_near: int, device: torch.device
     ) -> None:
-        """last_near: the position at which a query meets sinks that are farther behind it."""
+        """last_near: the position from which a query sees sinks that are farther away."""
         frequencies = config.frequencies(head_dim).double()
         low = torch.arange(DIGIT)[:, None] * frequencies
         high = torch.arange(0, num_positions + DIGIT, DIGIT)[:, None] * frequencies

@@ -23,7 +23,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Watched:
-    """Rows of a batch whose queries the model writes to `queries` [num_layers, rows, ...], in place."""
+    """Rows of a batch whose queries the model writes into `queries` [num_layers, rows, ...]."""
 
     rows: slice
     queries: torch.Tensor
@@ -31,10 +31,10 @@ class Watched:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of several sequences, one after another; decoding sequences, of one token each, come first.
+    """Tokens of several sequences, sequence by sequence; decoding sequences, of one token each, come first.
 
-    T tokens, S sequences, N the most blocks of any of them; on the host until a model takes them. Raises ValueError for
-    a tensor of another dtype: a kernel that gets its address would read other numbers.
+    T tokens, S sequences, N the blocks of the longest; in host memory until a model takes them. Raises ValueError for a
+    wrong dtype: a kernel gets the address alone and would read wrong numbers.
     """
 
     token_ids: torch.Tensor  # int64 [T]
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def samples_all(self) -> bool:
-        """Whether each row is a decoding one, or a guess, so that all logits are wanted."""
+        """Whether all logits are wanted: each row is a decoding row or a guess."""
         return not self.num_scored and len(self.token_ids) == len(self.sample_rows)
 
     @property
@@ -76,7 +76,7 @@ class Batch:
         return self.cu_query_lens[1:].long() - 1
 
     def after(self, token_ids: torch.Tensor, block_size: int) -> "Batch":
-        """Makes the batch of the token after each sequence, int64 [S], for which there is room in its pages."""
+        """Makes the batch of the next tokens, int64 [S], one for each sequence; its pages have room for them."""
         positions = self.positions[self.last_rows] + 1
         pages = self.block_tables.gather(1, positions[:, None] // block_size)[:, 0].long()
         slots = pages * block_size + positions % block_size
@@ -104,7 +104,7 @@ class CausalModel(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
-        """Writes the KV of the batch's tokens into `kv`, of layout.shape; returns float32 logits [R, V]."""
+        """Writes the KV of the batch's tokens into `kv` [layout.shape]; returns float32 logits [R, V]."""
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
         """Makes a buffer for the queries of `num_rows` rows, [num_layers, num_rows, ...]."""
@@ -112,18 +112,18 @@ class CausalModel(Protocol):
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Sums the attention of a sequence's last rows, given their queries, that falls on each of its tokens.
 
-        block_table: int32, of the sequence. num_tokens: with KV in it. Returns float32 [num_layers, num_kv_heads,
-        num_tokens]; no bit depends on how the rows were batched.
+        block_table: the sequence's pages, int32. num_tokens: tokens with KV in them. Returns float32 [num_layers,
+        num_kv_heads, num_tokens]; no bit depends on how the rows were batched.
         """
 
 
 class DraftModel(CausalModel, Protocol):
-    """A model as a draft runs it."""
+    """A model as a draft proposer runs it."""
 
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
-        """Runs a batch, then the likeliest token after each sequence, and so on; returns int64 [num_runs, S].
+        """Runs a batch, then num_runs - 1 times the likeliest next tokens; returns these, int64 [num_runs, S].
 
-        Rows are all sampled, or the last of each sequence. There is room for all but the last tokens drawn.
+        Samples each sequence's last row, or all rows. The pages have room for all drawn tokens but the last.
         """
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Buffers:
-    """The tensors that a forward pass writes, for a number of rows; None for new ones each time."""
+    """The tensors that a forward pass writes, for a number of rows; None where each pass makes its own."""
 
     states: torch.Tensor | None = None
     normed: torch.Tensor | None = None
@@ -106,11 +106,11 @@ class Decoder:
         kv_policy: str = "full",
         load_weights: LoadWeights = load_private,
     ) -> "Decoder":
-        """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
+        """Loads a checkpoint folder. dtype: by default the checkpoint's own, if the backend is made for it.
 
-        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy. load_weights: `WeightCache.load`, or for this
-        process alone. Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype, and for a
-        KV dtype or policy that does not suit the device or the model.
+        kv_dtype: a key of wire.layout.KV_DTYPES. kv_policy: a policy of wire.kv_policy. load_weights:
+        `WeightCache.load`, or `load_private`. Raises ModelError for a folder that cannot be served, ConfigError for an
+        unknown dtype, or a KV dtype or policy that does not suit device or model.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
@@ -198,7 +198,7 @@ class Decoder:
         )
 
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
-        """Finds or records the program of the last pool for these numbers of rows and blocks."""
+        """Finds or records the program for these numbers of rows and blocks, and for the last pool used."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         on_cpu = self.device.type == "cpu"
@@ -227,7 +227,7 @@ class Decoder:
         )
 
     def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> StepProgram | None:
-        """Captures a step of rows that are sequences; None where the device has no room for it."""
+        """Captures a step with one row for each sequence; None if the device has no memory for it."""
         angles = self.angles_for(kv)
         assert isinstance(angles, Angles), "sinks are not captured"
 
@@ -245,7 +245,7 @@ class Decoder:
         return FarAngles(self.config.ropes[0], head_dim, self.max_context_len, last_near, self.device)
 
     def angles_for(self, kv: KVPages) -> Angles | FarAngles:
-        """Makes the angles of all positions that a pool has room for, once."""
+        """Makes the angles of all positions that a pool has room for, at the first call."""
         if self._far_angles is not None:
             return self._far_angles
         num_positions = Window(self.layout).max_len(len(kv.data), self.max_context_len)
@@ -255,7 +255,7 @@ class Decoder:
 
 
 def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:
-    """Resolves a compute dtype: as asked, else the checkpoint's own; float32 where torch serves on a CPU.
+    """Resolves a compute dtype: as requested, else the checkpoint's own; float32 for torch's backend on a CPU.
 
     Raises ConfigError for an unknown dtype.
     """

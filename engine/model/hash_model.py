@@ -5,9 +5,9 @@
     sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)       less the shares behind the window, but for the sinks'
     next      = mix(sum[p]) % vocab_size                           the likeliest token; the other logits are noise
 
-All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
-pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes all that
-follows. Where KV was dropped, p counts kept positions, and the state has the difference.
+All modulo 2**64. No sum outlives its step: each step reads all earlier positions through the block tables. So KV is a
+pure function of the prefix (and of layout and seed), and a wrong, stale or misplaced block changes all later tokens.
+Where KV was dropped, p counts kept positions, and the state has the difference.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ _WEIGHING = 0x2545F4914F6CDD1D
 
 
 class HashModel:
-    """A `Model` that costs next to nothing, on a CPU. Its twin is `engine.model.decoder.Decoder`."""
+    """A `CausalModel` that costs next to nothing, on a CPU. Its twin is `engine.model.decoder.Decoder`."""
 
     device = torch.device("cpu")
 
@@ -38,9 +38,9 @@ class HashModel:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
     ) -> None:
-        """Models of different seeds are different models.
+        """Different seeds make different models.
 
-        A head must fill whole 64-bit words, and KV is not kept in int4; ValueError if not.
+        Raises ValueError for a head that does not fill whole 64-bit words, and for KV in int4.
         """
         num_words, rest = divmod(layout.head_dim * layout.item_bits, 64)
         if rest or layout.has_open_blocks:
@@ -71,7 +71,7 @@ class HashModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
-        """Implements `engine.model.batch.Model`."""
+        """Implements `CausalModel.forward`."""
         words = kv.data.view(torch.int64)
         bounds, positions = batch.cu_query_lens.tolist(), batch.positions.tolist()
         states: list[int] = []
@@ -88,7 +88,7 @@ class HashModel:
         return self._logits([totals[row] for row in batch.sample_rows.tolist()])
 
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
-        """Implements `engine.model.batch.DraftModel`."""
+        """Implements `DraftModel.decode_greedily`."""
         return decode_greedily(self, batch, kv, num_runs)
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
@@ -96,13 +96,13 @@ class HashModel:
 
     @torch.inference_mode()
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Draws the weight of a token, the same in each row that sees it, from its stored bits."""
+        """Derives the weight of a token from its stored bits, so that each row sees the same weight."""
         stored = kv.data.view(torch.int64)[block_table, :, 0, :, :, 0]
         drawn = (stored.permute(1, 2, 0, 3).flatten(2)[..., :num_tokens] * _WEIGHING >> 44 & 0xFF).float()
         return drawn * torch.arange(num_tokens, 0, -1).clamp(max=queries.shape[1])
 
     def _take(self, seen: "_Seen", place: int, token: int, num_dropped: int = 0) -> int:
-        """Returns the state of the token at a place, and adds its share to what the next one sees."""
+        """Returns the state of the token at a place, and adds its share to the sum that the next token sees."""
         seen.make_room()
         state = _mix(seen.total ^ _mix(token) ^ num_dropped)
         seen.add(self._places[place] * self._gain * state)
@@ -112,7 +112,7 @@ class HashModel:
         return _mix(total) % self.vocab_size
 
     def _read(self, words: torch.Tensor, block_table: torch.Tensor, length: int) -> "_Seen":
-        """Takes the shares of the positions before `length` that are seen, from the bytes of their pages."""
+        """Sums the shares of the visible positions before `length`, from the bytes of their pages."""
         window, num_sinks = self.layout.window, min(self.layout.num_sinks, length)
         begin = 0 if window is None else max(0, length + 1 - window)
         shares = self._shares(words, block_table, begin, length)
@@ -148,7 +148,7 @@ class _Seen:
         self._shares = deque(shares)
 
     def make_room(self) -> None:
-        """Takes out the share that the next row sees no more."""
+        """Subtracts the share that leaves the next row's window."""
         if len(self._shares) == self._layout.window:
             share = self._shares.popleft()
             self.total = (self.total - (share if self._begin >= self._layout.num_sinks else 0)) & _MASK
@@ -160,7 +160,7 @@ class _Seen:
 
 
 def _mix(value: int) -> int:
-    """Mixes 64 bits well. Source: the finalizer of SplitMix64."""
+    """Mixes 64 bits. Source: the finalizer of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

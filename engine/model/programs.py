@@ -1,7 +1,7 @@
-"""Decode steps that were recorded once: Python between kernels is slower than some of them.
+"""Decode steps that were recorded once: Python between kernels is slower than some kernels.
 
-On a CPU a recorder notes the operations; on a GPU a graph captures their launches. Either has inputs of its own,
-of a fixed number of rows, which the rows of a step are copied to.
+On a CPU a recorder notes the operations; on a GPU a graph captures their launches. Either has input tensors with a
+fixed number of rows, and a step's rows are copied there.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class RecordedProgram:
         num_blocks: int,
         block_size: int,
     ) -> None:
-        """all_angles: of any position; num_columns: numbers of a row of them."""
+        """all_angles: finds the angles of any position. num_columns: numbers in a row of angles."""
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
@@ -82,7 +82,7 @@ class RecordedProgram:
         return torch.from_numpy(drawn)
 
     def _take(self, batch: Batch) -> None:
-        """Copies a batch to where the recording has its own; numpy's small copies take half the time of torch's."""
+        """Copies a batch into the recording's inputs; numpy's small copies take half the time of torch's."""
         for name, own in zip(_COLUMNS, self._columns, strict=True):
             column = getattr(batch, name).numpy()
             own[: len(column)] = column
@@ -114,10 +114,10 @@ class PinnedColumns:
 
 
 class CapturedProgram:
-    """A forward pass that a graph of the accelerator has captured; each row is a sequence.
+    """A forward pass captured as the accelerator's graph, one row for each sequence.
 
-    A step's columns go to the device in one copy from pinned memory, but for token ids that are there already; the next
-    step's may be written meanwhile. Rows that a batch does not fill have no context and no slot: they write nothing.
+    A step's columns go to the device in one copy from pinned memory, except token ids that are there already; the next
+    step's columns may be written meanwhile. Rows beyond the batch have no context and no slot, and write nothing.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """From logits to tokens. Random numbers come from a counter, never from a state: the same seed, choice and position
-give the same draw in every batch, process and attempt.
+give the same number in every batch, process and attempt.
 
-Order: logit_bias, penalties, min_tokens, grammar, temperature, top_k, top_p, min_p. Log-probabilities are of the
+Order: logit_bias, penalties, min_tokens, grammar, temperature, top_k, top_p, min_p. Log-probabilities come from the
 model's own distribution, before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3" (SC '11).
 """
@@ -19,15 +19,15 @@ from wire.sampling import Logprobs, SamplingParams
 
 SCORED_AT_ONCE = 64
 LEAST = torch.finfo(torch.float32).min
-"""The logit of a token that a grammar forbids: `likeliest` takes an infinite one for a fault of the model."""
+"""The logit of a token that a grammar forbids; `likeliest` takes an infinite logit for a fault of the model."""
 _NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A row of logits and the way to choose from it. `banned` are the tokens that may not come yet (min_tokens).
+    """The way to choose a token from a row of logits. banned: tokens that may not come yet (min_tokens).
 
-    matcher: of the grammar that the choice must follow, if any; `Masks` has what follows from it.
+    matcher: the state of the choice's grammar, if any; `Masks` has the tokens that it forbids.
     """
 
     params: SamplingParams
@@ -39,7 +39,7 @@ class Draw:
 
     @property
     def position(self) -> int:
-        """Of the token to be drawn, counted over prompt and output."""
+        """The position of the drawn token, counted over prompt and output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -56,9 +56,9 @@ PLAIN = Draw(SamplingParams(temperature=0), choice=0, prompt_ids=(), output_ids=
 
 @dataclass(frozen=True)
 class Masks:
-    """The tokens that grammars forbid. forbidden: bool [M, V], on the host, of these M rows of a step's draws.
+    """The tokens that grammars forbid. forbidden: bool [M, V], on the host; rows: the step's draws that they belong to.
 
-    faults: of rows where nothing is allowed, by row.
+    faults: errors of rows without any allowed token, by row.
     """
 
     rows: Sequence[int]
@@ -74,7 +74,7 @@ class Masks:
             logits[rows] = logits[rows].masked_fill_(to_device(self.forbidden, logits.device), LEAST)
 
     def at(self, places: Sequence[int]) -> "Masks":
-        """Moves the masks of draws to the places that the draws have among others."""
+        """Renumbers the masks' rows by the places of their draws among all rows."""
         faults = {places[row]: fault for row, fault in self.faults.items()}
         return Masks([places[row] for row in self.rows], self.forbidden, faults)
 
@@ -86,8 +86,8 @@ NO_MASKS = Masks((), torch.empty(0, 0, dtype=torch.bool))
 class RowScores:
     """Log-probabilities of rows, on a device.
 
-    numbers: float64 [L, 1 + 2 * K]: of the row's token, NaN where a value of the row is no number; of the K likeliest
-    tokens; their ids.
+    numbers: float64 [L, 1 + 2 * K]: the log-probability of the row's token, NaN for a faulty row; log-probabilities of
+    the K likeliest tokens; the ids of these.
     """
 
     rows: Sequence[int]
@@ -98,8 +98,8 @@ class RowScores:
 class Chosen:
     """Tokens of R rows, on the device of their logits.
 
-    token_ids: int64 [R], -1 where a value of the row is no number. scores: of rows that want them. faults: of rows
-    whose grammar allows no token, by row.
+    token_ids: int64 [R], -1 where a value of the row is no number. scores: log-probabilities of rows that want them.
+    faults: errors of rows whose grammar allows no token, by row.
     """
 
     token_ids: torch.Tensor
@@ -107,20 +107,20 @@ class Chosen:
     faults: Mapping[int, BatonError] = field(default_factory=dict)
 
     def among(self, token_ids: torch.Tensor, places: Sequence[int]) -> "Chosen":
-        """Puts the rows at these places of `token_ids`, which it modifies."""
+        """Writes the rows' tokens to these places of `token_ids`."""
         token_ids[places] = self.token_ids
         scores = [RowScores([places[row] for row in one.rows], one.numbers) for one in self.scores]
         return Chosen(token_ids, scores, {places[row]: fault for row, fault in self.faults.items()})
 
 
 class Reading:
-    """Tensors on their way to the host: a device's travel in one copy.
+    """Tensors on their way to the host; tensors of one device travel in one copy.
 
-    Several of a device travel as float64, which holds ids and float32 as they are.
+    Several tensors travel as float64, which holds ids and float32 exactly.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        """Begins the copy, behind the work queued so far on the current stream. Does not block."""
+        """Begins the copy, after the work queued so far on the current stream. Does not block."""
         self._parts = parts
         self._copied: torch.Event | None = None
         if (device := parts[0].device).type != "cpu":
@@ -132,7 +132,7 @@ class Reading:
                 self._copied.record(torch.accelerator.current_stream(device))
 
     def wait(self) -> list[torch.Tensor]:
-        """Waits for the copy alone, and returns the tensors."""
+        """Waits for the copy, not for later work, and returns the tensors."""
         if self._copied is None:
             return [one.cpu() for one in self._parts]
         self._copied.synchronize()
@@ -142,7 +142,7 @@ class Reading:
 
 @torch.inference_mode()
 def choose(logits: torch.Tensor, draws: Sequence[Draw], masks: Masks = NO_MASKS) -> Chosen:
-    """Draws a token for each row of `logits` [R, V] float32, which it may modify, without waiting for a device.
+    """Draws a token for each row of `logits` [R, V] float32, which it may modify. Does not wait for a device.
 
     Rows do not influence one another.
     """
@@ -167,7 +167,7 @@ def select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Finds the likeliest token of each row [R, V] float32; returns int64 [R], on the same device.
 
-    The first of equals; -1 for a row with a value that is no number, or infinite.
+    Among equals the first; -1 for a row with a NaN or infinite value.
     """
     # argmax takes NaN for the greatest, as amin takes it for the least.
     if logits.is_cpu:
@@ -189,9 +189,9 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> torch.Tensor:
-    """Scores the token that follows each row of `logits` [R, V] float32, as `RowScores.numbers`, without waiting.
+    """Scores the token that follows each row of `logits` [R, V] float32, as in `RowScores.numbers`. Does not wait.
 
-    Takes the rows by 64, so that their log-probabilities need little memory.
+    Takes 64 rows at a time, to save memory.
     """
     tokens, scored = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device), []
     for rows, after in zip(logits.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True):
@@ -203,13 +203,13 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> torch
 
 
 def logprobs_of(numbers: torch.Tensor) -> list[Logprobs]:
-    """Makes the log-probabilities of rows of `RowScores.numbers`, on the host."""
+    """Makes log-probabilities from rows of `RowScores.numbers`, on the host."""
     num = numbers.shape[1] // 2
     return [Logprobs(own, tuple(zip(map(int, rest[num:]), rest[:num], strict=True))) for own, *rest in numbers.tolist()]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Draws the number in [0, 1) of a seed, a choice and an absolute position (Philox 4x64)."""
+    """Returns the number in [0, 1) that belongs to a seed, a choice and an absolute position (Philox 4x64)."""
     bits = int(np.random.Philox(key=[seed, choice], counter=position).random_raw())
     return (bits >> 11) * 2.0**-53
 
@@ -229,7 +229,7 @@ def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Inverts the cumulative distribution in the order of token ids; returns int64 [R].
 
-    In any other order, such as that of probability, two tokens that are nearly as likely may trade places by rounding.
+    In the order of probability, rounding could swap two tokens that are nearly as likely.
     """
     params = [draw.params for draw in draws]
     columns = [
@@ -275,8 +275,9 @@ Spots = list[tuple[int, npt.ArrayLike, npt.ArrayLike]]
 
 
 def _penalize(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    """Adds biases, then penalizes repetition over prompt and output (Keskar et al., 2019), presence and frequency over
-    output only, and bans tokens."""
+    """Adds biases, penalizes repetition in prompt and output (Keskar et al., 2019), presence and frequency in output,
+    and bans tokens.
+    """
     biases, repeated, gained, banned = Spots(), Spots(), Spots(), Spots()
     for row, draw in enumerate(draws):
         params = draw.params
@@ -308,7 +309,7 @@ def _add(logits: torch.Tensor, spots: Spots) -> None:
 
 
 def _spread(spots: Spots, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Makes an index of spots, rows and token ids, and their numbers in float32, on a device."""
+    """Makes the index of spots (rows, token ids) and their numbers in float32, on a device."""
     all_ids = [np.asarray(ids, dtype=np.int64) for _, ids, _ in spots]
     rows = np.repeat([row for row, _, _ in spots], [len(ids) for ids in all_ids])
     numbers = [
@@ -321,7 +322,7 @@ def _spread(spots: Spots, device: torch.device) -> tuple[tuple[torch.Tensor, tor
 
 @dataclass(frozen=True)
 class _Ranking:
-    """Rows that want as many likeliest tokens. index: int64 [L], logprobs: [L, V], values and ids: [L, K]."""
+    """Rows that want the same number K of likeliest tokens. index: int64 [L]; logprobs: [L, V]; values, ids: [L, K]."""
 
     rows: Sequence[int]
     index: torch.Tensor

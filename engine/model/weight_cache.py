@@ -1,6 +1,6 @@
-"""Packed weights in files of the user's cache, which all workers of a node map: packed once, kept once in memory.
+"""Packed weights in files of the user's cache: packed once, and mapped by all workers of a node.
 
-The name of a file is a digest of all that determines its bytes: the model's fingerprint (content, compute dtype,
+A file's name is a digest of the inputs that determine its bytes: the model's fingerprint (content, compute dtype,
 instruction set, version of the kernels, width of weights), and the sources that read, pack and lay out tensors.
 """
 
@@ -26,7 +26,7 @@ from wire.errors import ModelError
 FOLDER = "weights"
 SUFFIX = ".weights"
 PART = "part"
-"""The temporary file of the process that holds the folder's lock, which overwrites that of a killed process."""
+"""The temporary file of the process that holds the folder's lock; overwrites a killed process's file."""
 LOCK_TIMEOUT_S = 600.0
 _ROOT = Path(__file__).parents[2]
 RULES = (
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightCache:
-    """The files of packed weights of this user, at most `max_bytes` in all; evicts the least recently loaded."""
+    """This user's files of packed weights, at most `max_bytes` in all; evicts the least recently loaded file."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -50,8 +50,8 @@ class WeightCache:
     ) -> DecoderWeights:
         """Maps a model's packed weights on a CPU. The first worker of a node packs them; the others wait for its lock.
 
-        Does as `load_private` on other devices, with a bound of 0 and, with a warning, where the cache cannot be used.
-        Blocks. Raises ModelError as `load_private` does, and for model files that change meanwhile.
+        Calls `load_private` on other devices, with a bound of 0 and, with a warning, where the cache cannot be used.
+        Blocks. Raises the ModelErrors of `load_private`, and one for model files that change meanwhile.
         """
         if device.type != "cpu" or not self._max_bytes:
             return load_private(checkpoint, dtype, device, backend)
@@ -78,7 +78,7 @@ class WeightCache:
         return loader(file.find).load()
 
     def _make(self, path: Path, num_bytes: int, write: Callable[[WeightWriter], None]) -> WeightFile:
-        """Writes a file, unless another process has done so meanwhile. Raises OSError where it cannot be kept."""
+        """Writes a file, unless another process has done so meanwhile. Raises OSError if it cannot be written."""
         part = path.with_name(PART)
         with locked(path.parent, LOCK_TIMEOUT_S):
             if (made := WeightFile.open(path)) is not None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """The table's entry of a matrix: its bytes in the file, the fields of its `Weight`, dtype and shape of its data."""
+    """A matrix's entry in the table: its bytes in the file, the fields of its `Weight`, dtype and shape of its data."""
 
     begin: int
     end: int
@@ -40,7 +40,7 @@ class _Entry:
 
 
 class WeightWriter:
-    """The writer of a file, one matrix at a time; keeps none in memory."""
+    """The writer of a file, matrix by matrix; keeps no matrix in memory."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file

@@ -13,12 +13,12 @@ from kernels.quantized.matrix import Quantized
 from kernels.torch_backend import TorchBackend
 
 Packing = Callable[[str, Callable[[], Weight]], Weight]
-"""Finds the matrix that begins with a tensor of that name, or calls what packs it."""
+"""A function that finds the packed matrix by its first tensor's name, or packs it by the given function."""
 META = torch.device("meta")
 
 
 def pack_anew(_name: str, pack: Callable[[], Weight]) -> Weight:
-    """Implements `Packing`, for a process that keeps its weights to itself."""
+    """Implements `Packing` for a process with private weights."""
     return pack()
 
 
@@ -52,7 +52,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """embedding, head: [vocab_size, hidden_size], the same object where they are tied."""
+    """embedding, head: [vocab_size, hidden_size], one object where they are tied."""
 
     embedding: Weight
     layers: tuple[LayerWeights, ...]
@@ -83,7 +83,7 @@ class WeightLoader:
         self._orders = _row_orders(checkpoint.config)
 
     def load(self) -> DecoderWeights:
-        """Raises ModelError if a tensor is missing or of the wrong shape."""
+        """Loads all weights. Raises ModelError if a tensor is missing or of the wrong shape."""
         config = self._config
         vocabulary = config.vocab_size, config.hidden_size
         embedding = self._packed({"model.embed_tokens.weight": vocabulary})
@@ -202,7 +202,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Outlines(TorchBackend):
-    """A backend for tensors without content: codes are not widened, which would import as many modules."""
+    """A backend for tensors without content; it does not widen codes, which would import 900 modules."""
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(parts[0].codes)
@@ -214,7 +214,7 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises ModelError for a tensor that is missing, of another shape or no part of the model; reads no content."""
+    """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content."""
     WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
     checkpoint.refuse_unread()
 

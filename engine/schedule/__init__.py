@@ -1,1 +1,1 @@
-"""The decision which sequences run in a step, and how many tokens of each."""
+"""The choice of the sequences that run in a step, and of how many tokens of each."""

@@ -1,6 +1,6 @@
-"""The seam of batchers: which sequences run in the next step, and how many tokens of each. Values in, a plan out.
+"""The seam of batchers, which choose the next step's sequences and the tokens of each. Values in, a plan out.
 
-The roles bring their own batchers, `ContinuousBatcher` is the plain one; `fit_running` is their common part.
+The roles bring their own batchers; `ContinuousBatcher` serves engines without a role. All use `fit_running`.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Phase(Enum):
-    """The phase of a sequence at an engine; batchers see the first four.
+    """The phase of a sequence in an engine; batchers see the first four.
 
-    PREFILL: some known tokens besides the last one emitted have no KV yet. DECODE: each step takes the last emitted
-    token and brings the next. HANDING_OFF: the first token is there, and the pages stay until the store has them.
+    PREFILL: known tokens before the last lack KV. DECODE: each step runs the last emitted token and brings the next.
+    HANDING_OFF: the first token is there, and the pages stay until the store has the blocks.
     """
 
     WAITING = "waiting"
@@ -28,8 +28,9 @@ class Phase(Enum):
 class Candidate:
     """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV.
 
-    num_blocks: up to the last page; `num_behind` of them are behind the window, and have no page. num_spare: further
-    pages, for later. chunk_end: the number of computed tokens beyond which no chunk goes; None without a bound.
+    num_blocks: length of the block table, whose first `num_behind` blocks have left the window and have no page.
+    num_spare: pages reserved beyond these. chunk_end: the position at which a chunk ends at the latest; None without a
+    bound.
     """
 
     handle: int
@@ -58,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of a pool: allocatable now, and draining, which soon are. block_size: tokens of a page.
+    """Pages of a pool: allocatable now, and draining, which are allocatable soon. block_size: tokens of a page.
 
     most_needed: the most pages that a sequence needs at once; None without a bound.
     """
@@ -69,16 +70,16 @@ class Pages:
     most_needed: int | None = None
 
     def needed(self, candidate: Candidate, num_tokens: int) -> int:
-        """Pages to add before `num_tokens` more tokens of a candidate can be run, in one step."""
+        """Pages to add so that one step can run `num_tokens` more tokens of a candidate."""
         return max(0, -(-(candidate.num_computed + num_tokens) // self.block_size) - candidate.num_blocks)
 
     def needed_in_all(self, candidate: Candidate) -> int:
-        """Pages to add before all known tokens of a candidate, and the next one, can be run in steps."""
+        """Pages to add so that steps can run all known tokens of a candidate, and the next."""
         needed = self.needed(candidate, candidate.num_missing + 1)
         return needed if self.most_needed is None else min(needed, max(0, self.most_needed - candidate.num_pages))
 
     def affordable(self, candidate: Candidate, num_pages: int) -> int:
-        """Tokens of a candidate that can be run with `num_pages` more pages."""
+        """Tokens of a candidate that a step can run with `num_pages` more pages."""
         return (candidate.num_blocks + num_pages) * self.block_size - candidate.num_computed
 
 
@@ -103,10 +104,11 @@ class Plan:
 
 
 class Batcher(Protocol):
-    """A policy. `waiting` and `running` are in order of arrival; a fetching sequence is running and lacks no tokens.
+    """A scheduling policy. `waiting` and `running` are in order of arrival; a fetching sequence is running and lacks no
+    tokens.
 
-    A plan is an intention: shared or draining pages may make it fall short, and the engine then runs as much as fits.
-    Nor is there a plan for a step in which all sequences decode and find their pages: each then runs its token.
+    If shared or draining pages make a plan fall short, the engine runs as much as fits. A step in which all sequences
+    decode and have pages needs no plan: each runs its token.
     """
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan: ...
@@ -121,9 +123,9 @@ class StepFit:
     num_allocatable: int
 
     def plan_admitting(self, waiting: Sequence[Candidate], pages: Pages, *, num_slots: int, num_spare: int) -> Plan:
-        """Makes a plan that also admits from the head of the queue, unless a sequence must yield.
+        """Makes a plan that also admits from the head of the queue, unless a sequence is preempted.
 
-        num_slots: sequences to admit at most. num_spare: pages for their known tokens and the next one.
+        num_slots: the most sequences to admit. num_spare: pages for their known tokens and the next.
         """
         if self.preempt:
             return Plan(self.preempt, (), self.run)
@@ -133,9 +135,9 @@ class StepFit:
 
 
 def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> StepFit:
-    """Gives tokens to decoding sequences first and pages to older ones first; a chunk shrinks before a preemption.
+    """Gives tokens to decoding sequences first and pages to older sequences first; shrinks a chunk before it preempts.
 
-    While pages drain no sequence is preempted: the pages that come free may do.
+    Preempts no sequence while pages drain: these may suffice.
     """
     for_chunks = max(0, max_step_tokens - sum(candidate.phase is Phase.DECODE for candidate in running))
     sharing = _Sharing(running, pages)
@@ -153,7 +155,7 @@ def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int
 
 
 class _Sharing:
-    """The pages of a pool while a step gives them out, and the sequences that yield theirs."""
+    """The pages of a pool while a step gives them out, and the sequences that it preempts."""
 
     def __init__(self, running: Sequence[Candidate], pages: Pages) -> None:
         self._running = running
@@ -162,7 +164,7 @@ class _Sharing:
         self.yielding: list[Candidate] = []
 
     def grant(self, age: int, num_tokens: int) -> int:
-        """Grants as many of these tokens as there are pages; for the first of them, younger sequences yield."""
+        """Grants as many of these tokens as there are pages; for the first token it preempts younger sequences."""
         candidate = self._running[age]
         if num_tokens and self._pages.affordable(candidate, self.num_left) < 1 and not self._pages.num_draining:
             self._preempt(self._running[age + 1 :], self._pages.needed(candidate, 1) - self.num_left)
@@ -189,7 +191,7 @@ def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_p
 
 
 def _admissible(waiting: Sequence[Candidate], pages: Pages, num_spare: int) -> tuple[int, ...]:
-    """Picks sequences from the head of the queue while their known tokens, and the next one, find pages."""
+    """Picks sequences from the head of the queue while there are pages for their known tokens and the next."""
     admitted = []
     for candidate in waiting:
         num_spare -= pages.needed_in_all(candidate)

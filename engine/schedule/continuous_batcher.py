@@ -8,12 +8,11 @@ from engine.schedule.batcher import Candidate, Pages, Plan, StepFit, fit_running
 
 @dataclass(frozen=True)
 class ContinuousBatcher:
-    """Decode first, then prompts in chunks, oldest first; the youngest yields its pages when the pool is full.
+    """A batcher that decodes first, then runs prompts in chunks, oldest first; a full pool preempts the youngest.
 
     Source: Orca (OSDI '22) for iteration-level batching, Sarathi-Serve (OSDI '24) for chunking.
 
-    max_step_tokens: tokens of one step over all sequences; at least max_running.
-    max_running: sequences with pages at a time.
+    max_step_tokens: the most tokens of one step, at least max_running. max_running: the most sequences with pages.
     """
 
     max_step_tokens: int = 2048
@@ -26,5 +25,5 @@ class ContinuousBatcher:
 
 
 def _num_spare(running: Sequence[Candidate], step: StepFit) -> int:
-    """Pages left after the step when every running sequence has one more to grow into."""
+    """Pages left after the step, less one for every running sequence."""
     return step.num_allocatable - len(running)

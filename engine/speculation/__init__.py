@@ -1,1 +1,1 @@
-"""Guesses of the next tokens, which the model verifies: proposers, and the drafts made of their guesses."""
+"""Speculation: guesses of the next tokens, which the model verifies; proposers, and drafts."""

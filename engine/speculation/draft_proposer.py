@@ -4,9 +4,9 @@
     the draft has KV of    a b c, and of x y, its guesses after c but for the last: x was right, it is d
     it runs                e -> u, u -> v, v -> w    over the KV of y; its next guesses are u v w
 
-All known tokens without KV run at once, as a rule one or two, and bring the first guess. If all layers of the
-draft have windows, they begin where its windows begin. A sequence's KV is computed here from its tokens alone, and is
-neither found, fetched nor written through. Losing it costs its computation.
+All known tokens without KV run at once, usually one or two, and bring the first guess. If all layers of the draft have
+windows, tokens before the windows do not run. A sequence's KV is computed here from its tokens alone, and is neither
+looked up, fetched nor written through. Losing it costs its computation.
 """
 
 from collections.abc import Mapping
@@ -25,21 +25,21 @@ from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 
 MAX_CATCH_UP = 256
-"""The most known tokens of all sequences together that one step computes."""
+"""The most known tokens that one step computes, over all sequences."""
 MAX_RECORDED = 16
-"""The most known tokens of which all logits are computed: so many run as rows of a recorded program."""
+"""The most known tokens that run as rows of a recorded program, which computes the logits of all of them."""
 
 
 @dataclass
 class DraftKV:
-    """KV of a sequence's first `num_computed` tokens, and of all `guesses` after them but the last."""
+    """KV of a sequence's first `num_computed` tokens, and of the `guesses` after them except the last."""
 
     pages: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     guesses: Seq[int] = ()
 
     def settle(self, sequence: Sequence, reach: int) -> None:
-        """Counts guesses that came true, and tokens farther back than `reach`; the last known one is left to run."""
+        """Counts true guesses, and tokens farther back than `reach`, as computed; never the last known token."""
         known = sequence.tokens(self.num_computed, len(self.guesses))
         pairs = zip(known, self.guesses[:-1], strict=False)
         num_true = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -62,7 +62,7 @@ class DraftProposer:
 
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
-        """Guesses nothing for a sequence that is far behind, nor for one for which there are no pages."""
+        """Guesses nothing for a sequence with many tokens to compute, or without pages."""
         longest = max(sequence.num_known for sequence in wanted)
         num_runs = min(max(wanted.values()), self._model.max_context_len - longest)
         spans = self._spans([sequence for sequence in wanted if self._hold(sequence, num_runs)])
@@ -92,7 +92,7 @@ class DraftProposer:
         return True
 
     def _spans(self, sequences: Seq[Sequence]) -> dict[Sequence, range]:
-        """Lists the known tokens without KV, as many as a step may compute; single ones come first."""
+        """Lists the known tokens without KV, as many as a step may compute; spans of one token come first."""
         room, spans = MAX_CATCH_UP, {}
         for sequence in sequences:
             start = self._kv[sequence].num_computed

@@ -1,13 +1,13 @@
-"""Speculation: a grammar or a proposer guesses the next tokens of decoding sequences; the run of one verifies them.
+"""Speculation: a grammar or a proposer guesses the next tokens of decoding sequences; one run verifies them.
 
     known    a b c
     guessed       d e f    further rows of the step, with position, slot and context of their tokens
     drawn         d e x    a guess is accepted that equals the token drawn before it: d, e and x are gained
 
-Every token is drawn from (seed, choice, position), as without speculation, and with the penalties, min_tokens and
+Every token is drawn from (seed, choice, position), as without speculation, with penalties, min_tokens and
 log-probabilities after the accepted tokens before it. So tokens are the same, bit by bit where rows do not depend on
-their batch. A draft stays within the last page of its sequence: it takes no page, and the KV of rejected tokens is
-written over. Only accepted tokens are counted, written to the store, or seen by any other part of the engine.
+their batch. A draft stays within the last page of its sequence: it takes no page, and later tokens overwrite the KV of
+rejected guesses. Other parts of the engine see accepted tokens alone.
 
 Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (ICML '23); prompt look-up of
 Saxena (2023).
@@ -29,40 +29,40 @@ from engine.work import NO_DRAFTS, Drafts
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 16
-"""Of a step with guesses, in all: further rows cost nearly as much as tokens."""
+"""The most rows of a step with guesses: further rows cost nearly as much as tokens."""
 DEFAULT_DRAFT_LEN = 7
 MISS_PAUSE = 7
-"""Steps without a draft after one without a guess."""
+"""Steps without a draft after a step for which no guess was found."""
 MAX_PAUSE = 32
-"""The most steps without a draft after drafts of which nothing came true."""
+"""The most steps without a draft after drafts whose guesses were all wrong."""
 PLAIN_EVERY = 32
-"""Steps among which one has no drafts, to tell what drafts gain."""
+"""Every PLAIN_EVERY-th step has no drafts, to measure what drafts gain."""
 TRIAL_STEPS = 4
 TRIAL_PAUSE, MAX_TRIAL_PAUSE = 32, 1024
-"""Steps without drafts after as many with drafts that were slower than without: the first time, and the longest."""
+"""Steps without drafts after drafts have lost time: the first pause, and the longest."""
 LOST_SHARE = 1 / 50
-"""Of time that drafts may lose: so much of a lost step is paid by each step without drafts."""
+"""The share of time that drafts may lose: each step without drafts pays back so much of a lost step."""
 MAX_LOST = 64
-"""Steps lost and not yet paid or regained at which drafts are left out, though guesses come true: prompts cost more."""
+"""Drafts pause at this debt of lost steps, though guesses come true: prompts cost more."""
 MAX_MISS, MAX_STALL = 2, 8
-"""The most steps that a drafted step counts as lost: among others of a trial, and in what is to be paid."""
+"""The most steps that one drafted step counts as lost: in a trial, and in the debt."""
 NGRAM_LENGTHS = (3, 2)
 MAX_A_STEP = 4096
 """The most tokens of a sequence that one step adds to its n-grams: 4 ms of the engine's thread."""
 
 
 class Proposer(Protocol):
-    """A source of guesses. It may be wrong, and say nothing; it must be quick."""
+    """A source of guesses. It may guess wrong or nothing; it must be quick."""
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
-        """Guesses the tokens after the known ones of each sequence, at most as many as it maps to."""
+        """Guesses each sequence's tokens after the known ones, at most the number that it maps to."""
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that decodes no more. Does nothing for an unknown one."""
 
 
 class NgramProposer:
-    """A Proposer that repeats what followed the last few tokens of a sequence when it had them before."""
+    """A Proposer that repeats the tokens that followed an earlier occurrence of a sequence's last n-gram."""
 
     def __init__(self) -> None:
         self._texts: dict[Sequence, NgramText] = {}
@@ -74,7 +74,7 @@ class NgramProposer:
         self._texts.pop(sequence, None)
 
     def _guess(self, sequence: Sequence, num_tokens: int) -> Seq[int]:
-        """Guesses nothing until the text has all known tokens: a long one takes several steps."""
+        """Guesses nothing until the text has all known tokens: a long sequence takes several steps."""
         text = self._texts.setdefault(sequence, NgramText())
         text.extend(sequence.tokens(len(text.token_ids), MAX_A_STEP))
         return text.guess(num_tokens) if len(text.token_ids) == sequence.num_known else []
@@ -95,7 +95,7 @@ class NgramText:
             known.append(token)
 
     def guess(self, num_tokens: int) -> list[int]:
-        """Repeats what followed the last n-gram before, and repeats that again where it comes to the end."""
+        """Repeats the tokens after the last n-gram's earlier occurrence; at their end begins again."""
         known = self.token_ids
         for length in NGRAM_LENGTHS:
             place = self._after.get(tuple(known[-length:]))
@@ -106,7 +106,7 @@ class NgramText:
 
 
 class DraftLength:
-    """The length of a sequence's next draft: twice that of one that came true, and none for a while after failures."""
+    """The length of a sequence's next draft: doubled after a draft that came true, 0 for a while after failures."""
 
     def __init__(self) -> None:
         self.length = 2
@@ -133,9 +133,9 @@ class DraftLength:
 
 
 class Payoff:
-    """The steps that drafts gain, in steps of one number of rows: whether drafts pay there.
+    """The steps that drafts gain or lose, at one number of rows.
 
-    A drafted step of the time of two that brings each row five tokens gains three.
+    Example: a drafted step takes as long as two plain steps and brings each row five tokens; it gains three steps.
     """
 
     def __init__(self) -> None:
@@ -144,25 +144,29 @@ class Payoff:
         self._pause = TRIAL_PAUSE
 
     def is_due(self) -> bool:
-        """Counts a step; returns whether it may have drafts. The first and one of PLAIN_EVERY have none, to compare."""
+        """Counts a step; returns whether it may have drafts. The first and every PLAIN_EVERY-th step have none, to
+        compare.
+        """
         self._num_steps += 1
         self._num_to_skip -= 1
         return self._num_to_skip < 0 and self._num_steps % PLAIN_EVERY != 1
 
     def learn_plain(self, step_s: float) -> None:
-        """Takes the seconds of a step without drafts, which pays for a share of a lost one. The first is slow."""
+        """Takes the seconds of a step without drafts, which pays back a share of a lost step. The first is slow."""
         plain_s = self._plain_s if 0 < self._plain_s < 2 * step_s else step_s
         self._plain_s = plain_s + (min(step_s, 2 * plain_s) - plain_s) / 4
         self._num_lost = max(0.0, self._num_lost - LOST_SHARE)
 
     def learn_missed(self, step_s: float) -> None:
-        """Takes the seconds of a step for which drafts were wanted and none came, as while a proposer catches up."""
+        """Takes the seconds of a step whose drafts did not come, as while a proposer catches up."""
         if self._plain_s:
             self._count(1 - step_s / self._plain_s)
             self._judge()
 
     def learn_drafted(self, step_s: float, num_rounds: float) -> None:
-        """Takes the seconds of a step that gained `num_rounds` tokens a row. The first of a trial catches up, too."""
+        """Takes the seconds of a step that gained `num_rounds` tokens a row. In a trial's first step the proposer
+        catches up.
+        """
         if self._plain_s:
             gain = num_rounds - step_s / self._plain_s
             self._count(gain)
@@ -174,7 +178,7 @@ class Payoff:
         self._num_lost = max(0.0, self._num_lost - max(gain, -MAX_STALL))
 
     def _judge(self) -> None:
-        """Leaves drafts out once they lose: for a while, and until the steps without have paid for all that is lost."""
+        """Pauses drafts that lose time, until plain steps have paid back the lost steps."""
         if self._num_lost > MAX_LOST or (self._num_drafted >= TRIAL_STEPS and self._gain < 0):
             self._num_to_skip = max(self._pause, int(self._num_lost / LOST_SHARE))
             self._pause = min(2 * self._pause, MAX_TRIAL_PAUSE)
@@ -184,12 +188,12 @@ class Payoff:
 
 
 class Speculator:
-    """The drafts of an engine's steps: how long, for which rows, and how they fared.
+    """The drafts of an engine's steps: their lengths, their rows, and their success.
 
-    Guesses are tokens of the text that a grammar forces, else a proposer's; without one there are no others.
+    Guesses are tokens that a grammar forces, else a proposer's, if there is one.
 
-    max_draft_len: guesses of one row in one step. num_drafts, num_guessed, num_accepted: so far. clock: in seconds, by
-    which drafts are left out where they lose time; without one they never are.
+    max_draft_len: guesses of one row in one step. num_drafts, num_guessed, num_accepted: totals so far. clock: seconds,
+    for pausing drafts that lose time; None never pauses them.
     """
 
     def __init__(
@@ -209,13 +213,13 @@ class Speculator:
         self._num_wanted = 0
 
     def may_draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> bool:
-        """Tells whether a step that runs `num_tokens` tokens anyway may have drafts: not where it is loaded."""
+        """Tells whether a step of `num_tokens` other tokens may have drafts; a loaded step may not."""
         return num_tokens < MAX_ROWS and (
             self._proposer is not None or any(one.matcher for one in rows.sequences[:num_rows])
         )
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
-        """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway."""
+        """Makes drafts for the first rows of a step of `num_tokens` other tokens."""
         budget, self._num_wanted = MAX_ROWS - num_tokens, 0
         if not self.may_draft(rows, num_rows, num_tokens):
             return NO_DRAFTS
@@ -237,7 +241,7 @@ class Speculator:
         return Drafts.of(rows.token_ids[:num_rows], some)
 
     def learn(self, rows: DecodeRows, drafts: Drafts, num_gained: Ints | int) -> list[Drafted]:
-        """Takes the tokens that each row of a step has gained; returns an event for each draft."""
+        """Learns from the tokens that each row of a step has gained; returns an event for each draft."""
         self._time(drafts, num_gained)
         if not drafts:
             return []
@@ -254,7 +258,7 @@ class Speculator:
         return events
 
     def _time(self, drafts: Drafts, num_gained: Ints | int) -> None:
-        """Takes the time of a step of decoding rows alone."""
+        """Learns from the time of a step of decoding rows alone."""
         if self._clock is None or self._began is None:
             return
         (num_rows, began_s), self._began = self._began, None
@@ -272,7 +276,7 @@ class Speculator:
             self._proposer.forget(sequence)
 
     def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
-        """Asks the proposer; its failure costs the guesses of a step."""
+        """Asks the proposer; if that fails, the step has no guesses of it."""
         assert self._proposer is not None
         try:
             return self._proposer.propose(wanted)
@@ -301,7 +305,7 @@ class Speculator:
         return min(self._max_draft_len, sequence.ending.max_output - len(sequence.output_ids) - 1)
 
     def _length(self, sequence: Sequence) -> int:
-        """Computes the number of tokens to guess by what came true."""
+        """Computes the number of tokens to guess, from the success of earlier drafts."""
         draft_len = self._draft_lens.get(sequence)
         if draft_len is None:
             draft_len = self._draft_lens[sequence] = DraftLength()

@@ -1,1 +1,1 @@
-"""Views of a gateway and of the cluster behind it: metrics, paths and fields, and the snapshots of the live page."""
+"""Views of a gateway and its cluster: metrics, paths and fields, and the snapshots of the live page."""

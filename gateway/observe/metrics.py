@@ -1,4 +1,4 @@
-"""The page of metrics: of every gateway of a cluster, and of the router behind them."""
+"""The page of metrics, from every gateway of a cluster and from its router."""
 
 import asyncio
 import http.client
@@ -15,16 +15,16 @@ from wire.rpc import MAX_MESSAGE_BYTES
 
 SHARE_EVERY_S = 1.0
 MAX_AGE_S = 10.0
-"""Bound on the age of a gateway's file: an older one belongs to a gateway that died and was not replaced."""
+"""Bound on the age of a gateway's file: an older file belongs to a gateway that died and was not replaced."""
 ROUTER_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """The counts of one gateway. A scrape reaches any of them, so each leaves its counts in a folder for the others.
+    """The counts of one gateway. A scrape may reach any gateway, so each writes its counts to a common folder.
 
-    name: the label of its counts. folder: None for a gateway alone. router_address: of the router's page, "" without.
+    name: the label of its counts. folder: None for a single gateway. router_address: the router's metrics page, or "".
     """
 
     def __init__(self, name: str = "gateway-0", folder: Path | None = None, router_address: str = "") -> None:
@@ -42,13 +42,13 @@ class Metrics:
         self.open = Gauge("baton_http_open_requests", "Under way", ["gateway"], registry=self._registry).labels(name)
 
     def count(self, path: str, status: int, ignored: Iterable[str] = ()) -> None:
-        """Counts an answer. ignored: the names by which fields of its request were left out."""
+        """Counts an answer. ignored: fields of its request that were left out, by name."""
         self._answered.labels(self._name, path, status).inc()
         for field in ignored:
             self._ignored.labels(self._name, field).inc()
 
     async def page(self, key: str) -> bytes:
-        """Returns the counts of all gateways, then the router's metrics, shown this key, if they can be had.
+        """Returns the counts of all gateways, then the router's metrics, fetched with the key, if it answers.
 
         Counts of other gateways are up to SHARE_EVERY_S old.
         """
@@ -58,7 +58,7 @@ class Metrics:
         return merge([own, *await asyncio.to_thread(lambda: list(self._others()))]).encode() + routers
 
     def _routers(self, key: str) -> bytes:
-        """Fetches the router's page; blocks. Returns nothing where it does not come."""
+        """Fetches the router's page; blocks. Returns an empty page if the router does not answer."""
         if not self._router_address:
             return b""
         try:
@@ -68,7 +68,7 @@ class Metrics:
             return b""
 
     async def share(self) -> None:
-        """Leaves the counts in the folder, until cancelled."""
+        """Writes the counts to the folder again and again, until cancelled."""
         while self._folder is not None:
             await asyncio.to_thread(self._write, self._folder, generate_latest(self._registry))
             await asyncio.sleep(SHARE_EVERY_S)
@@ -90,7 +90,7 @@ class Metrics:
 
 
 def merge(pages: Iterable[str]) -> str:
-    """Joins pages in Prometheus' format: each metric once, with the samples of all."""
+    """Joins pages in Prometheus' format: each metric once, with the samples of all pages."""
     samples: dict[str, list[str]] = {}
     for page in pages:
         for metric in page.split("# HELP ")[1:]:

@@ -1,4 +1,4 @@
-"""The description of the gateway in OpenAPI's form, from the tables of fields that it validates with."""
+"""The gateway's OpenAPI description, from the tables of fields that validate requests."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from wire.typed_reader import Read
 
 
 def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tuple[str, ...]) -> bytes:
-    """Writes the page: each path that takes a body with its fields, and paths without one."""
+    """Writes the page: paths with a body and its fields, then paths without a body."""
     posted = {path: {"post": _post(path, known)} for path, known in path_to_fields.items()}
     got = {path: {"get": _get(path)} for path in paths_to_get}
     info = {"title": "Baton", "version": release()}
@@ -27,7 +27,7 @@ def _get(path: str) -> dict[str, Any]:
 
 
 def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
-    """Describes a body: fields that are read, left out, or refused but for the values that ask for nothing."""
+    """Describes a body: fields that are read, left out, or refused unless their value asks for nothing."""
     idle = {name: {"enum": [*unread.ONLY.get(name, ()), [], {}, None]} for name in unread.REFUSED}
     ignored: dict[str, Any] = {name: {"description": "without effect"} for name in unread.IGNORED}
     properties = (
@@ -44,7 +44,7 @@ def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
 
 
 def _responses(*statuses: str, form: str = "Error") -> dict[str, Any]:
-    """Describes the answer, and errors: by these statuses, and by any other."""
+    """Describes the answer and the errors, by these statuses and by default."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     error = {"description": "an error, with the name of the field as its `param`", "content": content}
     return {"200": {"description": "the answer"}, **dict.fromkeys((*statuses, "default"), error)}
@@ -58,7 +58,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "/tokenize": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "/detokenize": {"required": ["tokens"]},
 }
-"""Fields without which a path refuses, in the words of JSON Schema."""
+"""Required fields by path, as JSON Schema."""
 _NAME = {"type": "string", "minLength": 1}
 _ERROR = {
     "type": "object",
@@ -127,4 +127,4 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
         "properties": {key: {"type": ["boolean", "null"]} for key in ("include_usage", "continuous_usage_stats")},
     },
 }
-"""The form of a field by its reader; a reader that is not named here is one of whole numbers."""
+"""The JSON schema of a field, by its reader; other readers read whole numbers."""

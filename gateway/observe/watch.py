@@ -1,4 +1,4 @@
-"""The state of the cluster for the page: read from the operator's service, once for all its readers."""
+"""The state of the cluster for the page: read from the operator's service once for all readers."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ from baton import AsyncClient
 from gateway.exchange import Events, Request, Streamed
 from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
+from wire.journal import row_of
 from wire.limit import Limit
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
@@ -24,12 +25,12 @@ from wire.tier import BLOCK_STATES, words_of
 
 PAGE, STATUS, REQUESTS, EVENTS = "/ui", "/ui/status", "/ui/requests", "/ui/events"
 FILES = {PAGE: "index.html", f"{PAGE}/": "index.html", f"{PAGE}/page.css": "page.css", f"{PAGE}/page.js": "page.js"}
-"""Files of gateway/ui by path; they say nothing of a cluster."""
+"""Files of gateway/ui by path; they have nothing of a cluster."""
 MIN_AGE_S = 1.0
 """Age at which a snapshot is read anew."""
 MAX_READERS = 64
 MAX_STREAM_S = 60.0
-"""Length of a stream of changes: its reader opens another, and shows its key anew."""
+"""Length of a stream of changes; a reader then opens a new stream and shows its key again."""
 TIMEOUT_S = 6.0
 NUM_REQUESTS = 100
 WORKER = ("role", "node_id", "state", "num_running", "num_waiting", "num_preemptions", "memory_bytes")
@@ -59,7 +60,7 @@ class OperatorClient(AsyncClient):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state at one time, in parts; what differs from the snapshot before, as an event; and the last requests."""
+    """The state at one time, in parts; the event with the changes since the last snapshot; and recent requests."""
 
     number: int
     read_s: float
@@ -73,9 +74,9 @@ class Snapshot:
 
 
 class ClusterWatch:
-    """The newest snapshot, read by the first reader that wants a newer one, with the key of that reader.
+    """The newest snapshot; the first reader that wants a newer snapshot reads it, with its own key.
 
-    `routes`: what the page reads, by path. The operator's service checks each caller's key; files want none.
+    `routes`: the page's reads, by path. The operator's service checks each caller's key; files need no key.
     """
 
     def __init__(self, client: OperatorClient) -> None:
@@ -110,7 +111,7 @@ class ClusterWatch:
         return Streamed(self.events(self._client.with_key(request.key)))
 
     async def snapshot(self, client: OperatorClient) -> Snapshot:
-        """Returns a snapshot that is at most MIN_AGE_S old. Raises BatonError for a key that does not open it."""
+        """Returns a snapshot that is at most MIN_AGE_S old. Raises BatonError if the key is refused."""
         async with self._lock:  # TIMEOUT_S bounds each holder
             if time.monotonic() - self._last.read_s >= MIN_AGE_S:
                 self._last = await self._read(client)
@@ -129,7 +130,7 @@ class ClusterWatch:
                 await asyncio.sleep(max(0.0, snapshot.read_s + MIN_AGE_S - time.monotonic()))
 
     async def _read(self, client: OperatorClient) -> Snapshot:
-        """Reads the next snapshot. A router that does not answer leaves the parts as they were, but for `link`."""
+        """Reads the next snapshot. If the router does not answer, only the part `link` changes."""
         last, began_s = self._last, time.monotonic()
         after = last.requests[-1]["number"] if last.requests else 0
         new, link = list[Mapping[str, Any]](), ""
@@ -146,7 +147,7 @@ class ClusterWatch:
 
 
 def event(values: Mapping[str, Any]) -> bytes:
-    """Writes an event of a stream. Every one has its time, so that a reader sees a state that does not change."""
+    """Writes an event of a stream, with the time, so that a reader can tell an unchanged state from a dead stream."""
     return b"data: %b\n\n" % json.dumps({"at_s": round(time.time(), 3), **values}, separators=(",", ":")).encode()
 
 
@@ -166,10 +167,18 @@ def describe(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
 
 
 def describe_request(ended: cluster_pb2.EndedRequest) -> dict[str, Any]:
-    """Describes a request that has ended; a span is name, worker, start, duration, counts and error."""
+    """Describes an ended request; a span is name, worker, start, duration, counts, error and phase."""
     timeline = ended.timeline
     spans = [
-        [one.name, one.worker, round(one.start_ms, 2), round(one.duration_ms, 2), dict(one.counts), one.error]
+        (
+            one.name,
+            one.worker,
+            round(one.start_ms, 2),
+            round(one.duration_ms, 2),
+            dict(one.counts),
+            one.error,
+            row_of(one.name).phase,
+        )
         for one in timeline.spans
     ]
     return pick(ended, *REQUEST, *TOKENS) | {
@@ -185,7 +194,7 @@ def describe_request(ended: cluster_pb2.EndedRequest) -> dict[str, Any]:
 
 
 def _workers(status: cluster_pb2.ClusterStatus) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the workers; counts and pages only of one that has answered."""
+    """Yields the workers; workers that did not answer lack counts and pages."""
     for worker in status.workers:
         known = pick(worker, *WORKER) | {"silent_s": int(worker.engine_silent_s), "problems": list(worker.problems)}
         answered = pick(worker, *COUNTS) | {"pages": _pages(worker.blocks)} if worker.HasField("blocks") else {}

@@ -5,8 +5,7 @@ const NUM_REQUESTS = 100;
 const RETRY_MS = 2000;
 const SPOKEN_EVERY_MS = 15000;
 const PAGE_STATES = ["owned", "published", "cached", "draining", "free"];
-const SPAN_KINDS = ["gate", "fetch", "compute", "generate", "lost", "between"];
-const GATES = /(^|\.)(wait_\w+|queue)$/;
+const SPAN_PHASES = ["gate", "fetch", "compute", "generate", "lost", "between"];
 
 const parts = new Map(); // of the state, by name
 const before = new Map(); // worker or tier → its counts and their time, for rates
@@ -272,18 +271,12 @@ function drawTiers() {
 
 // ---- requests
 
-function kindOf([name, , , , , error]) {
-  if (error) return "lost";
-  if (GATES.test(name)) return "gate";
-  if (name.endsWith(".fetch") || name.endsWith(".publish")) return "fetch";
-  if (name.endsWith(".compute") || name.endsWith("tokenize")) return "compute";
-  return name.endsWith(".generate") ? "generate" : "between";
-}
+const phaseOf = ([, , , , , error, phase]) => (error ? "lost" : phase);
 
 function waterfall(request) {
   const total = request.total_ms || 1;
   const text = request.causes.join("; ") || "no step took long";
-  const spans = request.spans.map((span) => [kindOf(span), (100 * span[2]) / total, (100 * span[3]) / total]);
+  const spans = request.spans.map((span) => [phaseOf(span), (100 * span[2]) / total, (100 * span[3]) / total]);
   return { ...bar(spans, text), text: `${request.number} ${text}` };
 }
 
@@ -331,7 +324,7 @@ function showOne(request) {
     const [name, worker, start, took, counts, error] = span;
     const told = Object.entries(counts).sort().map(([what, count]) => `${what.replaceAll("_", " ")} ${count}`).join(", ");
     return [String(place), [name, worker, short.format(start), short.format(took), error ? bad(`${error} ${told}`) : told,
-      bar([[kindOf(span), (100 * start) / total, (100 * took) / total]], "")]];
+      bar([[phaseOf(span), (100 * start) / total, (100 * took) / total]], "")]];
   }));
   $("one").hidden = false;
   $("one").focus();
@@ -454,4 +447,4 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !$("one").hidden) $("one-close").click();
 });
 legend($("pages-legend"), PAGE_STATES);
-legend($("spans-legend"), SPAN_KINDS);
+legend($("spans-legend"), SPAN_PHASES);

@@ -19,15 +19,15 @@ from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
 
 
 class ROWS(ctypes.c_int64):
-    """A number of rows, which a program takes anew at each run."""
+    """Stands for the number of rows, which each run of a program sets."""
 
 
 class SEQUENCES(ctypes.c_int64):
-    """A number of sequences, taken likewise."""
+    """Stands for the number of sequences, set likewise."""
 
 
 class DECODES(ctypes.c_int64):
-    """A number of sequences of one row, taken likewise."""
+    """Stands for the number of sequences with one row, set likewise."""
 
 
 Addressed = Tensor | ctypes.Structure
@@ -36,7 +36,7 @@ Argument = Addressed | int | float | None
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WEIGHTS_TO_ROUND = {"int8": round_to_int8, "int4": round_to_int4}
 KEPT_TO_CODE = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
-"""Else 0: pages of the compute dtype. As in dtypes.h."""
+"""Codes of page dtypes, as in dtypes.h; 0 stands for the compute dtype."""
 UNBOUNDED = 2**31 - 1
 """The window of attention to all tokens."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -55,7 +55,7 @@ KERNELS: dict[str, list[type]] = {
     "pick": [POINTER, POINTER, ROWS, SIZE, POINTER],
     "advance": [POINTER, SIZE, POINTER, SIZE, SIZE, SEQUENCES, *[POINTER] * 5],
 }
-"""Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
+"""Kernels that a program can have: baton_NAME, and for programs baton_NAME_from_words."""
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     **{f"baton_{name}": (None, arguments) for name, arguments in KERNELS.items()},
     "baton_set_num_threads": (None, [CODE]),
@@ -79,7 +79,7 @@ class Layer(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """The arguments of attention but for numbers of sequences: the fields of `Attention` in pieces.h."""
+    """The arguments of attention except numbers of sequences: the fields of `Attention` in pieces.h."""
 
     _fields_ = [
         ("pages", Layer), ("dtype", SIZE), ("query", POINTER), ("query_stride", SIZE), ("out", POINTER),
@@ -90,14 +90,14 @@ class Attention(ctypes.Structure):
 
 
 class CpuBackend:
-    """The C++ kernels of one instruction set. Rows do not depend on one another, nor on the number of threads.
+    """The C++ kernels of one instruction set. A row's result depends on no other row and not on the number of threads.
 
-    They have threads of their own, with the niceness of their caller: as many as torch had when the process made the
-    first CpuBackend. Torch is then left with one: its idle threads would spin on the cores of these.
+    The kernels have their own threads, with the caller's niceness: as many as torch had at the process's first
+    CpuBackend. Torch keeps one thread: its idle threads would spin on the kernels' cores.
     """
 
     def __init__(self, isa: str) -> None:
-        """Raises NoKernels where they cannot be compiled, loaded or run, RuntimeError where their structs differ."""
+        """Raises NoKernels if the kernels cannot be compiled, loaded or run, RuntimeError if structs differ."""
         self.name = isa
         self.version = f"cpu-{isa}-{source_version()}"
         self._library = load_library(isa)
@@ -127,7 +127,7 @@ class CpuBackend:
         return Weight(packed, columns, depth, weight.dtype)
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
-        """Keeps codes as they are where the kernels widen them exactly; else packs the widened matrix."""
+        """Keeps codes packed if the kernels widen them exactly; else packs the widened matrix."""
         parts = [packed.in_groups(part) for part in parts]
         if not all(packed.is_packable(part, dtype) for part in parts):
             return CpuBackend.pack(self, torch.cat([part.dequantize().to(dtype) for part in parts]))
@@ -226,7 +226,7 @@ class CpuBackend:
 
 
 class RoundingBackend(CpuBackend):
-    """The same kernels, with plain weights rounded to fewer bits when they are packed: int8 or int4."""
+    """A CpuBackend that rounds plain weights to int8 or int4 when it packs them."""
 
     def __init__(self, isa: str, weights: str) -> None:
         super().__init__(isa)
@@ -238,7 +238,7 @@ class RoundingBackend(CpuBackend):
 
 
 class CpuRecorder(CpuBackend):
-    """A CpuBackend that notes its calls and does none of them. The caller keeps every tensor, `out` too."""
+    """A CpuBackend that records its calls and runs none. The caller keeps every tensor alive, `out` too."""
 
     def __init__(self, backend: CpuBackend) -> None:
         self.name, self.version = backend.name, backend.version
@@ -256,7 +256,7 @@ class CpuRecorder(CpuBackend):
         )  # fmt: skip
 
     def finish(self) -> "CpuProgram":
-        """Makes a program of the calls so far."""
+        """Makes a program of the recorded calls."""
         return CpuProgram(self._library, self._calls)
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
@@ -266,7 +266,7 @@ class CpuRecorder(CpuBackend):
 class CpuProgram:
     """Recorded calls. Their tensors must live as long as the program does.
 
-    Each call carries the place of the next product's weight, for waiting threads to prefetch. Layout: program.cpp.
+    Each call has the address of the next product's weight, which waiting threads prefetch. Layout: program.cpp.
     """
 
     def __init__(self, library: ctypes.CDLL, calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> None:
@@ -289,7 +289,7 @@ class CpuProgram:
         self._numbers = (-1, -1, -1)
 
     def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
-        """Runs all calls, on the first rows and sequences of their tensors."""
+        """Runs all calls on the first rows and sequences of their tensors."""
         numbers = (num_rows, num_sequences, num_decodes)
         if numbers != self._numbers:
             for kind, number in zip((ROWS, SEQUENCES, DECODES), numbers, strict=True):
@@ -299,7 +299,7 @@ class CpuProgram:
 
 
 def _described(pages: KVPages, dtype: torch.dtype) -> Layer:
-    """Describes a layer of pages to the kernels. Raises ValueError for pages that lie otherwise than they take them."""
+    """Describes a layer of pages to the kernels. Raises ValueError for strides that the kernels do not support."""
     data, scales, int4, strides = pages.data, pages.scales, pages.int4, _strides(pages.data)[:3]
     if int4 is not None:
         _require_int4(pages, int4, dtype)
@@ -311,7 +311,7 @@ def _described(pages: KVPages, dtype: torch.dtype) -> Layer:
 
 
 def _require_int4(pages: KVPages, int4: Int4, dtype: torch.dtype) -> None:
-    """Raises ValueError unless each head has keys, their scales, values and theirs, as `KVLayout` says."""
+    """Raises ValueError unless each head has keys, key scales, values and value scales, in the order of `KVLayout`."""
     data, scales = pages.data, pages.scales
     assert scales is not None
     page, plane, head = _strides(data)[:3]
@@ -330,7 +330,7 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _are_alike(sizes: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Returns whether strides are equal, but for dimensions of one, whose stride has no meaning."""
+    """Returns whether strides are equal, except in dimensions of size 1, whose stride has no meaning."""
     return all(size == 1 or one == other for size, one, other in zip(sizes, strides, others, strict=False))
 
 
@@ -342,7 +342,7 @@ def _threads_of_torch() -> int:
 
 
 def _next_weights(calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> list[Tensor]:
-    """Finds for each call the weight of the first product after it, which for the last ones is the first of all."""
+    """Finds for each call the weight of the next product; after the last product the first follows."""
     products = {at: arguments[2] for at, (kernel, arguments) in enumerate(calls) if "linear" in kernel}
     found, upcoming = [], products[min(products)]
     for at in reversed(range(len(calls))):

@@ -1,8 +1,9 @@
 """The compiled kernels of this machine: chosen by instruction set, compiled once, loaded by every process.
 
-The library lies in the user's cache; its name is the SHA-256 of its source, flags and compiler, its last bytes are that
-of the rest. A file that is not the user's own, or that others may write, is refused; a damaged one is compiled again.
-Libraries beside the source, which `prebuild` makes for machines without a compiler, come first: they are trusted as it.
+The library is in the user's cache; its name is the SHA-256 of source, flags and compiler, and it ends with the SHA-256
+of its own content. A file of another user, or that others may write, is refused; a damaged file is compiled again.
+Libraries beside the source, which `prebuild` makes for machines without a compiler, come first: they are trusted like
+the source.
 """
 
 import ctypes
@@ -26,17 +27,17 @@ COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c")
 ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
-"""Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
+"""Instruction sets, best first, with the features that each needs, as /proc/cpuinfo names them."""
 COMPILE_TIMEOUT_S = 300.0
 MAX_REASON_CHARS = 200
 SEAL = "SHA-256 at the end"
-"""A part of the name: libraries of other versions of this file lack it."""
+"""A part of a library's name that changes with the format of its last bytes."""
 
 logger = logging.getLogger(__name__)
 
 
 class NoKernels(Exception):
-    """The kernels cannot be had on this machine; the message says why."""
+    """This machine cannot compile, load or run the kernels; the message says why."""
 
 
 def best_isa() -> str:
@@ -53,7 +54,7 @@ def _features() -> set[str]:
 
 
 def source_version() -> str:
-    """Returns a digest of the kernels' source and flags: where it differs, numbers may."""
+    """Returns a digest of the kernels' source and flags: results may differ between versions."""
     digest = hashlib.sha256("\0".join(COMMON_FLAGS).encode())
     for path in sorted((*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"))):
         digest.update(path.read_bytes())
@@ -61,10 +62,10 @@ def source_version() -> str:
 
 
 def load_library(isa: str) -> ctypes.CDLL:
-    """Loads the kernels of an instruction set, compiled first where they are not yet. Blocks for seconds then.
+    """Loads the kernels of an instruction set, compiling them at first use, which blocks for seconds.
 
-    Raises NoKernels for one that this machine has not, without a compiler, and for a cache that cannot be written or is
-    not the user's own.
+    Raises NoKernels if the machine lacks the instruction set or a compiler, or if the cache is not writable or another
+    user's.
     """
     if not _features().issuperset(ISA_TO_FEATURES[isa]):
         raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
@@ -82,7 +83,7 @@ def prebuild() -> None:
 
 
 def _prebuilt(isa: str) -> Path:
-    """Returns the place of a library; that of other sources or flags has another name."""
+    """Returns the path of a prebuilt library, which depends on sources and flags."""
     return PREBUILT / f"{isa}-{source_version()}.so"
 
 
@@ -102,7 +103,7 @@ def _flags(isa: str) -> tuple[str, ...]:
 
 
 def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> ctypes.CDLL:
-    """Loads the library of C++ units, compiled first where the cache has none of this version. Raises NoKernels."""
+    """Loads the library of C++ units; compiles it if the cache lacks this version. Raises NoKernels."""
     compiler = _find_compiler()
     try:
         folder = own_folder("kernels")
@@ -130,7 +131,7 @@ def _version_of(compiler: str) -> str:
 
 
 def _compile(compiler: str, units: Sequence[Path], flags: Sequence[str], path: Path) -> None:
-    """Compiles the units side by side, aside, and renames: a reader never sees half a library."""
+    """Compiles the units in parallel into a temporary folder, then renames the library: readers see it whole."""
     logger.warning("compiling kernels for this machine, once, about a minute (%s)", path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
         objects = [Path(folder) / f"{unit.name}.o" for unit in units]
@@ -157,7 +158,7 @@ def _run(command: list[str]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether a library with its own digest is there. Raises OSError for others' files and for links."""
+    """Returns whether an intact library is there. Raises OSError for another user's file and for links."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -42,7 +42,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def in_groups(matrix: Quantized) -> Quantized:
-    """Repeats scales that more weights share than a group of the kernels has."""
+    """Repeats scales so that each covers one kernel group (checkpoint groups may be larger)."""
     if matrix.group < matrix.depth and (matrix.group <= MAX_GROUP or matrix.group % MAX_GROUP):
         return matrix
     at = torch.arange(0, matrix.depth, MAX_GROUP, device=matrix.codes.device) // matrix.group
@@ -52,7 +52,7 @@ def in_groups(matrix: Quantized) -> Quantized:
 
 
 def is_packable(matrix: Quantized, dtype: torch.dtype) -> bool:
-    """Tells whether the kernels give weights of a dtype the bits of `dequantize`."""
+    """Tells whether the kernels widen to a dtype with the bits of `dequantize`."""
     if matrix.group not in _BITS_TO_GROUPS[matrix.bits] or not _rounds_once(matrix, dtype):
         return False
     if matrix.scales.dtype is torch.float32 and (matrix.offsets is not None or matrix.bits == 6):
@@ -70,7 +70,7 @@ def _rounds_once(matrix: Quantized, dtype: torch.dtype) -> bool:
 
 
 def pack(library: ctypes.CDLL, parts: Sequence[Quantized]) -> Tensor:
-    """Packs matrices of one depth, one behind the other, into a run of bytes. They must be packable, in groups."""
+    """Packs matrices of one depth, joined along the columns, into bytes. All must be packable, after `in_groups`."""
     formats = [_format_of(part) for part in parts]
     depth = parts[0].depth
     sizes = [library.baton_panel_bytes(ctypes.addressof(one), depth) for one in formats]

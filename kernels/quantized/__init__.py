@@ -1,1 +1,1 @@
-"""Matrices of few bits: what they are, and their products on a GPU. A CPU's are kernels/cpu/packed.py."""
+"""Matrices of few bits (`Quantized`), and their products on a GPU. For a CPU see kernels/cpu/packed.py."""

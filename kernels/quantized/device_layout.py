@@ -1,10 +1,10 @@
-"""The layout of packed weights on a GPU: tables of codes and scales whose loads are wide and whole.
+"""The layout of packed weights on a GPU: tables of codes and scales, for wide aligned loads.
 
-The depth is cut in chunks, and a chunk in planes of 32 places. Codes are 16-bit words, one a place: the word at a place
-has its codes in several planes, from the lowest bits up, 4 of 4 bits or 2 of 8 bits. Of 5 and 6 bits the words have the
-lower four, and a byte at each place has the rest, of all planes of a chunk. Tables go along the depth first and then
-along the columns, so that a tile of columns is one run of bytes. A scale with its offset is a word of 32 bits for each
-column; so are the factors of scales and offsets, of two planes.
+The depth is cut in chunks, and a chunk in planes of 32 places. Each place has a 16-bit word with its codes in several
+planes, from the lowest bits up: 4 codes of 4 bits or 2 of 8 bits. Codes of 5 and 6 bits have their lower four bits
+there, and a byte at each place has the rest, for all planes of a chunk. Tables go along the depth first, then along the
+columns, so that a tile of columns is contiguous. A scale with its offset is a word of 32 bits for each column; so are
+the factors of scales and offsets, for two planes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """The format of a matrix, as the kernels are compiled for it.
+    """The format of a matrix; the kernels are compiled for each format.
 
-    block: places that share a word of scales. is_halved: both factors of a plane are its scale's, for one half each;
-    else the first is its scale's and the second its offset's.
+    block: places that share a word of scales. is_halved: a plane's factors multiply its scale, one for each half; else
+    the first its scale, the second its offset.
     """
 
     bits: int
@@ -56,11 +56,11 @@ class CodeFormat:
 
 @dataclass(frozen=True)
 class CodeTables:
-    """The tables of a matrix, all of them parts of one run of bytes.
+    """The tables of a matrix, views of one contiguous tensor.
 
-    codes: int16 [chunks, words of a place, columns, 32]. rest: uint8 [chunks, columns, 32], of 5 and 6 bits. scales:
-    int32 [blocks, columns], float32 or a 16-bit scale below its offset. factors: int32 [pairs of planes, columns], four
-    of 8 bits.
+    codes: int16 [chunks, words of a place, columns, 32]. rest: uint8 [chunks, columns, 32], for 5 and 6 bits. scales:
+    int32 [blocks, columns], each a float32, or a 16-bit scale below its offset. factors: int32 [pairs of planes,
+    columns], each four of 8 bits.
     """
 
     codes: Tensor
@@ -105,7 +105,7 @@ def is_packable(matrix: Quantized) -> bool:
 
 
 def pack(matrices: Sequence[Quantized], dtype: torch.dtype) -> CodedWeight:
-    """Packs matrices of one depth, one behind the other. They must be packable."""
+    """Packs matrices of one depth, joined along the columns. All must be packable."""
     joined = [_joined(list(alike)) for _, alike in groupby(matrices, _kind_of)]
     formats = [_format_of(one) for one in joined]
     tables = [_tables_of(one, form) for one, form in zip(joined, formats, strict=True)]
@@ -167,7 +167,7 @@ def _tables_of(matrix: Quantized, form: CodeFormat) -> CodeTables:
 
 
 def _shifted(planes: list[Tensor], bits: int, dtype: torch.dtype) -> Tensor:
-    """Puts the codes of planes side by side, from the lowest bits up."""
+    """Joins the codes of planes in words, from the lowest bits up."""
     words = planes[0].to(dtype)
     for place, one in enumerate(planes[1:], 1):
         words = words | (one.to(dtype) << (bits * place))
@@ -211,7 +211,7 @@ def _bytes_of(table: Tensor) -> Tensor:
 
 
 def _placed(tables: CodeTables, pieces: Iterator[Tensor]) -> CodeTables:
-    """Views each table where its bytes lie in the run."""
+    """Views each table's bytes in the contiguous tensor."""
 
     def view(table: Tensor) -> Tensor:
         return next(pieces)[: table.nbytes].view(table.dtype).view(table.shape)

@@ -1,4 +1,4 @@
-"""Matrices of few bits, read from files or rounded from plain ones: codes, and scales in groups along the depth."""
+"""Matrices of few bits, from files or rounded from plain matrices: codes, and scales in groups along the depth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 INT8_GROUP, INT4_GROUP = 64, 32
 SCALES = (2.0**-100, 2.0**90)
-"""Bounds of scales that the kernels of a CPU take: no weight, rounded or not, is subnormal or infinite."""
+"""Bounds of scales for the CPU's kernels: within them no weight, rounded or not, is subnormal or infinite."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Quantized:
         return self._with(lambda one: one[columns])
 
     def outline(self, columns: int) -> "Quantized":
-        """Returns a matrix with so many of the first column, without content, on the device `meta`."""
+        """Returns a matrix of `columns` columns in this format, without content, on the device `meta`."""
         return self._with(lambda one: one[:1].to("meta").expand(columns, -1))
 
     def dequantize(self) -> Tensor:
@@ -76,7 +76,7 @@ class Quantized:
         return replace(self, **changed)
 
     def _spread(self, of_blocks: Tensor, factors: Tensor | None) -> Tensor:
-        """Multiplies what blocks have by the factors of groups; returns it for each weight."""
+        """Multiplies numbers of blocks by the factors of groups; returns a number for each weight."""
         if factors is not None:
             of_groups = of_blocks.repeat_interleave(self.block // self.group, 1)[:, : factors.shape[1]]
             return (of_groups * factors).repeat_interleave(self.group, 1)[:, : self.depth]
@@ -84,7 +84,7 @@ class Quantized:
 
 
 def round_to_int8(weight: Tensor) -> Quantized:
-    """Rounds a plain matrix: each 64 weights of a column share a scale, by which the largest is 127."""
+    """Rounds a plain matrix: each 64 weights of a column share a scale that maps the largest to 127."""
     groups = _groups(weight, INT8_GROUP)
     scales = _flushed(groups.abs().amax(-1) / 127)
     codes = (groups / scales[..., None]).nan_to_num(0.0).clamp(-127, 127).round().to(torch.int8)

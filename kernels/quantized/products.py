@@ -2,8 +2,8 @@
 
 A weight has the bits of `Quantized.dequantize` in the dtype of the rows; products are summed in float32. The depth of a
 matrix is cut into splits, as its shape says. A split is summed from its first place to its last, and splits are added
-in order, whether programs side by side have them, for few rows, or one program has them all. So the order of a row's
-sum depends on no other row, nor on their number.
+in order, both with a program for each split (few rows) and with one program for all. So the order of a row's sum does
+not depend on other rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -91,7 +91,7 @@ def widen(
     SCALE: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
-    """Widens a plane of the weights of columns, in the dtype that the file computes them in, [columns, 32]."""
+    """Widens a plane of columns' weights to the dtype in which the file computes them, [columns, 32]."""
     codes = load_codes(
         codes_ptr, rest_ptr, num_columns, columns, present, chunk, PLANE_INDEX, PLANES, BITS, ZERO, IS_FP8
     )
@@ -123,7 +123,7 @@ def widen(
 
 @triton.jit
 def write_rows(sums, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride):
-    """Adds a bias and then a residual, which rounds twice, as a CPU's kernels do, and stores [rows, columns]."""
+    """Adds a bias, then a residual, rounding twice as the CPU's kernels do, and stores [rows, columns]."""
     wide_rows = rows[:, None].to(tl.int64)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns[None, :] + tl.zeros_like(rows)[:, None], mask=present, other=0.0)
@@ -290,7 +290,7 @@ def embed_rows(
 
 
 def constants_of(part: Part) -> dict[str, object]:
-    """Lists what the kernels are compiled for."""
+    """Lists the constants that the kernels are compiled for."""
     form = part.format
     return {
         "PLANES": form.planes,
@@ -306,7 +306,7 @@ def constants_of(part: Part) -> dict[str, object]:
 
 
 def chunks_per_split(part: Part) -> int:
-    """Computes the chunks of a split from the shape of a matrix alone: programs fill a device, and a split is long."""
+    """Computes the chunks of a split from a matrix's shape alone: long splits, but enough programs to fill a device."""
     padded_depth = part.num_chunks * part.format.planes * PLANE
     wanted = WANTED_PROGRAMS // triton.cdiv(part.columns, SPLIT_COLUMNS)
     num_splits = max(1, min(wanted, padded_depth // MIN_SPLIT_DEPTH, MAX_SPLITS))
@@ -314,7 +314,7 @@ def chunks_per_split(part: Part) -> int:
 
 
 def linear(states: Tensor, weight: CodedWeight, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Tensor:
-    """Multiplies rows [T, depth] as `kernels.backend.Backend.linear` does, on the current GPU; `out` may be float32."""
+    """Implements `kernels.backend.Backend.linear` for packed weights, on the current GPU; `out` may be float32."""
     first = 0
     for part in weight.parts if len(states) else ():
         own = slice(first, first + part.columns)
@@ -378,7 +378,7 @@ def _launch(
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Launches `multiply` on `num_splits` programs along the depth; one program alone sums all splits."""
+    """Launches `multiply` with `num_splits` programs along the depth; with 1, a program sums all splits."""
     num_rows, depth = states.shape
     multiply[(triton.cdiv(num_rows, tile.rows), triton.cdiv(part.columns, tile.width), num_splits)](
         states,

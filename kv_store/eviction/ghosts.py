@@ -9,17 +9,17 @@ _VALUE_MASK = (1 << VALUE_BITS) - 1
 
 
 class Ghosts:
-    """Numbers of evicted blocks, by key. A block takes the place of an older one whose key falls there.
+    """Numbers of evicted blocks, by key. A block overwrites an older block whose key has the same place.
 
-    A place has 20 bits of the key and 44 of the number; an empty one is 0. Two keys are mistaken for one another once
-    in a million times, which costs no more than a page evicted early.
+    A place has 20 bits of the key and 44 of the number; an empty place is 0. One look-up in a million mistakes a key
+    for another, which costs at most a page evicted early.
     """
 
     def __init__(self, num_places: int) -> None:
         self._places = array("Q", bytes(8 * num_places))
 
     def remember(self, key: BlockKey, value: int) -> int | None:
-        """Remembers a number from 0 to 2^44 - 1; returns the one that it overwrites."""
+        """Remembers a number from 0 to 2^44 - 1; returns the number that it overwrites."""
         place, mark = self._place(key)
         before = self._places[place]
         self._places[place] = mark << VALUE_BITS | value

@@ -1,9 +1,9 @@
-"""Least hit density (after Beckmann, Chen and Cidon, NSDI 2018): the page with the fewest hits to expect goes first.
+"""Least hit density (after Beckmann, Chen and Cidon, NSDI 2018): evicts the page with the fewest expected hits.
 
-Pages are in classes by their number of uses. For each class the policy counts the ages at which pages are read again
-and at which evicted ones are forgotten. The hits to expect at an age, over the time until then, are the density.
-Within a class the oldest page goes first, so only the heads of the classes are compared. Counts decay, so that a pool
-follows its traffic. Evicted pages are remembered in `Ghosts`, or else no late read would ever be counted.
+Pages are in classes by their number of uses. For each class the policy counts the ages at which pages are read again,
+and the ages at which evicted pages are forgotten. Hit density at an age: the expected hits over the expected time until
+them. Within a class the oldest page goes first, so only the heads of the classes are compared. Counts decay, so that a
+pool follows its traffic. `Ghosts` remember evicted pages, so that late reads count.
 """
 
 from array import array
@@ -26,7 +26,7 @@ _MAX_POSITION = (1 << VALUE_BITS - _USES_BITS) - 1
 
 
 class HitDensity(LeastRecentlyUsed):
-    """A queue a class, in the order of the last use; the head with the least hit density is evicted."""
+    """A policy with a queue a class, in the order of the last use; evicts the head with the least hit density."""
 
     name = "hit density"
     num_queues = _NUM_CLASSES
@@ -72,7 +72,7 @@ class HitDensity(LeastRecentlyUsed):
 
 
 class _Class:
-    """Reads and losses of a class by age, and the hit density that follows for each age."""
+    """Reads and losses of a class by age, and the hit density at each age."""
 
     def __init__(self) -> None:
         self.read = [0.0] * _NUM_AGES

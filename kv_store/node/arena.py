@@ -1,7 +1,7 @@
-"""A node's host tier: slots for blocks in memory that every process of the node maps.
+"""A node's host tier: slots for blocks, in memory that every process of the node maps.
 
-The file is `num_slots` slots of `block_bytes`, then one page with the geometry. It is allocated and touched when it is
-made, so that a full machine is an error at start and not a SIGBUS later.
+The file is `num_slots` slots of `block_bytes`, then a page with the geometry. All memory is allocated and touched at
+creation, so that a full machine is an error at start and not a SIGBUS later.
 """
 
 import errno
@@ -68,7 +68,7 @@ class Arena:
 
     @classmethod
     def open(cls, path: str) -> "Arena":
-        """Maps an arena that another process has made. StoreError if there is none."""
+        """Maps an arena that another process has made. Raises StoreError if there is none."""
         try:
             with open(path, "r+b") as file:
                 memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -82,10 +82,10 @@ class Arena:
 
     @staticmethod
     def discard(path: str) -> None:
-        """Removes the file of an arena with a dead owner and frees its memory, though other processes still map it.
+        """Removes the file of a dead owner's arena and frees its memory, even if other processes still map it.
 
-        They read zeros from now on, and their writes are lost: none reaches a later arena. Does nothing if there is no
-        file. Memory that is pinned for a GPU stays until they close it.
+        These read zeros from now on, and their writes reach no later arena. Does nothing if there is no file. Memory
+        that a process has pinned for a GPU stays until that process closes it.
         """
         try:
             with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -133,7 +133,7 @@ class Arena:
             log.debug("a slot of arena %s is still in use", self.path)
 
     def unlink(self) -> None:
-        """Removes the file, if it is there, and frees its memory: processes that still map it read zeros."""
+        """Removes the file, if it is there, and frees its memory; processes that still map it read zeros."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             with suppress(OSError, ValueError):  # not in shared memory, or closed: it goes with its last mapping
@@ -172,7 +172,7 @@ def _allocate(descriptor: int, size: int) -> mmap.mmap:
 
 
 def _pin(memory: mmap.mmap, size: int) -> int | None:
-    """Pins the memory for direct copies of a GPU, and returns its address; None where copies must be slower."""
+    """Pins the memory for a GPU's DMA, and returns its address; None if it cannot, which makes copies slower."""
     if not any(control.exists() for control in GPU_CONTROLS):
         return None
     import torch  # here, since the node's service needs it for nothing else, and starts a second sooner without

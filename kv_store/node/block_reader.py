@@ -28,7 +28,8 @@ from kv_store.node.block_server import (
     receive,
     receive_into,
 )
-from kv_store.node.directory_port import Block, DirectoryPort
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.messages import Block
 from wire.block_names import BlockName
 from wire.errors import StoreError, Unauthenticated
 from wire.ids import BlockKey

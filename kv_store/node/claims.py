@@ -11,7 +11,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from kv_store.ledger import Ledger, PageState
-from kv_store.node.directory_port import Hold
+from kv_store.node.messages import Hold
 from wire.block_names import BlockName
 from wire.ids import AttemptId, SlotId
 

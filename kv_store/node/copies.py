@@ -1,4 +1,4 @@
-"""Copies of an arena's blocks in cold tiers: where each block has one, the queues of writers, superseded blocks."""
+"""Copies of an arena's blocks in cold tiers: the tiers with a copy, the writers' queues, superseded blocks."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ _IN = {tier: 8 << nth for nth, tier in enumerate(COLD_TIERS)}
 
 
 class WriteQueues:
-    """The full blocks that cold tiers should have, and the tiers as their writers find them. Not thread-safe.
+    """The full blocks that cold tiers should get, and the state of these tiers. Not thread-safe.
 
-    writes: the rule of each tier; DEMOTED for a tier without one. high_water: share of the slots that may hold a
-    block's only copy before blocks are demoted.
+    writes: the rule of each tier, by default DEMOTED. high_water: share of the slots that may have a block's only copy
+    before blocks are demoted.
     """
 
     def __init__(self, ledger: Ledger[SlotId], writes: Mapping[Tier, Write], high_water: float) -> None:
@@ -58,7 +58,7 @@ class WriteQueues:
     def next(self, tier: Tier, max_blocks: int) -> list[SlotId]:
         """Lists blocks to write to a tier, the oldest first, at a cost that depends on `max_blocks` alone.
 
-        Moves queued blocks to the queue's end, so that a block whose writing fails holds up no other.
+        Moves listed blocks to the queue's end, so that a block whose write fails delays no other.
         """
         if self._rule_of(tier) is not Write.DEMOTED or self._slots[tier]:
             slots = list(islice(self._slots[tier], max_blocks))
@@ -70,7 +70,7 @@ class WriteQueues:
         return self._ledger.order.oldest(Priority.ONLY_COPY, min(max_blocks, max(0, num_short)))
 
     def want_all(self) -> int:
-        """Queues each block without a copy, from now on, for every tier; counts the cached ones."""
+        """Queues each block without a copy for every tier, also later blocks; counts the cached ones."""
         self._writes, self._num_wanted_lossless = {}, self._ledger.num_pages
         return self._ledger.num_cached(Priority.ONLY_COPY)
 
@@ -79,7 +79,7 @@ class WriteQueues:
 
 
 class Copies:
-    """Copies of the full blocks of an arena, by slot; tails have none. queues: of blocks to copy. Not thread-safe."""
+    """Copies of the full blocks of an arena, by slot; tails have none. queues: blocks to copy. Not thread-safe."""
 
     def __init__(self, ledger: Ledger[SlotId], queues: WriteQueues) -> None:
         self._ledger = ledger
@@ -92,7 +92,7 @@ class Copies:
         self._queues.put_by(Write.ALL, slot, ())
 
     def note_reads(self, slots: Iterable[SlotId]) -> None:
-        """Notes that blocks are read; a block's first read while a hold keeps it is its hand-off, and no reuse."""
+        """Notes that blocks are read; the first read under a hold is the hand-off and no reuse."""
         for slot in slots:
             if self._flags[slot]:
                 if self._flags[slot] & _READ or not self._ledger.num_references(slot):
@@ -111,7 +111,7 @@ class Copies:
     def remove(self, tier: Tier, slot: SlotId) -> bool:
         """Notes that a tier has lost its copy; False if it had none.
 
-        The block keeps its place in the order: one that is demoted again and again would fill a small tier in a circle.
+        The block keeps its place in the order: else blocks would be demoted to a small tier again and again.
         """
         had_copy = tier in self.tiers_of(slot)
         self._flags[slot] &= ~_IN[tier]
@@ -124,7 +124,7 @@ class Copies:
             self._settle(slot)
 
     def restore(self, slots: Iterable[SlotId]) -> None:
-        """Gives superseded blocks the priority of any other."""
+        """Gives superseded blocks normal priority."""
         for slot in slots:
             if self._flags[slot] & _SUPERSEDED:
                 self._flags[slot] &= ~_SUPERSEDED
@@ -137,7 +137,7 @@ class Copies:
                 self._queues.put(tier, slot)
 
     def is_safe(self, slot: SlotId, tiers: Sequence[Tier]) -> bool:
-        """Returns whether the arena may lose a block: one of these tiers has it, or it is a tail."""
+        """Returns whether the arena may lose a block: some of these tiers have it, or it is a tail."""
         return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
 
     def tiers_of(self, slot: SlotId) -> list[Tier]:

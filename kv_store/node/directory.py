@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from kv_store.eviction.order import EvictionOrder
 from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
-from kv_store.node.directory_port import Block, DirectoryInfo, DirectoryPort, Entry, Hold, Lease, Reservation
+from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import NUM_PLACES
+from kv_store.node.messages import Block, DirectoryInfo, Entry, Hold, Lease, Reservation
 from kv_store.node.records import Contents, Records
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from kv_store.node.tombstones import Loss

@@ -10,18 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from kv_store.connection import Breaker, receive_exactly
-from kv_store.node.directory_port import (
-    CALLS,
-    CALLS_OF_ANY_EPOCH,
-    GREETING,
-    LENGTH,
-    DirectoryInfo,
-    DirectoryPort,
-    EpochChanged,
-    RefusedCall,
-    ServiceCodec,
-    body_len,
-)
+from kv_store.node.directory_port import CALLS, CALLS_OF_ANY_EPOCH, GREETING, DirectoryPort, EpochChanged
+from kv_store.node.messages import DirectoryInfo
+from kv_store.node.service import LENGTH, RefusedCall, ServiceCodec, body_len
 from wire.errors import StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -51,10 +42,9 @@ class DirectoryClient(DirectoryPort):
             return info
 
     def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        channel, timeout_s = self._channel, self._timeout_s
-        if method == "wait_for_events":
-            channel, timeout_s = self._event_channel, self._timeout_s + arguments[1]
-        with channel.connected(timeout_s) as (info, deadline):
+        wait_s = CALLS.wait_s(method, arguments)
+        channel = self._channel if wait_s is None else self._event_channel
+        with channel.connected(self._timeout_s + (wait_s or 0.0)) as (info, deadline):
             self._epoch = self._epoch or info.epoch
             is_meant = info.epoch == self._epoch or method in CALLS_OF_ANY_EPOCH
             answer = channel.exchange(CALLS, method, arguments, deadline) if is_meant else None

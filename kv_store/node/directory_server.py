@@ -14,19 +14,12 @@ import threading
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import (
-    CALLS,
-    GREETING,
-    LENGTH,
-    ClientName,
-    RefusedCall,
-    ServiceCall,
-    body_len,
-    carry_out,
-)
-from kv_store.node.event_log import EventCursor
+from kv_store.node.directory_port import CALLS, GREETING, carry_out
+from kv_store.node.service import LENGTH, ClientName, RefusedCall, ServiceCall, WaitS, body_len
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -161,23 +154,24 @@ class DirectoryServer:
             call = CALLS.decode_call(await _receive(reader))
             if not peer.is_alive or self._newest[client] != number:
                 return  # a call from before a death or a reconnect must not be done after it
-            if call.method == "wait_for_events":
-                await self._wait_for_events(*call.arguments)
-                call.arguments[1] = 0.0
+            if wait_s := CALLS.wait_s(call.method, call.arguments):
+                await self._wait(peer, call, wait_s)
             await _send(writer, self._answer(peer, call))
 
-    async def _wait_for_events(self, after: EventCursor, wait_s: float) -> None:
-        """Waits as the call does, but on the loop."""
-        news, records = asyncio.Event(), self._directory.records
-        with records.signal.subscribed(lambda: self._loop.call_soon_threadsafe(news.set)), suppress(TimeoutError):
-            if not records.wait_for_events(after, 0.0):
+    async def _wait(self, peer: PeerProcess, call: ServiceCall, wait_s: float) -> None:
+        """Waits, on the loop, for the next event of the directory, unless the call has its answer at once."""
+        news = asyncio.Event()
+        wake = partial(self._loop.call_soon_threadsafe, news.set)
+        with self._directory.records.signal.subscribed(wake), suppress(TimeoutError):
+            if not self._answer(peer, call):
                 async with asyncio.timeout(wait_s):
                     await news.wait()
 
     def _answer(self, peer: PeerProcess, call: ServiceCall) -> object:
-        """Carries out a call, with the names that the process gives its writers and readers made its own."""
-        given = zip(call.arguments, call.hints, strict=True)
-        arguments = [peer.own(value) if hint == ClientName else value for value, hint in given]
+        """Carries out a call at once, with the names that the process gives its writers and readers made its own."""
+        own: dict[Any, Callable[[Any], object]] = {ClientName: peer.own, WaitS: lambda _: 0.0}
+        given = zip(call.hints, call.arguments, strict=True)
+        arguments = [own[hint](value) if hint in own else value for hint, value in given]
         try:
             return carry_out(self._directory, call.method, arguments)
         except StoreError as error:

@@ -22,8 +22,8 @@ from kv_store.frame import CHECKSUM_BYTES
 from kv_store.ledger import Ledger
 from kv_store.node.claims import Claims
 from kv_store.node.copies import Copies, WriteQueues
-from kv_store.node.directory_port import Block
 from kv_store.node.event_log import BlockEventLog
+from kv_store.node.messages import Block
 from kv_store.node.sessions import KeepLimits, Sessions
 from kv_store.node.tombstones import Loss, Tombstones
 from wire.block_names import BlockName

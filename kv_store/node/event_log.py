@@ -5,8 +5,8 @@
                                             else `cleared`, and a snapshot, some slots with each page
                                ◀─────────── EventPage: after, cursor, events
 
-The directory knows no subscriber: one that asks for nothing costs nothing, and falls out of the ring. A page changes
-nothing, so that a lost one is asked for again, and one that does not continue the last is found by its `after`.
+The directory knows no subscribers: a silent subscriber costs nothing, and falls out of the ring. Reading a page changes
+nothing: a lost page is asked for again, and `after` shows a page that does not continue the last.
 """
 
 import struct
@@ -20,7 +20,8 @@ from wire.ids import BlockKey
 from wire.tier import COLD_TIERS, EventKind, Tier
 
 MAX_PAGE_BLOCKS = 1024
-"""Of a page, and slots of its part of a snapshot: 35 KB on a line, and a millisecond of the directory."""
+"""Bound on the blocks of a page, and on its slots of a snapshot: 35 KB on a line, and a millisecond of the directory.
+"""
 NUM_PLACES = 1 << 16
 EVENT_TIERS = (Tier.HOST, *COLD_TIERS)
 _EVENT = struct.Struct("BB32s")
@@ -29,7 +30,7 @@ _KINDS = (EventKind.STORED, EventKind.REMOVED)
 
 @dataclass(frozen=True)
 class EventCursor:
-    """A subscriber's place in the events of an epoch: up to `number`. slot: of a snapshot under way, or 0."""
+    """A subscriber's place in an epoch's events: after event `number`. slot: progress of a snapshot under way, or 0."""
 
     epoch: str = ""
     number: int = 0
@@ -77,7 +78,7 @@ class EventSignal:
                 self._wakes = [one for one in self._wakes if one is not wake]
 
     def notify(self) -> None:
-        """Wakes all that wait; costs next to nothing where none does."""
+        """Wakes all waiting subscribers; costs next to nothing without any."""
         if self._wakes:
             with self._lock:
                 wakes, self._wakes = self._wakes, []
@@ -86,7 +87,7 @@ class EventSignal:
 
 
 class BlockEventLog:
-    """The last `num_places` events of an epoch, 34 bytes each; `number` is the last one's, from 1. Not thread-safe.
+    """The last `num_places` events of an epoch, 34 bytes each; `number` is the last event's, from 1. Not thread-safe.
 
     signal: notifies at each event.
     """
@@ -98,18 +99,18 @@ class BlockEventLog:
         self._ring = bytearray(num_places * _EVENT.size)
 
     def note(self, kind: EventKind, tier: Tier, key: bytes) -> None:
-        """Adds an event, in the place of the oldest."""
+        """Adds an event, overwriting the oldest."""
         at = self.number % self._num_places * _EVENT.size
         _EVENT.pack_into(self._ring, at, _KINDS.index(kind), EVENT_TIERS.index(tier), key)
         self.number += 1
         self.signal.notify()
 
     def reaches(self, number: int) -> bool:
-        """Tells whether all events behind a number are in the ring."""
+        """Tells whether all events after a number are in the ring."""
         return max(0, self.number - self._num_places) <= number <= self.number
 
     def after(self, number: int, max_events: int) -> list[BlockEvents]:
-        """Lists events behind a number that the ring reaches, at most `max_events`."""
+        """Lists at most `max_events` events after a number, which the ring must reach."""
         events = self._read(range(number, min(self.number, number + max_events)))
         groups = groupby(events, key=lambda event: event[:2])
         return [

@@ -6,9 +6,10 @@ Beside them its contents, for administration: what it holds, by key.
 import threading
 from collections.abc import Mapping, Sequence
 
-from kv_store.node.directory_port import ContentsPort, DirectoryStatus, KeepHint, RecordsPort
+from kv_store.node.directory_port import ContentsPort, RecordsPort
 from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import EVENT_TIERS, MAX_PAGE_BLOCKS, BlockEvents, EventCursor, EventPage
+from kv_store.node.messages import DirectoryStatus, KeepHint
 from kv_store.node.tombstones import Loss
 from wire.ids import BlockKey
 from wire.tier import Cause, EventKind, FarStatus, Miss, MissRun, StoredBlock, Tier, runs_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kv_store.ledger import Ledger
 from kv_store.node.claims import Expiring, Ranking
 from kv_store.node.copies import Copies
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from wire.ids import SlotId
 
 

@@ -1,7 +1,7 @@
-"""The memory of an arena's directory of blocks that it has lost, and of known blocks' parents, in flat memory.
+"""A directory's record of lost blocks, and of the parents of resident and lost blocks, in flat memory.
 
-A place of the ring is one lost block: 64 bits of its key, as many of its parent's, the time and the manner of its loss.
-The newest takes the place of the oldest. Both tables are open addressing: every call takes constant time on average.
+An entry of the ring is a lost block: 64 bits of its key and of its parent's key, the time and the manner of its loss.
+The newest entry overwrites the oldest. Both tables use open addressing: each call takes constant time on average.
 """
 
 from array import array
@@ -35,10 +35,10 @@ _COPIED = sum(_IN.values())
 
 
 class Tombstones:
-    """Up to `num_places` lost blocks, beside up to `num_slots` resident ones. Not thread-safe.
+    """Up to `num_places` lost blocks, and up to `num_slots` resident blocks. Not thread-safe.
 
-    Full blocks only. Takes 61 bytes a place and 18 a slot, from the start. policy: the name of the arena's policy of
-    eviction. clock: monotonic, in seconds.
+    Records full blocks only. Takes 61 bytes a place and 18 a slot, from the start. policy: the name of the arena's
+    eviction policy. clock: monotonic, in seconds.
     """
 
     def __init__(self, num_places: int, num_slots: int, policy: str, clock: Callable[[], float]) -> None:
@@ -59,14 +59,14 @@ class Tombstones:
         return sum(memoryview(one).nbytes for one in ring) + self._places.num_bytes + self._num_children.num_bytes
 
     def index(self, name: BlockName) -> None:
-        """Notes that a block is in the arena now, where it was not."""
+        """Notes that a block has entered the arena."""
         self._count_child(_mark(name.parent), 1)
         place = self._places.get(_mark(name.key))
         if place:
             self._forget(place - 1)
 
     def bury(self, key: bytes, parent: bytes, loss: Loss, copies: Iterable[Tier]) -> None:
-        """Notes that a block is in the arena no longer. copies: the cold tiers that have it."""
+        """Notes that a block has left the arena. copies: the cold tiers that have it."""
         place = self._next
         if self._keys[place]:
             self._forgotten_s = self._times_s[place]
@@ -86,9 +86,9 @@ class Tombstones:
         return True
 
     def why(self, parent_of: Mapping[BlockKey, bytes]) -> dict[BlockKey, Miss]:
-        """Finds the causes of blocks that the arena has not, of one prompt and in its order.
+        """Finds the causes of a prompt's missing blocks, in their order.
 
-        The parent of the first block under a root is empty. A block behind one that differs differs, too.
+        The parent of the first block under a root is empty. A block after a different block differs, too.
         """
         misses: dict[BlockKey, Miss] = {}
         for key, parent in parent_of.items():
@@ -122,7 +122,7 @@ class Tombstones:
 
 
 class _Table:
-    """Positive numbers by mark, for up to `capacity` marks; open addressing with linear probing, two thirds full."""
+    """Positive numbers by mark, for up to `capacity` marks: open addressing, linear probing, two thirds full."""
 
     def __init__(self, capacity: int) -> None:
         self._size = 3 * capacity // 2 + 1

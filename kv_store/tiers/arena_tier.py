@@ -7,7 +7,7 @@ from kv_store.frame import checksum_of
 from kv_store.mapped_arena import ArenaBlocks
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold
+from kv_store.node.messages import Block, Hold
 from kv_store.tiers.contents import HostTier
 from wire.block_names import BlockName
 from wire.errors import ConfigError

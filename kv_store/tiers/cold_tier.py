@@ -1,4 +1,4 @@
-"""The seam to a cold tier: blocks outside of the node's memory, kept on a best-effort basis.
+"""The seam to a cold tier: blocks outside the node's memory, kept on a best-effort basis.
 
 A further tier of framed values is a `FramedTier` with the methods that reach its bytes, and an entry in `cold_tiers`.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockSource(Protocol):
-    """Blocks that are read. Every fault is a counted miss; no call raises for one, and each is bounded in time."""
+    """A source of blocks. Every fault is a counted miss; no call raises for a fault, and each is bounded in time."""
 
     tier: Tier
 
@@ -35,10 +35,10 @@ class BlockSource(Protocol):
         """Returns for each key whether a value is stored; the value may be corrupt."""
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
-        """Fills a payload of `into` for each block, and yields its checksum once it is verified to be that block's.
+        """Fills a payload of `into` for each block, and yields its checksum once it is verified.
 
-        Ends at the first block that is missing. A value that cannot be the block is deleted and counted as corrupt or
-        forged, its payload undefined. A payload is written to only between two answers, so several may be one memory.
+        Ends at the first missing block. A value that cannot be the block is deleted and counted as corrupt or forged;
+        its payload is undefined. A payload is written only between two yields, so several may share memory.
         """
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -50,29 +50,29 @@ class BlockSource(Protocol):
 
 
 class ColdTier(BlockSource, ListableTier, Protocol):
-    """A source that takes blocks, too."""
+    """A BlockSource that stores blocks, too."""
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
-        """Stores a block; False if that failed."""
+        """Stores a block; returns False if that failed."""
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
         """Evicts expired blocks, and while little room is left, blocks beyond the shares. Raises StoreError.
 
-        shares: of the tier's bytes, by the digests of namespaces, from now on: each namespace's own go first beyond it.
-        For the node's service, from time to time.
+        shares: the part of the tier's bytes for each namespace, by digest, from now on; beyond it, the namespace's own
+        blocks go first. The node's service calls it from time to time.
         """
 
     def take_lost(self) -> list[BlockKey]:
-        """Returns keys that this process evicted, or that the tier answered not to have, since the last call.
+        """Returns keys that this process evicted, or that the tier reported missing, since the last call.
 
-        At most the latest MAX_LOST; none that a tier at fault could not answer for.
+        At most the latest MAX_LOST; no key that a failed tier did not answer for.
         """
 
 
 class FramedTier(ABC):
-    """The common part of cold tiers that keep frames: it seals, verifies and counts them. Thread-safe.
+    """The common part of cold tiers that store frames: seals, verifies and counts them. Thread-safe.
 
-    A tier that fails three times in a row is "broken", one that refuses three writes in a row "full" or "read-only".
+    Three failures in a row make a tier "broken", three refused writes in a row "full" or "read-only".
     """
 
     def __init__(self, tier: Tier, layout: KVLayout, mac_key: bytes, clock: Callable[[], float]) -> None:
@@ -87,18 +87,18 @@ class FramedTier(ABC):
 
     @abstractmethod
     def _remove(self, keys: Sequence[BlockKey]) -> bool:
-        """Deletes values; False if that failed."""
+        """Deletes values; returns False if that failed."""
 
     @abstractmethod
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
-        """Fills the payloads and yields the fronts of values; b"" for a value that is no frame.
+        """Fills the payloads and yields the front of each value; b"" for a value that is no frame.
 
-        Ends at the first value that is missing or out of reach.
+        Ends at the first value that is missing or unreachable.
         """
 
     @abstractmethod
     def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
-        """Stores a value; False if that failed."""
+        """Stores a value; returns False if that failed."""
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         with closing(self._read([name.key for name in names], into)) as fronts:
@@ -160,7 +160,7 @@ class FramedTier(ABC):
         return checksum
 
     def _note_found(self, keys: Sequence[BlockKey], found: Sequence[bool]) -> list[bool]:
-        """Notes the keys that the tier has answered not to have."""
+        """Notes the keys that the tier has reported missing."""
         self._lost.extend(key for key, is_there in zip(keys, found, strict=True) if not is_there)
         return [*found]
 

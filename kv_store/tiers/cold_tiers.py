@@ -1,4 +1,4 @@
-"""The cold tiers of a node or a library, made of their settings. A further one is an entry of `_MAKERS`."""
+"""The cold tiers of a node or a library, made from settings. A further tier is an entry of `_MAKERS`."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,5 +21,5 @@ _MAKERS: dict[Tier, Callable[[ColdSettings, KVLayout, bytes], ColdTier]] = {
 
 
 def open_tiers(settings: Sequence[ColdSettings], layout: KVLayout, mac_key: bytes) -> list[ColdTier]:
-    """Opens the tiers that are set, in that order. Raises ConfigError."""
+    """Opens the tiers of these settings, in order. Raises ConfigError."""
     return [_MAKERS[one.tier](one, layout, mac_key) for one in settings]

@@ -1,8 +1,8 @@
-"""The lists of blocks in a node's tiers, by namespace, and their clearing: by pages of keys, so that no call is long.
+"""Lists of the blocks in a node's tiers, by namespace, and their clearing; in pages of keys, so that no call is long.
 
     ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for ─▶ Tally
 
-Stores know tenants and models by the digest of their namespace root alone; no token, text or root is read.
+Stores know tenants and models only by the digest of their namespace root; no token, text or root is read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,29 +29,29 @@ Sized = TypeVar("Sized", bound=HasBytes)
 
 @dataclass(frozen=True)
 class Selection:
-    """Blocks to count or clear. keys: these alone; empty: all. namespaces: of these alone; empty: of all."""
+    """Blocks to count or clear. keys: limits them to these keys, empty for all. namespaces: likewise."""
 
     keys: tuple[BlockKey, ...] = ()
     namespaces: frozenset[bytes] = frozenset()
 
 
 class ListableTier(Protocol):
-    """A tier whose blocks can be listed. Each call, and each step of `key_pages`, raises StoreError if it fails."""
+    """A tier that can list its blocks. Each call, and each step of `key_pages`, raises StoreError if it fails."""
 
     tier: Tier
 
     def key_pages(self) -> Iterator[Sequence[BlockKey]]:
-        """Yields the keys of the blocks that are there all the time, in short pages; of others, perhaps."""
+        """Yields the keys of all blocks in short pages; blocks that come or go meanwhile may be missing."""
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        """Describes the blocks that are there, without counting a use."""
+        """Describes the stored blocks among these, without counting a use."""
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         """Deletes blocks."""
 
 
 def find(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]]:
-    """Yields the selected blocks of a tier, a page at a time."""
+    """Yields the selected blocks of a tier, page by page."""
     pages = iter(_pages(selection.keys)) if selection.keys else tier.key_pages()
     for keys in pages:
         found = tier.describe(keys)
@@ -59,14 +59,14 @@ def find(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]
 
 
 def clear(tier: ListableTier, selection: Selection) -> Iterator[list[StoredBlock]]:
-    """Clears the selected blocks of a tier, and yields them, a page at a time."""
+    """Clears the selected blocks of a tier, and yields them, page by page."""
     for blocks in find(tier, selection):
         tier.clear([one.key for one in blocks])
         yield blocks
 
 
 def beyond(oldest: Sequence[Sized], max_bytes: float) -> list[Sized]:
-    """Lists what to evict of blocks or files, the oldest first, so that the others have at most `max_bytes`."""
+    """Lists the blocks or files to evict, the oldest first, so that the others have at most `max_bytes`."""
     num_bytes, victims = sum(one.num_bytes for one in oldest), list[Sized]()
     for one in oldest:
         if num_bytes <= max_bytes:
@@ -77,7 +77,7 @@ def beyond(oldest: Sequence[Sized], max_bytes: float) -> list[Sized]:
 
 
 class HostTier:
-    """The arena behind a directory, as a tier."""
+    """A directory's arena as a ListableTier."""
 
     tier = Tier.HOST
 
@@ -95,14 +95,14 @@ class HostTier:
         self._directory.contents.clear(keys)
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
-        """Does nothing: an arena evicts as it is written to."""
+        """Does nothing: an arena evicts at each write."""
 
 
 @dataclass
 class Holding:
-    """The blocks of one namespace in one tier. places: theirs among the keys of a selection.
+    """The blocks of one namespace in one tier. places: their indices among the keys of a selection.
 
-    newest_s, oldest_s: since the last use of the block that was used last, and of the one that was not for longest.
+    newest_s, oldest_s: seconds since the last use of the most and of the least recently used block.
     """
 
     tier: Tier
@@ -115,7 +115,7 @@ class Holding:
 
 
 class Tally:
-    """Sums of a selection's blocks by tier and namespace, with their places among its keys; problems of tiers."""
+    """A selection's blocks, summed by tier and namespace; and problems of tiers."""
 
     def __init__(self, selection: Selection) -> None:
         self.problems: list[str] = []

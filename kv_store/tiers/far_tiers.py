@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from itertools import compress
 
 from kv_store.mapped_arena import MappedArena
-from kv_store.node.directory_port import Block
+from kv_store.node.messages import Block
 from kv_store.prefix.costs import Costs, LookupS, SourceCosts
 from kv_store.prefix.misses import unasked_cause
 from kv_store.prefix.plan import Read

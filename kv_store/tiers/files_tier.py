@@ -1,4 +1,4 @@
-"""The cold tier in a folder, which outlives clusters, and may be shared by nodes."""
+"""The cold tier in a folder, which outlives clusters and which nodes may share."""
 
 import errno
 import logging
@@ -31,7 +31,7 @@ _FULL_FOR_S = 1.0
 _RENEW_EVERY = 256
 _BYTES_AHEAD = 4 << 20
 _DESCRIBED = 32
-"""Files that one call looks into: reads of blocks wait behind it."""
+"""Files that one call looks into, while reads of blocks wait."""
 _REFUSALS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -48,15 +48,14 @@ log = logging.getLogger(__name__)
 class FilesTier(FramedTier):
     """A ColdTier that keeps the most recently used frames in at most `max_bytes` of a folder.
 
-    The tier has a thread for calls of the file system, which do not return if its mount hangs. The caller waits
-    `timeout_s` for a read; while a call hangs, no other is made, and all is a miss. A read fills memory of the tier: an
-    answer that comes too late harms nothing.
+    The tier has a thread for file system calls, which never return if the mount hangs. The caller waits `timeout_s` for
+    a read; while a call hangs, no other is made, and every read is a miss. A read fills memory of the tier, so that a
+    late answer does no harm.
 
-    Several nodes may use one folder: one at a time makes room, and each further one may exceed `max_bytes` by a
-    twentieth. Raises ConfigError if the folder is none that files can be written to, or too few blocks fit. A mount
-    that hangs, is read-only or out of reach just now is no hindrance to a start. A folder that is removed or replaced
-    meanwhile costs one error, and is opened again. ttl_s: since a block's last use, by this machine's clock; 0 for no
-    end.
+    Several nodes may use one folder: they take turns at making room, and each further node may exceed `max_bytes` by a
+    twentieth. Raises ConfigError if files cannot be written to the folder, or too few blocks fit. A start does not fail
+    for a mount that hangs, is read-only or is unreachable for now. A folder that is removed or replaced meanwhile costs
+    one error, and is opened again. ttl_s: time to live since a block's last use, by this machine's clock; 0 for no end.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class FilesTier(FramedTier):
         return self._ask(lambda folder: folder.remove(keys), False)
 
     def close(self) -> None:
-        """Waits a while for calls under way; a thread whose call hangs keeps the folder open."""
+        """Waits within a bound for calls under way; a thread whose call hangs keeps the folder open."""
         if all([self._calls.close(), self._room.close()]) and self._folder is not None:
             self._folder.close()
 
@@ -109,7 +108,7 @@ class FilesTier(FramedTier):
         self._room.sweep()
 
     def _evict(self, folder: Folder, oldest: Sequence[StoredFile], num_bytes: int) -> int:
-        """Removes expired files, and until `num_bytes` bytes are free files beyond a share, then the oldest.
+        """Removes expired files; then, until `num_bytes` are free, files beyond a share, then the oldest.
 
         Returns the number of bytes freed.
         """
@@ -138,7 +137,7 @@ class FilesTier(FramedTier):
             yield from beyond(own, share * self._room.max_bytes)
 
     def _begin_use(self, path: str) -> None:
-        """Opens the folder and tries to write there. Raises ConfigError for what will not pass by itself."""
+        """Opens the folder and tries to write there. Raises ConfigError for permanent faults."""
         opening = self._calls.begin(lambda: self._opened().try_to_write())
         if not wait([opening], _OPEN_TIMEOUT_S).done:
             self._hanging = opening
@@ -150,7 +149,7 @@ class FilesTier(FramedTier):
             self._failed(error)
 
     def _opened(self) -> Folder:
-        """Opens the folder unless it is open. On a thread that may hang; raises OSError, once for one that is gone."""
+        """Opens the folder unless it is open. May hang. Raises OSError, once for a folder that was removed."""
         if self._folder is not None and not self._folder.is_at_its_path:
             log.warning("tier files: %s is gone, or another folder by now; it is opened again", self._folder.path)
             self._folder = None
@@ -190,7 +189,7 @@ class FilesTier(FramedTier):
         return has_room and self._end(self._begin(store), _WRITE_TIMEOUT_S, False)
 
     def _store(self, key: BlockKey, front: bytes, payload: memoryview, folder: Folder) -> bool:
-        """Writes a file; False if the folder takes none."""
+        """Writes a file; returns False if the folder takes no files."""
         try:
             folder.write(key, front, payload)
         except OSError as error:
@@ -205,13 +204,13 @@ class FilesTier(FramedTier):
         return self._end(self._begin(call), self._timeout_s, otherwise)
 
     def _begin(self, call: Callable[[Folder], T]) -> Future[T] | None:
-        """Begins a call, unless one hangs or all have failed of late."""
+        """Begins a call, unless a call hangs or the last calls failed."""
         if self._is_hanging or not self._breaker.allows():
             return None
         return self._calls.begin(lambda: call(self._opened()))
 
     def _end(self, begun: Future[T] | None, timeout_s: float, otherwise: T) -> T:
-        """Returns the answer of a call, or `otherwise` if it was not begun, has failed, or hangs."""
+        """Returns a call's answer, or `otherwise` if it was not begun, failed, or hangs."""
         if begun is None:
             return otherwise
         if not wait([begun], timeout_s).done:
@@ -228,9 +227,9 @@ class FilesTier(FramedTier):
 
 
 class _Room:
-    """The bytes that this process may write to a folder before it counts the files again, and makes room.
+    """The bytes that this process may write to a folder before it counts the files again and makes room.
 
-    It counts on a thread of its own, since that takes long where there is much.
+    It counts on a separate thread, for that takes long in a large folder.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ class _Room:
         frame_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        """evict: removes files of a folder, given by age, until so many bytes are free, and counts the bytes freed."""
+        """evict: removes files of a folder, listed by age, until enough bytes are free; returns the bytes freed."""
         self._folder = folder
         self._evict = evict
         self.max_bytes = max_bytes
@@ -255,7 +254,7 @@ class _Room:
         self._next_count = 0.0
 
     def take(self) -> bool:
-        """Takes the bytes of a frame; False if there are none. Waits a while for what makes room; raises OSError."""
+        """Takes the bytes of a frame; waits for room within a bound; returns False without room. Raises OSError."""
         if self._left_bytes < self._frame_bytes and self._clock() >= self._next_count:
             self._count()
         if self._left_bytes < self._frame_bytes:
@@ -264,7 +263,7 @@ class _Room:
         return True
 
     def sweep(self) -> None:
-        """Begins to make room, unless that is under way."""
+        """Begins to make room, unless it has begun."""
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = self._calls.begin(self._make_room)
 
@@ -334,7 +333,7 @@ def _keys_of(shard: str, folder: Folder) -> list[BlockKey]:
 
 
 def _owner_of(file: StoredFile, folder: Folder) -> bytes:
-    """Reads the namespace of a frame; of an unfinished one it is empty."""
+    """Reads the namespace of a frame; empty for an unfinished frame."""
     name = file.path.partition("/")[2]
     looked = None if name.startswith(".") else folder.look(BlockKey(bytes.fromhex(name)), HEAD_BYTES)
     return b"" if looked is None else namespace_of(looked[1])
@@ -350,7 +349,7 @@ def _read(key: BlockKey, into: memoryview, folder: Folder) -> Found:
 
 
 def open_folder(path: str, clock: Callable[[], float] = time.monotonic) -> Folder:
-    """Opens a folder that files can be written to. Raises ConfigError if it is none, or does not answer."""
+    """Opens a folder for files. Raises ConfigError if files cannot be written there, or if it does not answer."""
     calls = _CallThread("files-open")
     try:
         folder = calls.begin(lambda: Folder(path, clock)).result(_OPEN_TIMEOUT_S)

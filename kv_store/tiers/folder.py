@@ -1,4 +1,4 @@
-"""A folder of frames on this machine or on the network; several nodes may use it at a time.
+"""A folder of frames, local or on the network; several nodes may use it at a time.
 
 FOLDER/ab/abcd...   a frame, named by its block's key
 FOLDER/ab/.1234     a frame that is being written, and renamed once it is whole
@@ -28,13 +28,13 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 _OPENS_AS_NO_FILE = (errno.ELOOP, errno.ENXIO)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ENTRY = (FileNotFoundError, NotADirectoryError)
-"""The second one: a file, or a link, lies where a folder should."""
+"""Errors of a missing entry; NotADirectoryError: a file or a link is in a folder's place."""
 SHARDS = tuple(f"{number:02x}" for number in range(256))
 _OWN_NAME = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]+")
 
 
 class Found(Enum):
-    """The entry under a key: a file of the size asked for, something else, or nothing."""
+    """The entry under a key: a file of the expected size, something else, or nothing."""
 
     FILE = "file"
     OTHER = "other"
@@ -43,7 +43,7 @@ class Found(Enum):
 
 @dataclass(frozen=True, order=True)
 class StoredFile:
-    """A file as a listing shows it. Files are ordered by their last use."""
+    """A file in a listing. Files are ordered by their last use."""
 
     used_ns: int
     num_bytes: int
@@ -72,7 +72,7 @@ class FolderLock:
     def take(self) -> bool:
         """Creates the lock file, or replaces one that was not renewed for a minute of this process's clock.
 
-        False if another node holds it. Raises OSError.
+        Returns False if another node holds it. Raises OSError.
         """
         for _ in range(2):
             with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
@@ -97,12 +97,14 @@ class FolderLock:
 class Folder:
     """An open folder, until `close` or its collection. Calls may block as the file system does, and raise OSError.
 
-    No link is followed below the folder, and nothing but regular files is read. A file's last use is the time of its
-    last change: of its writing, and of each reading, which sets it.
+    No link is followed below the folder, and only regular files are read. A file's mtime is its last use: each write
+    and each read sets it.
     """
 
     def __init__(self, path: str, clock: Callable[[], float], ttl_s: float = inf) -> None:
-        """Makes the folder if only it is missing. `clock` is monotonic, in seconds. ttl_s: of a file, since its use."""
+        """Makes the folder if only it is missing. `clock` is monotonic, in seconds. ttl_s: time since a file's last
+        use.
+        """
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         self.path = path
@@ -112,11 +114,11 @@ class Folder:
         self.lock = FolderLock(self._folder, clock)
 
     def is_expired(self, used_ns: int) -> bool:
-        """Returns whether a file with that last use is beyond its time to live, by this machine's clock."""
+        """Returns whether a file with this last use has expired, by this machine's clock."""
         return time.time() - used_ns / 1e9 > self._ttl_s
 
     def try_to_write(self) -> None:
-        """Raises OSError if files cannot be written; a full file system may pass, and is no hindrance to readers."""
+        """Raises OSError if files cannot be written, but not if the file system is full: reads still work."""
         try:
             with _written_aside(self._folder, b"tried"):
                 pass
@@ -143,7 +145,7 @@ class Folder:
         return os.access(_path_of(key), os.F_OK, dir_fd=self._folder, follow_symlinks=False)
 
     def read(self, key: BlockKey, into: memoryview) -> Found:
-        """Fills `into` from a regular file of exactly that size; from anything else nothing is read."""
+        """Fills `into` from a regular file of exactly its size; reads nothing from any other entry."""
         try:
             with self._shard(key) as shard, _closing(os.open(key.hex(), _READ_FLAGS, dir_fd=shard)) as file:
                 found = os.fstat(file)
@@ -164,14 +166,14 @@ class Folder:
             return Found.OTHER
 
     def write(self, key: BlockKey, *parts: bytes | memoryview) -> None:
-        """Writes a file in one step, in the place of an earlier entry."""
+        """Writes a file atomically, replacing an earlier entry."""
         with suppress(FileExistsError):
             os.mkdir(_shard_of(key), 0o700, dir_fd=self._folder)
         with self._shard(key) as shard, _written_aside(shard, *parts) as path:
             os.rename(path, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
 
     def look(self, key: BlockKey, num_bytes: int) -> tuple[StoredFile, bytes] | None:
-        """Reads the first bytes of a regular file, which counts as no use; None if there is none."""
+        """Reads the first bytes of a regular file, without counting a use; None if there is none."""
         with suppress(*_NO_ENTRY), self._shard(key) as shard:
             found = os.stat(key.hex(), dir_fd=shard, follow_symlinks=False)
             if stat.S_ISREG(found.st_mode):
@@ -181,7 +183,7 @@ class Folder:
         return None
 
     def remove(self, keys: Iterable[BlockKey]) -> bool:
-        """Removes the entries under some keys, but for folders that are not empty. Returns True."""
+        """Removes the entries under some keys, except folders that are not empty. Returns True."""
         for key in keys:
             with suppress(*_NO_ENTRY), self._shard(key) as shard:
                 try:
@@ -192,7 +194,7 @@ class Folder:
         return True
 
     def files(self) -> Iterator[StoredFile]:
-        """Lists frames, unfinished ones too, and nothing that another program keeps here."""
+        """Lists frames, also unfinished ones, and no files of other programs."""
         for shard in SHARDS:
             yield from self.shard_files(shard)
 
@@ -206,7 +208,7 @@ class Folder:
                         yield StoredFile(file.st_mtime_ns, file.st_size, f"{shard}/{entry.name}")
 
     def remove_file(self, file: StoredFile) -> None:
-        """Removes a file of the listing if it is still there."""
+        """Removes a listed file if it is still there."""
         shard, _, name = file.path.partition("/")
         with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder:
             os.unlink(name, dir_fd=folder)
@@ -233,7 +235,7 @@ def _closing(descriptor: int) -> Iterator[int]:
 
 @contextmanager
 def _written_aside(folder: int, *parts: bytes | memoryview) -> Iterator[str]:
-    """Writes a file under a name of its own, and removes it at the end if it has not been renamed."""
+    """Writes a file under a temporary name, and removes it at the end unless it was renamed."""
     path = f".{secrets.token_hex(8)}"
     descriptor = os.open(path, _WRITE_FLAGS, 0o600, dir_fd=folder)
     try:

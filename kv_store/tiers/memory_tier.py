@@ -12,7 +12,7 @@ from wire.tier import StoredBlock, Tier
 
 
 class MemoryTier(FramedTier):
-    """A ColdTier that keeps the `max_blocks` most recently used blocks in `frames`, in the place of `tier`."""
+    """A ColdTier that keeps the `max_blocks` most recently used blocks in `frames`, under the name of `tier`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class MemoryTier(FramedTier):
         return [StoredBlock(key, namespace_of(one[:HEAD_BYTES]), len(one), 0.0) for key, one in found.items()]
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
-        """Does nothing: it has neither times to live nor shares."""
+        """Does nothing: the twin has neither TTLs nor shares."""
 
     def _remove(self, keys: Sequence[BlockKey]) -> bool:
         with self._lock:

@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 
 
 class RedisTier(FramedTier):
-    """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A connection on which a command failed is closed.
+    """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A failed command closes its connection.
 
-    Once the server is silent, or has failed three times in a row, no command is sent until a probe has succeeded. A
-    thread of its own probes, so that callers do not wait: at once until the third failure, then every two seconds.
-    Once it has refused three writes in a row, as a full one or a replica does, one write every two seconds is tried.
+    Once the server is silent, or has failed three times in a row, no command is sent until a probe succeeds. A separate
+    thread probes, so that callers do not wait: at once until the third failure, then every two seconds. After three
+    refused writes in a row, as by a full server or a replica, a write is tried every two seconds.
 
-    timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in
-    vain, once; a block that takes longer is cheaper to compute. ttl_s: since a block's last use; 0 for no end.
-    Raises ConfigError for an invalid URL, or credentials that the server refuses; a server that is away is no error.
+    timeout_s: bounds the connect, and each wait for bytes of a reply. One caller may wait that long in vain, once; a
+    block that takes longer is cheaper to compute. ttl_s: time to live since a block's last use; 0 for no end. Raises
+    ConfigError for an invalid URL or refused credentials, not for an unreachable server.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RedisTier(FramedTier):
         return self._answer(self._ask(partial(self._describe, keys), None))
 
     def _describe(self, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        """Describes the values of some keys; a value that is no text of bytes counts none."""
+        """Describes the values of some keys; a value that is no string counts 0 bytes."""
         with self._redis.pipeline(transaction=False) as pipeline:
             for stored in (PREFIX + key for key in keys):
                 pipeline.object("IDLETIME", stored).strlen(stored).getrange(stored, 0, HEAD_BYTES - 1)
@@ -158,7 +158,7 @@ class RedisTier(FramedTier):
         return self._ask(lambda: self._set(key, b"".join((front, payload))), False)
 
     def _set(self, key: BlockKey, frame: bytes) -> bool:
-        """Stores a value; False if the server answers, but refuses it."""
+        """Stores a value; returns False if the server refuses it."""
         try:
             self._redis.set(PREFIX + key, frame, px=self._ttl_ms or None)
         except ResponseError as error:
@@ -174,7 +174,7 @@ class RedisTier(FramedTier):
             self._refused("read-only", error)
 
     def _ask(self, command: Callable[[], T], otherwise: T) -> T:
-        """Sends a command, unless in doubt; returns its answer, or `otherwise`."""
+        """Sends a command unless the server is in doubt; returns its answer, or `otherwise`."""
         answer = otherwise if self._is_in_doubt else self._try(command, otherwise)
         if self._is_in_doubt and self._breaker.allows():
             self._start_probe()
@@ -190,13 +190,13 @@ class RedisTier(FramedTier):
             self._probe.start()
 
     def _ask_until_settled(self) -> None:
-        """Probes until the server speaks, or the breaker is open."""
+        """Probes until the server answers, or the breaker is open."""
         self._try(partial(self._redis.exists, _PROBE), 0)
         while self._is_silent and not self._breaker.is_open:
             self._try(partial(self._redis.exists, _PROBE), 0)
 
     def _try(self, command: Callable[[], T], otherwise: T) -> T:
-        """Sends a command; returns its answer, or `otherwise` and counts an error."""
+        """Sends a command; returns its answer, or counts an error and returns `otherwise`."""
         try:
             answer = command()
         except (RedisError, OSError) as error:
@@ -209,9 +209,9 @@ class RedisTier(FramedTier):
 
 
 class _Exchange:
-    """Commands sent at once on a connection of their own, whose answers are received straight into place.
+    """Commands sent at once on their own connection; answers are received directly into payloads.
 
-    num_left: answers that have not been received whole; if there are any at the end, the connection is closed.
+    num_left: answers that are not received whole yet; if any are left at the end, the connection is closed.
     """
 
     def __init__(self, pool: Any, commands: bytes, num_answers: int) -> None:
@@ -236,7 +236,7 @@ class _Exchange:
         return line
 
     def close(self) -> None:
-        """Gives the connection back; closes it if an answer is left on it."""
+        """Returns the connection to its pool; closes it if an answer is left on it."""
         if self.num_left:
             self._connection.disconnect()
         self._pool.release(self._connection)
@@ -253,7 +253,7 @@ class _Exchange:
 class _Replies(_Exchange):
     """The values of some keys.
 
-    At most one byte more than a frame is asked for, so that an over-long value shows and is never read whole.
+    Asks for one byte more than a frame, so that a value that is too long shows and is never read whole.
     """
 
     def __init__(self, pool: Any, keys: Sequence[BlockKey], frame_bytes: int) -> None:
@@ -265,9 +265,9 @@ class _Replies(_Exchange):
         super().__init__(pool, b"".join(commands), len(keys))
 
     def receive(self, payload: memoryview) -> memoryview | bytes | None:
-        """Fills the payload of the next value and returns its front; None if it is missing, b"" if it is no frame.
+        """Fills the next value's payload and returns its front; None for a missing value, b"" for a malformed one.
 
-        The front is valid until the next call. There is none after another answer than a front.
+        The front is valid until the next call. No call may follow None or b"".
         """
         num_received, self._deadline = 0, time.monotonic() + _VALUE_TIMEOUT_S
         while num_received < len(self._head):
@@ -289,7 +289,7 @@ class _Replies(_Exchange):
 
 
 def _or_else(answer: T | ResponseError | None, otherwise: T) -> T:
-    """Returns an answer, or `otherwise` for the server's refusal: of idle times where it evicts by frequency."""
+    """Returns an answer, or `otherwise` for a refusal: a server that evicts by frequency has no idle times."""
     return otherwise if answer is None or isinstance(answer, ResponseError) else answer
 
 
@@ -298,10 +298,10 @@ def _error_of(line: bytes) -> ResponseError:
 
 
 def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None] = lambda _: None) -> str | None:
-    """Tries each command on the server, while a wrong password can still fail the start.
+    """Tries each command on the server, so that a wrong password fails the start.
 
-    Returns the reason if the server does not answer. Calls `on_refusal` if it takes no blocks. Raises ConfigError for
-    an invalid URL, or credentials that the server refuses.
+    Returns the reason if the server does not answer. Calls `on_refusal` if it refuses writes. Raises ConfigError for an
+    invalid URL or refused credentials.
     """
     try:
         with _connect(url, timeout_s) as patient:

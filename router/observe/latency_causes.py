@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
+from wire.journal import row_of
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier
 
@@ -15,36 +16,12 @@ SLOW = 3.0
 KEPT = 0.8
 """Weight of what was known of a worker's pace before its last request."""
 MAX_PACES = 4096
-TEXTS = {
-    "router.grammar": "its response format was built",
-    "router.render": "the model's template rendered its messages",
-    "router.wait_tokenizer": "waited for a thread that tokenizes",
-    "router.tokenize": "was tokenized",
-    "router.wait_room": "waited for room in the arena: prompts held for decode take half of it",
-    "router.wait_decode": "waited for a decode worker that is ready: none was",
-    "router.wait_isolated": "waited to be tried alone, after two workers were lost over it",
-    "queue": "waited at {worker} for a step of its engine to end",
-    "wait_slot": "waited at {worker} for a place: max_running sequences ran",
-    "wait_pages": "waited at {worker} for free pages: its pool was full",
-    "fetch": "fetched KV at {worker}: {found}",
-    "wait_turn": "waited at {worker} for its turn in a step, behind other prompts",
-    "prefill.compute": "computed {tokens_computed} tokens of the prompt at {worker}{pace}",
-    "decode.compute": "computed {tokens_computed} tokens at {worker} whose KV decode did not find{pace}",
-    "publish": "published its blocks at {worker}",
-    "generate": "generated {tokens} tokens at {worker}{pace}{preempted}",
-    "call": "was at {worker}, which has not said what it did",
-    "network": "was between processes",
-    "router": "was at the router",
-}
-"""By a span's name, or by the part behind its worker's role."""
 ENDS = {
     "UNAVAILABLE": "lost {worker}: it went away",
     "CANCELLED": "lost {worker}: it broke off",
     "WORKER_LEAVING": "{worker} gave it back: it drains",
 }
 """By the reason of the error that an attempt ended with."""
-UNITS = {"compute": "tokens_computed", "generate": "tokens"}
-"""The count of a span whose pace tells a slow worker from others."""
 
 
 class Paces:
@@ -78,8 +55,8 @@ def causes_of(timeline: pb.Timeline, paces: Paces) -> Iterator[str]:
 
 
 def _told(span: pb.Span, paces: Paces) -> str:
-    phase = TEXTS.get(span.name) or TEXTS.get(span.name.rpartition(".")[2], "was at {worker}")
-    text = ENDS.get(span.error, "its attempt at {worker} ended with {error}") if span.error else phase
+    ended = ENDS.get(span.error, "its attempt at {worker} ended with {error}")
+    text = ended if span.error else row_of(span.name).cause
     slowness, counts = paces.slowness(span), defaultdict[str, object](int, span.counts)
     counts["worker"], counts["error"], counts["found"] = span.worker, span.error, _found(span.counts)
     counts["pace"] = f", {slowness:.1f} times as slowly as other workers" if slowness >= SLOW else ""
@@ -98,4 +75,4 @@ def _kind(span: pb.Span, num_tokens: int) -> tuple[str, int]:
 
 
 def _num_units(span: pb.Span) -> int:
-    return span.counts.get(UNITS.get(span.name.rpartition(".")[2], ""), 0)
+    return span.counts.get(row_of(span.name).unit, 0)

@@ -13,6 +13,7 @@ from router.other_namespaces import OtherName
 from wire.convert import tiers_to_pb
 from wire.errors import RequestNotFound
 from wire.ids import QualifiedId, WorkerId, tenant_of
+from wire.journal import GATES
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier
@@ -20,21 +21,6 @@ from wire.tier import Tier
 MAX_KEPT = 1000
 MAX_LISTED = 200
 MINUTES_SUMMED = 60
-GATES = (
-    "router.wait_tokenizer",
-    "router.wait_room",
-    "router.wait_decode",
-    "router.wait_isolated",
-    "prefill.queue",
-    "prefill.wait_slot",
-    "prefill.wait_pages",
-    "prefill.wait_turn",
-    "decode.queue",
-    "decode.wait_slot",
-    "decode.wait_pages",
-    "decode.wait_turn",
-)
-"""Spans of a timeline in which a request waits for others; docs/timeline.md describes each."""
 
 
 @dataclass

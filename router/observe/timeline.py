@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from wire.ids import WorkerId
+from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
 
-ROUTER = "router"
-NETWORK = "network"
+ROUTER, NETWORK = Kind.ELSEWHERE.step, Kind.NETWORK.step
 
 
 @dataclass
@@ -38,7 +38,7 @@ class TimelineRecorder:
     """Times given to it are seconds of one monotonic clock."""
 
     def __init__(self, arrived_s: float) -> None:
-        self.at = f"{ROUTER}.check"
+        self.at = Kind.CHECK.at(ROUTER)
         """The span, or the call, in which the request is."""
         self.attempts_ms: list[float] = []
         """When each attempt began."""
@@ -51,19 +51,19 @@ class TimelineRecorder:
         """Notes that an attempt begins, at the last note."""
         self.attempts_ms.append(self._last_ms)
 
-    def set_current_span(self, name: str) -> None:
+    def set_current_span(self, kind: Kind) -> None:
         """Notes where the request is from now on."""
-        self.at = f"{ROUTER}.{name}"
+        self.at = kind.at(ROUTER)
 
-    def record_span(self, name: str, now_s: float) -> None:
+    def record_span(self, kind: Kind, now_s: float) -> None:
         """Notes a span of the router, from its last note to now."""
         now_ms = self._ms(now_s)
-        self._spans.append(_span(f"{ROUTER}.{name}", ROUTER, self._last_ms, now_ms))
+        self._spans.append(_span(kind.at(ROUTER), ROUTER, self._last_ms, now_ms))
         self._last_ms = now_ms
 
     def sent(self, name: str, worker: WorkerId, now_s: float) -> TimedCall:
         """A call was sent. Calls of a request follow one another."""
-        self.at = f"{name}.call"
+        self.at = Kind.CALL.at(name)
         call = TimedCall(name, worker, self._ms(now_s))
         self._calls.append(call)
         return call
@@ -103,7 +103,7 @@ class TimelineRecorder:
 def _placed(call: TimedCall) -> Iterator[pb.Span]:
     """A call's spans on the request's own clock, cut off at the end of the call. The last one has its error."""
     ended_ms = call.ended_ms if call.ended_ms is not None else call.sent_ms
-    whole = pb.Span(name=f"{call.name}.call", duration_ms=ended_ms - call.sent_ms)
+    whole = pb.Span(name=Kind.CALL.at(call.name), duration_ms=ended_ms - call.sent_ms)
     spans = call.spans or [whole]
     for span in spans:
         start_ms = min(call.sent_ms + span.start_ms, ended_ms)

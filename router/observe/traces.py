@@ -20,7 +20,7 @@ from random import randbytes, random
 from router.observe.metrics import CANCELLED, OK
 from router.observe.record import RequestRecord
 from router.observe.trace_exporter import TraceExporter
-from router.requests.validator import ValidRequest
+from router.requests.checks import ValidRequest
 from text.chat import Chat
 from wire.pb import otlp_pb2 as otlp
 from wire.sampling import SamplingParams

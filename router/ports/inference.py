@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 from grpc_status import rpc_status
 
-from router.config import ServedModel, StreamBounds
+from router.config import StreamBounds
 from router.ports.interceptors import CALLER
 from router.requests.dispatch import Dispatcher, OpenRequest
 from wire.errors import Cancelled, Overloaded
@@ -16,6 +16,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
 from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
 from wire.rpc_status import to_status
+from wire.served_model import ServedModel
 from wire.trace_context import TRACEPARENT
 
 log = logging.getLogger(__name__)

@@ -63,7 +63,7 @@ class RouterServer:
             await self.stop()
             raise
         router, config = self._router, self._router.config
-        inference = InferenceApi(config.model, router.dispatcher, config.streams)
+        inference = InferenceApi(config.model, router.dispatcher, config.settings)
         cluster = ClusterApi(router, addresses)
         add_InferenceServicer_to_server(inference, self._public)
         add_ClusterServicer_to_server(cluster, self._operator)
@@ -84,26 +84,26 @@ class RouterServer:
             await self._metrics.stop()
 
     async def _bind(self) -> Addresses:
-        listeners = self._router.config.listeners
-        tls = None if listeners.tls is None else Certificates(listeners.tls)
+        config, settings = self._router.config, self._router.config.settings
+        tls = None if config.tls is None else Certificates(config.tls)
         metrics = ""
-        if listeners.metrics_port is not None:
+        if isinstance(settings.metrics_port, int):
             self._metrics = MetricsServer(self._router.metrics_page, self._router.keys)
-            metrics = await self._metrics.start(LOOPBACK if tls else listeners.host, listeners.metrics_port)
-        public = listen(self._public, listeners.host, listeners.grpc_port, tls)
+            metrics = await self._metrics.start(LOOPBACK if tls else settings.host, settings.metrics_port)
+        public = listen(self._public, settings.host, settings.grpc_port, tls)
         return Addresses(
             public,
-            public if tls is None else listen(self._public, LOOPBACK, listeners.local_port),
-            listen(self._operator, LOOPBACK, listeners.operator_port),
+            public if tls is None else listen(self._public, LOOPBACK, config.local_port),
+            listen(self._operator, LOOPBACK, config.operator_port),
             metrics,
         )
 
     def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
-        listeners = self._router.config.listeners
-        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", listeners.max_connections))
+        settings = self._router.config.settings
+        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", settings.max_connections))
         server = grpc.aio.server(interceptors=interceptors, options=options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if listeners.reflection:
+        if settings.reflection:
             reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 

@@ -17,10 +17,10 @@ from router.observe.traces import RequestTrace, Traces
 from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
+from router.requests.checks import ServingLimits, ValidRequest
 from router.requests.outbox import ReplyWriter
-from router.requests.prompts import PromptPreparer
+from router.requests.prompt import PreparedPrompt, PromptPreparer
 from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
-from router.requests.validator import PreparedPrompt, ServingLimits, ValidRequest
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member
@@ -29,6 +29,7 @@ from text.grammar import in_sources
 from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, tenant_of
+from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
@@ -151,9 +152,9 @@ class Attempt:
             await self._decode(route)
             return
         request.reply.begin(num_prompt)
-        timeline.set_current_span("wait_room")
+        timeline.set_current_span(Kind.WAIT_ROOM)
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node):
-            self._record_span("wait_room")
+            self._record_span(Kind.WAIT_ROOM)
             member = placement.choose_prefill(route)
             if member is not None:
                 prefill = await self._prefill(route, member)
@@ -174,10 +175,10 @@ class Attempt:
     async def _decode(self, route: Route) -> TimedCall:
         """Lets a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services = self.request.answer, self.request.services
-        self.request.timeline.set_current_span("wait_decode")
+        self.request.timeline.set_current_span(Kind.WAIT_DECODE)
         member = await services.placement.choose_decode(route)
         self.request.reply.begin(route.num_prompt_tokens)
-        self._record_span("wait_decode")
+        self._record_span(Kind.WAIT_DECODE)
         self.request.summary.decode_worker = member.id
 
         def fetched(attempt: AttemptId) -> None:
@@ -284,5 +285,5 @@ class Attempt:
         if self.is_alone and not self.history.is_in_vain(request.answer.num_tokens):
             request.services.isolated_retries.clear(request.admitted.id)
 
-    def _record_span(self, name: str) -> None:
-        self.request.timeline.record_span(name, self._clock())
+    def _record_span(self, kind: Kind) -> None:
+        self.request.timeline.record_span(kind, self._clock())

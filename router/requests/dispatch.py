@@ -13,17 +13,11 @@ from router.observe.metrics import OK, TokenTiming, described
 from router.observe.record import RequestRecord
 from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
+from router.requests.checks import ServingLimits, require_known, require_may_fit, valid_text, validate
 from router.requests.flow import Flow
 from router.requests.outbox import Outbox, ReplyWriter
+from router.requests.prompt import PreparedPrompt
 from router.requests.tokenizing import NO_PREFIXES
-from router.requests.validator import (
-    PreparedPrompt,
-    ServingLimits,
-    require_known,
-    require_may_fit,
-    valid_text,
-    validate,
-)
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.convert import reason_from_pb
@@ -211,7 +205,7 @@ class Dispatcher:
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the text of token ids. Raises InvalidRequest."""
-        require_known(request.token_ids, self._limits())
+        require_known(request.token_ids, self._limits().model)
         return pb.DetokenizeResponse(text=self._services.prompts.codec.decode(request.token_ids))
 
     async def abort(self, request_id: RequestId, caller: Key = ANYONE) -> None:

@@ -19,10 +19,11 @@ from router.observe.timeline import TimelineRecorder
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
 from router.requests.outbox import ReplyWriter
+from router.requests.prompt import PreparedPrompt
 from router.requests.replay import MAX_ATTEMPTS, AttemptHistory, NextStep, next_step
-from router.requests.validator import PreparedPrompt
 from text.chat import Chat
 from wire.errors import AttemptsExhausted, BatonError, NonFiniteLogits
+from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
 
 
@@ -39,7 +40,7 @@ class Flow:
 
     async def serve(self) -> pb.Complete:
         """Returns the last message, without its timeline, once the others are in the outbox. Raises BatonError."""
-        self.timeline.record_span("check", self._clock())
+        self.timeline.record_span(Kind.CHECK, self._clock())
         prepared = await self._prepare()
         history, step = AttemptHistory(), NextStep.RETRY
         while not prepared.answer.has_ended:
@@ -55,9 +56,9 @@ class Flow:
     async def _run(self, attempt: Attempt) -> None:
         """Runs an attempt. The one that may be its request's last waits for its turn in `IsolatedRetries`."""
         if attempt.is_alone:
-            self.timeline.set_current_span("wait_isolated")
+            self.timeline.set_current_span(Kind.WAIT_ISOLATED)
             async with self._services.isolated_retries.alone(self._request.id):
-                self._record_span("wait_isolated")
+                self._record_span(Kind.WAIT_ISOLATED)
                 await attempt.run()
         else:
             await attempt.run()
@@ -67,19 +68,19 @@ class Flow:
         services, request, clock = self._services, self._request, self._clock
         valid = request.valid
         if isinstance(valid.prompt, Chat):
-            self.timeline.set_current_span("render")
+            self.timeline.set_current_span(Kind.RENDER)
             rendered = await services.prompts.render(valid.prompt, request.limits)
             valid = replace(valid, prompt=rendered)
             self.reply.adapt(rendered.adapted)
-            self._record_span("render")
-        self.timeline.set_current_span("grammar")
+            self._record_span(Kind.RENDER)
+        self.timeline.set_current_span(Kind.GRAMMAR)
         valid = await services.prompts.check_grammar(valid, request.limits)
         if valid.sampling.response_format is not None:
-            self._record_span("grammar")
+            self._record_span(Kind.GRAMMAR)
 
-        self.timeline.set_current_span("wait_tokenizer")
+        self.timeline.set_current_span(Kind.WAIT_TOKENIZER)
         prompt = await services.prompts.prepare(valid, request.limits, request.root, self._begin_tokenizing)
-        self._record_span("tokenize")
+        self._record_span(Kind.TOKENIZE)
         self.summary.num_prompt_tokens = len(prompt.prompt_ids)
         if services.quarantine.contains(prompt.keys[-1], clock()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
@@ -113,8 +114,8 @@ class Flow:
         return following, step
 
     def _begin_tokenizing(self) -> None:
-        self._record_span("wait_tokenizer")
-        self.timeline.set_current_span("tokenize")
+        self._record_span(Kind.WAIT_TOKENIZER)
+        self.timeline.set_current_span(Kind.TOKENIZE)
 
-    def _record_span(self, name: str) -> None:
-        self.timeline.record_span(name, self._clock())
+    def _record_span(self, kind: Kind) -> None:
+        self.timeline.record_span(kind, self._clock())

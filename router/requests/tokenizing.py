@@ -43,7 +43,7 @@ class PublicPrefixes:
     async def make(cls, config: RouterConfig, codec: TextCodec, renderer: Renderer) -> "PublicPrefixes":
         """Tokenizes each text as the beginning of a prompt, and as a chat's system message. Raises ConfigError."""
         size, found = config.model.layout.block_size, []
-        for number, text in enumerate(config.public_prefixes):
+        for number, text in enumerate(config.settings.public_prefixes):
             known = [tuple(codec.encode(text)), await _system_tokens(text, codec, renderer)]
             whole = [one[: len(one) // size * size] for one in known if len(one) >= size]
             if not whole:

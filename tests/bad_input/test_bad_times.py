@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from router.config import AdmissionBounds, StreamBounds
+from router.config import RouterSettings
 from tests.bad_input.ports import GOOD, MODEL, PROMPT, SIZES, GenerateCall, serving
 from tests.bad_input.refusal import Refusal, refusal_of, refused
 from tests.faults.rest import at_rest
@@ -21,8 +21,8 @@ TEN_YEARS_S = 315_360_000.0
 
 
 async def test_a_flood_over_one_connection_is_refused_beyond_the_queue() -> None:
-    bounds = AdmissionBounds(max_queued_requests=NUM_TAKEN, retry_after_s=2.0)
-    async with serving(replace(SIZES, admission=bounds)) as ports:
+    bounds = RouterSettings(max_queued_requests=NUM_TAKEN, retry_after_s=2.0)
+    async with serving(replace(SIZES, settings=bounds)) as ports:
         model = ports.cluster.models["p0"]
         model.pause()
         ends = [asyncio.create_task(_end(ports.generate(GOOD))) for _ in range(NUM_CALLS)]
@@ -38,7 +38,7 @@ async def test_a_flood_over_one_connection_is_refused_beyond_the_queue() -> None
 
 
 async def test_without_workers_a_request_waits_and_is_told_so() -> None:
-    async with serving(replace(SIZES, streams=StreamBounds(max_worker_wait_s=0.2))) as ports:
+    async with serving(replace(SIZES, settings=RouterSettings(max_worker_wait_s=0.2))) as ports:
         await ports.cluster.enlist()
         refusal = await refused(ports.generate(GOOD))
         assert (refusal.code, refusal.ids["retryable"]) == ("UNAVAILABLE", "true")
@@ -49,7 +49,7 @@ async def test_without_workers_a_request_waits_and_is_told_so() -> None:
 
 @pytest.mark.parametrize("time_left_s", [None, TEN_YEARS_S], ids=["no deadline", "ten years"])
 async def test_a_deadline_is_at_most_the_servers_own(time_left_s: float | None) -> None:
-    async with serving(replace(SIZES, streams=StreamBounds(max_deadline_s=1.0))) as ports:
+    async with serving(replace(SIZES, settings=RouterSettings(max_deadline_s=1.0))) as ports:
         ports.cluster.models["d0"].pause()
         refusal = await refused(ports.generate(GOOD, time_left_s))
         assert (refusal.code, refusal.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")

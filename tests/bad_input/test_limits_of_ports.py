@@ -23,9 +23,9 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @asynccontextmanager
-async def listening(**listeners: Any) -> AsyncIterator[tuple[str, str]]:
+async def listening(**settings: Any) -> AsyncIterator[tuple[str, str]]:
     """The public and the operator's address of a router before fake workers."""
-    cluster = FakeCluster(replace(CONFIG, listeners=replace(CONFIG.listeners, **listeners)))
+    cluster = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, **settings)))
     server = RouterServer(cluster.router)
     addresses = await server.start()
     await cluster.resize(1, 1)

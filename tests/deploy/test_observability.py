@@ -13,10 +13,10 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.model.hash_model import HashModel
-from router.observe.record import GATES
 from tests.gateway.local_gateway import LocalDoor
 from tests.harness.local_cluster import LocalCluster
 from wire.errors import BatonError
+from wire.journal import GATES
 from wire.layout import KVLayout
 from wire.trust.key_ring import NO_KEYS
 

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURE, REQUEST_PATH = (ROOT / "docs" / name for name in ("architecture.md", "request-path.md"))
+ARCHITECTURE, REQUEST_PATH, TIMELINE = (
+    ROOT / "docs" / name for name in ("architecture.md", "request-path.md", "timeline.md")
+)
 
 
 def read(page: Path, command: str) -> str:

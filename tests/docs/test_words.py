@@ -41,6 +41,58 @@ def test_bad_docstrings(text: str) -> None:
     assert list(words.check_docstring(text)) != []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A model folder. dtype: the type of its rows; window: sees that many tokens.",
+        "Seconds of a call.",
+        "Connects once. One connection is enough, one thread reads it, and one process owns both.",
+        "Takes a slot, a new one if none is free. The last reference is given back.",
+        "Stages: `one of these`, in turns.",
+        "Slots. One class is the arena's, one address is the node's.",
+        "One\nmessage per step.",
+    ],
+)
+def test_good_sentences(text: str) -> None:
+    assert list(words.check_sentences(text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A model folder. dtype: of the rows.",
+        "A model folder. dtype: as of Rows.",
+        "A tier. `shares`: theirs.",
+        "Of the token to be drawn.",
+        "As of the last epoch.",
+    ],
+)
+def test_fields_without_a_noun(text: str) -> None:
+    assert len(list(words.check_sentences(text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Probes workers. Ones that drain report themselves.",
+        "Parses a message; one of ours may have no unknown field.",
+        "Runs an attempt. The one that may be the last runs alone.",
+        "Reads a tier. The ones whose copies are gone\nare skipped.",
+        "Reads an object: a wrong one raises ModelError.",
+        "Reads pages.\n\nOne waits for another.",
+        "Renders. The last known one is run.",
+        "A tier. No other one has it.",
+        "A first one.",
+    ],
+)
+def test_one_is_no_subject(text: str) -> None:
+    assert len(list(words.check_sentences(text))) == 1
+
+
+def test_unread_packages_are_there() -> None:
+    assert [path for path in words.UNREAD if not (ROOT / path).exists()] == []
+
+
 def test_a_later_sentence_may_be_long() -> None:
     assert list(words.check_docstring("Slots. " + " ".join(["word"] * 40) + ".")) == []
 

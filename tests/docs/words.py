@@ -31,9 +31,32 @@ PACKAGES = (
     "worker",
 )
 MAX_CLAUSE_WORDS = 25
+UNREAD = (
+    "benchmarks",
+    "deploy/controller",
+    "deploy/plan",
+    "engine/core.py",
+    "engine/kv",
+    "kv_store",
+    "router",
+    "wire",
+    "worker",
+)
+"""Beginnings of paths whose docstrings are not held to the rules of fields and subjects yet; only ever fewer."""
 _NO_NOUN = re.compile(r"\b(who|whom|whoever|whomever|those|(?:no|any|some|every)(?:body|one)|no one)\b", re.IGNORECASE)
 _NO_SUBJECT = re.compile(r"(what|whatever|who|whoever|whose|one|those|that which|nobody)\b", re.IGNORECASE)
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_FIELD_WITHOUT_NOUN = re.compile(r"\b[a-z_]\w*`?: (of|as of|theirs)\b|\A\s*(Of|As of|Theirs)\b")
+_BEFORE_ONE = r"(?:an?|the|each|every|any|all|no|some|this|that|(?:an)?other|such|its|their|only|older|later|new)"
+_AFTER_ONE = (
+    r"(?:[,;.)]|\s+(?:of|that|which|whose|with|without|in|on|at|from|for|by|to|under|over|beside|between|beyond"
+    r"|was|were|had|may|might|can|could|must|will|would|do|and|or|[a-z]+(?<![us])s)\b)"
+)
+_ONE_AS_SUBJECT = re.compile(
+    r"(?:\A|[.;:!?]\s+|\n\s*\n)\s*"
+    rf"((?:{_BEFORE_ONE}\s+(?:[\w-]+\s+){{0,2}})?one(?:s\b|(?={_AFTER_ONE})))",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n\s*\n")
 _CLAUSE_END = re.compile(r"[;:()]")
 
@@ -47,6 +70,15 @@ def check_docstring(text: str) -> Iterator[str]:
     for clause in _CLAUSE_END.split(first):
         if len(clause.split()) > MAX_CLAUSE_WORDS:
             yield f"a first clause of {len(clause.split())} words: {clause.strip()[:40]}..."
+
+
+def check_sentences(text: str) -> Iterator[str]:
+    """Yields the fields of a docstring that are explained without a noun or verb, and "one" as a subject."""
+    prose = _CODE.sub("code", text)
+    for field in _FIELD_WITHOUT_NOUN.finditer(prose):
+        yield f"{field.group().strip()!r} lacks its noun or verb"
+    for subject in _ONE_AS_SUBJECT.findall(prose):
+        yield f"{' '.join(subject.split())!r} as a subject: name the thing"
 
 
 def check_page(text: str) -> Iterator[str]:
@@ -83,7 +115,13 @@ def find_problems() -> Iterator[str]:
                 f"{name}: {one}" for test in re.findall(r"def (test_\w+)", text) for one in check_test_name(test)
             )
         else:
-            yield from (f"{name}:{line}: {one}" for line, string in docstrings(text) for one in check_docstring(string))
+            checks = (check_docstring,) if name.startswith(UNREAD) else (check_docstring, check_sentences)
+            yield from (
+                f"{name}:{line}: {problem}"
+                for line, string in docstrings(text)
+                for check in checks
+                for problem in check(string)
+            )
 
 
 def _files() -> Iterator[Path]:

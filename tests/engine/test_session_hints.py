@@ -6,7 +6,7 @@ import pytest
 
 from engine.model.hash_model import HashModel
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from tests.harness.engines import ROOT, drive, make_core, request
 from tests.harness.node import Node
 from wire.block_names import digest_of, session_of

@@ -22,6 +22,7 @@ from router.workers.grpc_transport import GrpcTransport
 from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker
+from wire.typed_reader import from_json
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ async def router_process(order: Order) -> AsyncIterator[RouterProcess]:
 async def serve(order: Order) -> None:
     if order.max_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (order.max_files, order.max_files))
-    config = RouterConfig.from_json(order.config)
+    config = from_json(RouterConfig, order.config, "router")
     token = config.cluster.token
     router = Router(
         config, ByteTokenizer(), lambda address: GrpcTransport(address, token), LocalController(PoolSizes(0, 0))

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_store.frame import checksum_of
-from kv_store.node.directory_port import Block
+from kv_store.node.messages import Block
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
 from tests.harness.cluster import until

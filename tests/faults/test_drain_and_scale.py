@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.config import StreamBounds
+from router.config import RouterSettings
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
@@ -56,7 +56,7 @@ async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
 
 async def test_a_long_request_is_passed_on_again_and_again() -> None:
     """Its reader takes nothing while workers come and go, so there is room for all of its tokens."""
-    sizes = replace(SIZES, streams=StreamBounds(max_buffered_tokens=512))
+    sizes = replace(SIZES, settings=RouterSettings(max_buffered_tokens=512))
     async with FaultyCluster.running(MODEL, 1, 1, sizes) as cluster:
         reader = cluster.open(ask(range(50), 400))
         for num_tokens in range(3, 60, 8):

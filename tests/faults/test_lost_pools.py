@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from router.config import StreamBounds
+from router.config import RouterSettings
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.cluster import until
@@ -40,8 +40,8 @@ async def test_both_pools_die_and_are_replaced_in_time(num_tokens: int) -> None:
 
 
 async def test_without_replacements_requests_are_told_so() -> None:
-    bounds = StreamBounds(max_worker_wait_s=0.2)
-    async with FaultyCluster.running(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
+    bounds = RouterSettings(max_worker_wait_s=0.2)
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(settings=bounds)) as cluster:
         reader = cluster.open(ask(prompt_of(0), 3000))
         await reader.read_tokens(3)
         await kill_all(cluster)

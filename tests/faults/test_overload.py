@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from router.config import AdmissionBounds, StreamBounds
+from router.config import RouterSettings
 from router.observe import record
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
@@ -32,7 +32,7 @@ async def expect(reader: Reader, number: int, num_tokens: int) -> None:
 
 async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
     """And those that were let in are served before their deadline."""
-    async with FaultyCluster.running(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_requests=32))) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(settings=RouterSettings(max_queued_requests=32))) as cluster:
         cluster.models["p0"].pause()
         admitted: list[tuple[int, Reader]] = []
         delays_s: list[float] = []
@@ -55,7 +55,7 @@ async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
 
 
 async def test_queued_bytes_are_bounded_too() -> None:
-    async with FaultyCluster.running(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_bytes=5000))) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(settings=RouterSettings(max_queued_bytes=5000))) as cluster:
         cluster.models["p0"].pause()
         request = ask((5,) * 400, 4)
         readers = [cluster.open(request) for _ in range(5000 // request.ByteSize())]
@@ -91,8 +91,8 @@ def is_beginning(reader: Reader, number: int) -> bool:
 
 
 async def test_a_reader_that_never_reads_is_let_go_and_others_do_not_notice() -> None:
-    bounds = StreamBounds(max_buffered_tokens=16)
-    async with FaultyCluster.running(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
+    bounds = RouterSettings(max_buffered_tokens=16)
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(settings=bounds)) as cluster:
         idle = cluster.open(ask(prompt_of(0), 3000))
         others = [asyncio.create_task(expect(cluster.open(ask(prompt_of(n), 100)), n, 100)) for n in range(1, 5)]
         await asyncio.gather(*others)
@@ -106,7 +106,7 @@ async def test_a_reader_that_never_reads_is_let_go_and_others_do_not_notice() ->
 
 async def test_a_slow_reader_gets_everything_in_larger_pieces() -> None:
     """As long as it reads at all; what waits is bounded."""
-    async with FaultyCluster.running(MODEL, 1, 1, Sizes(streams=StreamBounds(max_buffered_tokens=64))) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(settings=RouterSettings(max_buffered_tokens=64))) as cluster:
         reader = cluster.open(ask(prompt_of(0), 300))
         for num_tokens in range(1, 300, 7):
             await reader.read_tokens(num_tokens)

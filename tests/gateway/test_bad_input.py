@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.requests import validator
+from router.requests import checks
 from tests.gateway import local_gateway
 from tests.gateway.local_gateway import LocalDoor, LocalGateway
 from tests.gateway.test_app import BODY, COMPLETIONS
@@ -47,7 +47,7 @@ async def test_choices_of_a_greedy_request_are_the_same() -> None:
 
 
 async def test_an_echo_of_too_long_a_prompt_is_refused(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validator, "MAX_TOLD_PROMPT_LEN", 10)
+    monkeypatch.setattr(checks, "MAX_TOLD_PROMPT_LEN", 10)
     answers = [await gateway.post(COMPLETIONS, {**BODY, "prompt": "a" * num, "echo": True}) for num in (10, 11)]
     assert [answer.status for answer in answers] == [200, 400]
     assert answers[1].error["param"] == "echo"

@@ -13,7 +13,6 @@ import pytest
 from gateway import exchange
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
-from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, FakeCluster
@@ -24,7 +23,7 @@ HI = {"role": "user", "content": "hi"}
 
 
 async def test_from_start_to_stop() -> None:
-    cluster = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=0)))
+    cluster = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0)))
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)

@@ -9,7 +9,6 @@ import pytest
 
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
-from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.gateway.test_app import BODY, COMPLETIONS, PATHS
@@ -114,7 +113,7 @@ async def test_a_request_id_is_its_tenants_own(gateway: LocalGateway) -> None:
 
 
 async def test_over_real_sockets_a_revoked_key_is_refused_at_once() -> None:
-    cluster = FakeCluster(replace(CONFIG, keys=LISTED, listeners=Listeners(metrics_port=0)))
+    cluster = FakeCluster(replace(CONFIG, keys=LISTED, settings=replace(CONFIG.settings, metrics_port=0)))
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)

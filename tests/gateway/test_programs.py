@@ -11,7 +11,6 @@ import pytest
 
 from baton import AsyncClient
 from baton.request import Message
-from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.gateway.test_responses import prompt_of
@@ -62,7 +61,7 @@ async def test_what_messages_were_changed_in_is_told_in_a_header(strict: LocalGa
 
 
 async def test_it_is_told_over_grpc_before_the_answer(renderer: TemplateProcesses) -> None:
-    cluster = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=0)), renderer=renderer)
+    cluster = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0)), renderer=renderer)
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)

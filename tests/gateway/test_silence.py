@@ -12,7 +12,7 @@ import pytest
 
 from gateway import exchange
 from gateway.exchange import BEGIN_AFTER_S, COMMENT, Events, Reply, Request, Streamed
-from router.requests.prompts import PromptPreparer
+from router.requests.prompt import PromptPreparer
 from tests.gateway import local_gateway
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.harness.fake_cluster import CONFIG
@@ -298,8 +298,8 @@ def test_a_stream_that_is_cancelled_again_amid_a_piece_leaves_no_task() -> None:
 
 def test_a_full_router_is_told_with_its_status() -> None:
     async def run() -> None:
-        admission = replace(CONFIG.admission, max_open_requests=1)
-        async with serving(config=replace(CONFIG, admission=admission)) as gateway:
+        admission = replace(CONFIG.settings, max_open_requests=1)
+        async with serving(config=replace(CONFIG, settings=admission)) as gateway:
             worker = gateway.cluster.workers["p0"]
             worker.may_go.clear()
             first = asked(gateway, COMPLETIONS)

@@ -18,7 +18,6 @@ from deploy.plan.authority import Authority
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
 from httpd.connection import MAX_STALL_S
-from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.harness.fake_cluster import CONFIG, FakeCluster
 from tests.router.test_keys import ACME_TEXT, LISTED
@@ -82,7 +81,7 @@ async def serving(folder: Path, client_ca: bool) -> AsyncIterator[Doors]:
     files = TlsFiles(str(folder / "cert"), str(folder / "key"), str(folder / "ca") if client_ca else None)
     (folder / "ca").write_text(CLIENTS.certificate_pem)
     Doors("", "", "", files).install(OLD.issue("door", HOST))
-    cluster = FakeCluster(replace(CONFIG, keys=LISTED, listeners=Listeners(tls=files)))
+    cluster = FakeCluster(replace(CONFIG, keys=LISTED, tls=files))
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from decode_worker.behaviour import decode_behaviour
 from engine.model.batch import CausalModel, DraftModel
 from prefill_worker.behaviour import prefill_behaviour
+from tests.harness.served import served_model
 from text.byte_tokenizer import ByteTokenizer
 from wire.pools import Role
 from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
@@ -13,7 +14,6 @@ from worker.config import (
     MAX_SILENCE_S,
     BatchSettings,
     CheckpointSettings,
-    PageSettings,
     ServerSettings,
     SpeculationSettings,
     StoreSettings,
@@ -44,14 +44,14 @@ def local_worker(
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
         worker_id=worker_id,
-        role=role.value,
-        model=CheckpointSettings("nowhere", FINGERPRINT.hex()),
-        pool=PageSettings(num_blocks, model.layout.block_size),
+        role=role,
+        model=CheckpointSettings(served_model(model.layout, folder="nowhere", fingerprint_hex=FINGERPRINT.hex())),
+        num_blocks=num_blocks,
         store=StoreSettings("nowhere", "00" * 32, node_id=node_id, block_address=node_id),
         server=ServerSettings(TOKEN),
         batch=batch or BatchSettings(),
         speculation=SpeculationSettings(proposer),
         max_silence_s=max_silence_s,
     )
-    behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)
+    behaviour = _BEHAVIOURS[role](config.batch, config.block_size)
     return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, lambda: ByteTokenizer().definition)

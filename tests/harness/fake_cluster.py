@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.config import ClusterAccess, RouterConfig, ServedModel
+from router.config import ClusterAccess, RouterConfig, RouterSettings
 from router.requests.dispatch import OpenRequest
 from tests.harness.cluster import WAIT_S, Cluster, role_of, until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
 from text.chat import Renderer
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
+from wire.served_model import ServedModel
 
 VOCAB_SIZE = 300
 PROMPT = "hello, world"
@@ -26,6 +27,7 @@ CONFIG = RouterConfig(
         layout_hex=LAYOUT.encode().hex(),
     ),
     cluster=ClusterAccess(token="the cluster's token", secret_hex="00" * 32),
+    settings=RouterSettings(grpc_port=0, metrics_port="off"),
 )
 
 

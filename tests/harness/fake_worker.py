@@ -18,7 +18,7 @@ from wire.pools import Role
 from worker.convert import cursor_from_pb, events_to_pb
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
-FINGERPRINT = b"a model's fingerprint"
+FINGERPRINT = b"f" * 32
 EVENT_LOOKS = 100
 CHARACTERS = "abcdefgh €äß😀\n"
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from engine.model.batch import CausalModel
-from kv_store.node.directory_port import Block, Hold
+from kv_store.node.messages import Block, Hold
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
 from tests.harness.answer import ChoiceAnswer, Reader

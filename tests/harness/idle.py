@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block
+from kv_store.node.messages import Block
 
 
 def visit_idle(directory: Directory, visit: Callable[[list[Block]], None]) -> None:

@@ -10,20 +10,13 @@ from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
-from router.config import (
-    AdmissionBounds,
-    ClusterAccess,
-    RouterConfig,
-    ServedModel,
-    ServedNamespace,
-    StreamBounds,
-    TraceSettings,
-)
+from router.config import ClusterAccess, RouterConfig, RouterSettings, TraceSettings
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.harness.cluster import Cluster, role_of
 from text.tokenizer_protocol import TextCodec
+from wire.served_model import ServedModel, ServedNamespace
 from worker.assembly import Assembly, Tiers
 from worker.config import MAX_SILENCE_S, BatchSettings
 
@@ -38,8 +31,7 @@ class Sizes:
     num_blocks: int = 256
     num_slots: int = 512
     batch: BatchSettings = field(default_factory=BatchSettings)
-    admission: AdmissionBounds = field(default_factory=AdmissionBounds)
-    streams: StreamBounds = field(default_factory=StreamBounds)
+    settings: RouterSettings = field(default_factory=RouterSettings)
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
     draft: DraftModel | None = None
@@ -72,8 +64,7 @@ class LocalCluster(Cluster[Assembly]):
         config = RouterConfig(
             served(model, sizes.kv_policies),
             ClusterAccess(TOKEN, "00" * 32),
-            admission=sizes.admission,
-            streams=sizes.streams,
+            settings=sizes.settings,
             traces=sizes.traces,
             earlier=sizes.earlier,
         )

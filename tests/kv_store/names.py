@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from kv_store.frame import MAC_KEY_BYTES, checksum_of
-from kv_store.node.directory_port import Block
+from kv_store.node.messages import Block
 from kv_store.tiers.cold_tier import ColdTier
 from wire.block_names import BlockName, cover
 from wire.ids import NamespaceRoot, SlotId

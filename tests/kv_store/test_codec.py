@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_store.node import directory_port
-from kv_store.node.directory_port import LENGTH, Hold, RefusedCall, ServiceCodec, TtlS, body_len
+from kv_store.node import service
+from kv_store.node.messages import Hold, TtlS
+from kv_store.node.service import LENGTH, RefusedCall, ServiceCodec, body_len
 from wire.errors import WireError
 from wire.ids import AttemptId
 
@@ -184,7 +185,7 @@ def test_an_int_is_a_float_of_that_value() -> None:
 
 
 def test_messages_are_bounded_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_port, "MAX_MESSAGE_BYTES", 10)
+    monkeypatch.setattr(service, "MAX_MESSAGE_BYTES", 10)
     outer = Outer(Name("x" * 20), 0.0, True, Inner(1, b""), None, [])
     with pytest.raises(WireError):
         CODEC.encode_call("outer", (outer,))

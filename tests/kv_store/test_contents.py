@@ -3,7 +3,7 @@
 import pytest
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Hold
+from kv_store.node.messages import Hold
 from kv_store.tiers.contents import PAGE_BLOCKS, HostTier, Selection, Tally, clear, find
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of

@@ -12,9 +12,10 @@ import pytest
 from kv_store.node import records as records_module
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import Block, DirectoryPort, Entry, Hold
+from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import BlockEvents, EventCursor, EventPage
+from kv_store.node.messages import Block, Entry, Hold
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.block_names import BlockName, cover, digest_of

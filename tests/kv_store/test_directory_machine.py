@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold, KeepHint
+from kv_store.node.messages import Block, Hold, KeepHint
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import ROOT, names_of
 from wire.block_names import BlockName, digest_of

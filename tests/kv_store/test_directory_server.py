@@ -20,9 +20,10 @@ import pytest
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import CALLS, GREETING, LENGTH, EpochChanged, RefusedCall
+from kv_store.node.directory_port import CALLS, GREETING, EpochChanged
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import EventCursor
+from kv_store.node.service import LENGTH, RefusedCall
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
 from wire.ids import PROTOCOL_VERSION, SlotId

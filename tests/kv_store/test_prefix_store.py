@@ -10,7 +10,8 @@ import redis
 import torch
 
 from baton import BatonError, PrefixStore, errors, tiers
-from router.config import ClusterAccess, RouterConfig, ServedModel
+from router.config import ClusterAccess, RouterConfig
+from tests.harness.served import served_model
 from wire.layout import KVLayout
 from wire.tier import ColdSettings, Tier
 
@@ -296,7 +297,7 @@ def test_threads_may_share_a_store(tmp_path: Path) -> None:
 
 def test_names_are_the_same_as_of_a_cluster_with_the_same_secret_model_and_tenant() -> None:
     fingerprint = bytes(range(32, 64))
-    model = ServedModel("m", "", "float32", 1024, 256, fingerprint.hex(), LAYOUT.encode().hex())
+    model = served_model(LAYOUT, fingerprint_hex=fingerprint.hex())
     access = ClusterAccess("token", SECRET.hex())
     router = RouterConfig(model=model, cluster=access)
     for tenant in ("default", "other"):

@@ -11,7 +11,8 @@ from kv_store.eviction.order import EvictionOrder, Priority, StartFirst
 from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.ledger import Ledger
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import CALLS, KeepHint
+from kv_store.node.directory_port import CALLS
+from kv_store.node.messages import KeepHint
 from kv_store.node.sessions import KeepLimits
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed

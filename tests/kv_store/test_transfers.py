@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kv_store.block_store import Reading
-from kv_store.node.directory_port import KeepHint
+from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.transfers import (
     Done,

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from router.config import Disaggregation, StreamBounds
+from router.config import Disaggregation, RouterSettings
 from tests.harness.answer import ask
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import MODEL
@@ -26,7 +26,7 @@ TOKEN_S = 0.001
 async def test_either_pool_gives_the_same_tokens(
     mode: Disaggregation, num_streams: int, num_queued: int, why: str, prefiller: str
 ) -> None:
-    sizes = Sizes(streams=StreamBounds(disaggregation=mode))
+    sizes = Sizes(settings=RouterSettings(disaggregation=mode))
     async with LocalCluster.running(MODEL, 1, 1, sizes) as cluster:
         with ExitStack() as stack:
             for member, num_choices, num_tokens in zip(
@@ -43,7 +43,7 @@ async def test_either_pool_gives_the_same_tokens(
 
 async def test_what_decode_workers_have_is_no_reason_for_a_hand_off() -> None:
     """The second turn has a few new tokens, which cost less than a hand-off though two streams wait for them."""
-    sizes = Sizes(streams=StreamBounds(disaggregation=Disaggregation.CONDITIONAL))
+    sizes = Sizes(settings=RouterSettings(disaggregation=Disaggregation.CONDITIONAL))
     async with LocalCluster.running(MODEL, 1, 1, sizes) as cluster:
         first = await cluster.generate(ask(PROMPT * 4, 5))
         assert first.complete.timeline.prefill_reason == "not_learned"

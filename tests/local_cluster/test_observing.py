@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
-from router.observe.record import GATES
 from router.ports.server import MetricsServer
 from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.errors import InvalidRequest
+from wire.journal import GATES
 from wire.pb import inference_pb2 as pb
 from worker.config import BatchSettings
 

@@ -12,7 +12,6 @@ from engine.model.hash_model import HashModel
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
-from router.config import ServedNamespace
 from router.requests.tokenizing import NO_PREFIXES, PUBLIC, PublicPrefixes
 from tests.faults.rest import at_rest
 from tests.harness import assembled_worker, local_cluster
@@ -27,6 +26,7 @@ from wire.errors import RequestNotFound, StoreError
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.pb import cluster_pb2
+from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss, StoredBlock
 from wire.trust.key_ring import ANYONE, Allowance, Key, Scope, make_key
 

@@ -8,12 +8,11 @@ from typing import TypeVar
 import pytest
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold, Reservation
 from kv_store.node.directory_state import DirectoryState
+from kv_store.node.messages import Block, Hold, Reservation
 from kv_store.node.records import Records
 from kv_store.node.tombstones import Loss, Tombstones
 from kv_store.tiers.memory_tier import MemoryTier
-from router.config import ServedNamespace
 from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import put_one
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, ask, at_rest
@@ -21,6 +20,7 @@ from wire.block_names import BlockName, cover
 from wire.convert import misses_from_pb
 from wire.ids import DEFAULT_TENANT, BlockKey
 from wire.pb import cluster_pb2
+from wire.served_model import ServedNamespace
 from wire.tier import Cause, MissRun, Tier
 
 SIZE = LAYOUT.block_size

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.config import AdmissionBounds, RouterConfig
+from router.config import RouterConfig
 from router.requests.dispatch import LAST_WORD_S, MAX_TOKENIZING
 from tests.harness.cluster import Output, collect, until
 from tests.harness.fake_cluster import CONFIG, PROMPT, expected, request, running
@@ -40,7 +40,7 @@ def assert_is_whole(output: Output, length: int, num_choices: int = 1) -> None:
 
 
 def with_streams(**bounds: Any) -> RouterConfig:
-    return replace(CONFIG, streams=replace(CONFIG.streams, **bounds))
+    return replace(CONFIG, settings=replace(CONFIG.settings, **bounds))
 
 
 async def test_a_request_goes_through_both_pools() -> None:
@@ -326,7 +326,7 @@ async def test_an_error_of_the_request_itself_is_not_tried_elsewhere(where: str)
 async def test_a_bug_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(1, 1) as cluster:
         with monkeypatch.context() as broken:
-            broken.setattr("router.requests.prompts.prepare", lambda *_: 1 / 0)
+            broken.setattr("router.requests.prompt.PromptPreparer._prepare", lambda *_: 1 / 0)
             with pytest.raises(BatonError, match="internal error, incident"):
                 await cluster.generate(request())
         assert_is_whole(await cluster.generate(request(max_tokens=3)), 3)
@@ -358,7 +358,7 @@ async def test_holds_are_released_once_decode_has_fetched() -> None:
 
 
 async def test_the_queue_is_bounded() -> None:
-    config = replace(CONFIG, admission=AdmissionBounds(max_queued_requests=3))
+    config = replace(CONFIG, settings=replace(CONFIG.settings, max_queued_requests=3))
     async with running(1, 1, config) as cluster:
         cluster.workers["p0"].may_go.clear()
         sessions = [cluster.open(request()) for _ in range(3)]

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.requests import attempt, validator
+from router.requests import attempt
 from router.requests.answer import ChoiceStreams
 from router.requests.dispatch import OpenRequest
-from router.requests.prompts import MAX_TINY_LEN
+from router.requests.prompt import MAX_TINY_LEN, PreparedPrompt, PromptPreparer
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
-from router.requests.validator import PreparedPrompt
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running
 from tests.harness.scripted_worker import ScriptedWorker, chunk, so_far, tokens
@@ -546,7 +545,7 @@ async def two_on_one_line(stage: Stage, **sampling: Any) -> tuple[OpenRequest, C
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_request_whose_outbox_is_full_ends_alone(ends: bool) -> None:
     """Also where the update that finds no room is the last one."""
-    config = replace(CONFIG, streams=replace(CONFIG.streams, max_buffered_tokens=2))
+    config = replace(CONFIG, settings=replace(CONFIG.settings, max_buffered_tokens=2))
     async with stage_of("d0", config=config) as stage:
         unread, other = await two_on_one_line(stage, n=3)
         first = request_of(AttemptId(stage["d0"].begins[0].id))
@@ -596,14 +595,14 @@ async def not_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @asynccontextmanager
 async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    has_begun, may_end, prepare = threading.Event(), threading.Event(), validator.prepare
+    has_begun, may_end, prepare = threading.Event(), threading.Event(), PromptPreparer._prepare
 
     def wait(*arguments: Any) -> PreparedPrompt:
         has_begun.set()
         assert may_end.wait(10)
         return prepare(*arguments)
 
-    monkeypatch.setattr("router.requests.prompts.prepare", wait)
+    monkeypatch.setattr(PromptPreparer, "_prepare", wait)
     client = stage.open(text="x" * (MAX_TINY_LEN + 1))
     await until(has_begun.is_set)
     yield client
@@ -761,7 +760,7 @@ async def anext_error(opened: OpenRequest) -> BaseException | None:
 async def test_a_stop_keeps_its_reason_where_a_timeout_runs_out_with_it(is_stopped_first: bool) -> None:
     """The wait for a decode worker runs out in the same turn of the loop: both cancel one task, in either order."""
     wait_s = 0.05
-    config = replace(CONFIG, streams=replace(CONFIG.streams, max_worker_wait_s=wait_s))
+    config = replace(CONFIG, settings=replace(CONFIG.settings, max_worker_wait_s=wait_s))
     async with stage_of("p0", config=config) as stage:
         client = stage.open()
         await stage.begun("p0")

@@ -12,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.config import Listeners
 from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_unary, info_of, read, serving
 from tests.wire.test_key_ring import WRONG
@@ -43,7 +42,7 @@ def methods(*modules: Any) -> list[str]:
 
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
-    async with serving(replace(CONFIG, keys=LISTED, listeners=Listeners(metrics_port=0))) as service:
+    async with serving(replace(CONFIG, keys=LISTED, settings=replace(CONFIG.settings, metrics_port=0))) as service:
         yield service
 
 

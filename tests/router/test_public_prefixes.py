@@ -19,7 +19,7 @@ SIZE = CONFIG.model.layout.block_size
 
 
 def config(*texts: str) -> RouterConfig:
-    return replace(CONFIG, public_prefixes=texts)
+    return replace(CONFIG, settings=replace(CONFIG.settings, public_prefixes=texts))
 
 
 def part_of(prefixes: PublicPrefixes, text: str) -> PublicPart | None:

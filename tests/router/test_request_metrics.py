@@ -1,11 +1,8 @@
 from collections.abc import Mapping
-from pathlib import Path
-
-import pytest
 
 from router.disaggregation import PrefillReason
 from router.observe.metrics import RequestMetrics, TokenTiming, outcome_of
-from router.observe.record import GATES, RequestRecord, RequestSummary
+from router.observe.record import RequestRecord, RequestSummary
 from wire.convert import tiers_from_pb
 from wire.errors import InvalidRequest, Overloaded
 from wire.ids import QualifiedId, WorkerId
@@ -124,8 +121,3 @@ def test_what_the_log_says_of_a_request() -> None:
 
 def test_an_error_that_is_none_of_ours_is_internal() -> None:
     assert outcome_of(KeyError("a bug")) == "INTERNAL"
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_the_page_on_timelines_tells_of_every_gate(gate: str) -> None:
-    assert f"`{gate}`" in (Path(__file__).parents[2] / "docs" / "timeline.md").read_text()

@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import AsyncClient
 from baton.request import Options
-from router.config import AdmissionBounds, Listeners, RouterConfig, StreamBounds
+from router.config import RouterConfig
 from router.ports.interceptors import MAX_ARRIVING, reserved_names
 from router.ports.server import RouterServer
-from router.requests.validator import ValidRequest, validate
+from router.requests.checks import ValidRequest, validate
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import CONFIG, PROMPT, FakeCluster, expected, request
 from text.byte_tokenizer import ByteTokenizer
@@ -150,7 +150,7 @@ async def test_tokens_of_a_prompt_are_told_before_its_first_token(service: Servi
 
 @pytest.mark.parametrize("options", [{"temperature": 3}, {"echo": True}], ids=["a wrong one", "a good one"])
 async def test_tokens_of_a_prompt_that_no_worker_takes_are_not_told(options: Options) -> None:
-    async with serving(replace(CONFIG, streams=StreamBounds(max_worker_wait_s=0.05))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, max_worker_wait_s=0.05))) as service:
         await service.cluster.resize(0, 0)
         async with AsyncClient(service.addresses.public) as client, client.stream(PROMPT, **options) as stream:
             assert await stream.admitted() == 0
@@ -243,7 +243,7 @@ async def test_the_clients_deadline_ends_the_work(service: Service, where: str) 
 
 
 async def test_our_own_deadline_is_told_as_such() -> None:
-    async with serving(replace(CONFIG, streams=replace(CONFIG.streams, max_deadline_s=0.1))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, max_deadline_s=0.1))) as service:
         service.cluster.workers["d0"].may_go.clear()
         failure = await failure_of(service.inference.Generate(request()))
         assert (failure.code(), info_of(failure).reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
@@ -252,7 +252,7 @@ async def test_our_own_deadline_is_told_as_such() -> None:
 
 
 async def test_a_full_queue_refuses_quickly() -> None:
-    async with serving(replace(CONFIG, admission=AdmissionBounds(max_queued_requests=4))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, max_queued_requests=4))) as service:
         service.cluster.workers["p0"].may_go.clear()
         calls = [service.inference.Generate(request()) for _ in range(4)]
         readings = [asyncio.create_task(read(call)) for call in calls]
@@ -267,7 +267,7 @@ async def test_a_full_queue_refuses_quickly() -> None:
 
 
 async def test_a_full_router_refuses_before_the_message_is_there() -> None:
-    async with serving(replace(CONFIG, admission=AdmissionBounds(max_open_requests=1))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, max_open_requests=1))) as service:
         service.cluster.workers["p0"].may_go.clear()
         reading = asyncio.create_task(read(service.inference.Generate(request())))
         await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
@@ -282,7 +282,7 @@ async def test_a_full_router_refuses_before_the_message_is_there() -> None:
 
 
 async def test_a_request_whose_room_went_while_it_was_on_its_way_is_refused_once() -> None:
-    async with serving(replace(CONFIG, admission=AdmissionBounds(max_open_requests=1))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, max_open_requests=1))) as service:
         service.cluster.workers["p0"].may_go.clear()
         late = service.without_message(GENERATE)
         await until(lambda: service.server.num_arriving == 1)
@@ -326,7 +326,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.requests.prompts.prepare", prepare)
+        broken.setattr("router.requests.prompt.PromptPreparer._prepare", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")
@@ -339,8 +339,8 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
 
 
 async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
-    bounds = replace(CONFIG.streams, max_stall_s=0.2, max_buffered_tokens=1 << 20)
-    config = replace(CONFIG, model=replace(CONFIG.model, max_context_len=200_000), streams=bounds)
+    bounds = replace(CONFIG.settings, max_stall_s=0.2, max_buffered_tokens=1 << 20)
+    config = replace(CONFIG, model=replace(CONFIG.model, max_context_len=200_000), settings=bounds)
     async with serving(config) as service:
         for worker in service.cluster.workers.values():
             worker.num_logprobs = 2000
@@ -387,7 +387,7 @@ async def test_a_stop_ends_streams_with_unavailable(service: Service) -> None:
 
 async def test_a_port_in_use_is_a_matter_of_configuration(service: Service) -> None:
     port = int(service.addresses.public.rsplit(":", 1)[1])
-    other = FakeCluster(replace(CONFIG, listeners=Listeners(grpc_port=port)))
+    other = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, grpc_port=port)))
     with pytest.raises(ConfigError, match=str(port)):
         await RouterServer(other.router).start()
 
@@ -419,7 +419,7 @@ async def test_status_is_gathered_from_the_workers(service: Service) -> None:
 
 
 async def test_metrics_have_a_port_of_their_own_which_the_status_tells() -> None:
-    async with serving(replace(CONFIG, listeners=Listeners(metrics_port=0))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0))) as service:
         await read(service.inference.Generate(request(max_tokens=2)))
         await failure_of(service.inference.Generate(request(top_p=5.0)))
         status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
@@ -431,7 +431,7 @@ async def test_metrics_have_a_port_of_their_own_which_the_status_tells() -> None
             1,
         )
         port = int(status.metrics_address.rpartition(":")[2])
-        other = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=port)))
+        other = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=port)))
         with pytest.raises(ConfigError, match=str(port)):
             await RouterServer(other.router).start()
     with pytest.raises(OSError, match="refused"):
@@ -669,7 +669,7 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
 
 
 async def test_the_operators_port_stays_on_this_machine_wherever_clients_connect() -> None:
-    async with serving(replace(CONFIG, listeners=Listeners(host="127.0.0.2", metrics_port=0))) as service:
+    async with serving(replace(CONFIG, settings=replace(CONFIG.settings, host="127.0.0.2", metrics_port=0))) as service:
         told = service.addresses
         hosts = [address.rpartition(":")[0] for address in (told.public, told.operator, told.metrics)]
     assert hosts == ["127.0.0.2", "127.0.0.1", "127.0.0.2"]

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from router.observe.timeline import TimelineRecorder
 from wire.ids import WorkerId
+from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
 
 P0, D0 = WorkerId("p0"), WorkerId("d0")
@@ -22,11 +23,11 @@ def rows(timeline: pb.Timeline) -> list[tuple[str, str, float, float]]:
 
 def test_a_request_through_both_pools() -> None:
     timeline = TimelineRecorder(100.0)
-    timeline.record_span("check", 100.001)
-    timeline.record_span("tokenize", 100.003)
+    timeline.record_span(Kind.CHECK, 100.001)
+    timeline.record_span(Kind.TOKENIZE, 100.003)
     call = timeline.sent("prefill", P0, 100.004)
     timeline.ended(call, 100.010, [span("prefill.compute", 0.0, 5.0)])
-    timeline.record_span("wait_decode", 100.012)
+    timeline.record_span(Kind.WAIT_DECODE, 100.012)
     call = timeline.sent("decode", D0, 100.012)
     timeline.ended(call, 100.022, [span("decode.fetch", 0.0, 1.0), span("decode.run", 1.0, 8.0)])
     finished = timeline.finish(100.023)

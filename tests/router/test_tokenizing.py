@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from router.requests.prompt import encode
 from router.requests.tokenizing import ENTRY_BYTES, MAX_SHORT_LEN, PieceCache, TokenizerThreads
-from router.requests.validator import encode
 from tests.harness.cluster import WAIT_S, until
 from tests.text.backends import byte_level
 from text.byte_tokenizer import ByteTokenizer

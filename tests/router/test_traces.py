@@ -18,7 +18,7 @@ from router.config import TraceSettings
 from router.observe import trace_exporter
 from router.observe.trace_exporter import TraceExporter
 from router.observe.traces import Traces
-from router.requests.validator import ValidRequest
+from router.requests.checks import ValidRequest
 from tests.gateway.local_gateway import LocalDoor
 from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, request, running

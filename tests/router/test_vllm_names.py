@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.config import Listeners
 from router.observe.metrics import TokenTiming
 from router.observe.vllm_names import SOURCES
 from router.ports.server import RouterServer
@@ -60,7 +59,7 @@ async def page_of(cluster: FakeCluster) -> str:
 
 
 async def test_each_of_vllms_metrics_has_batons_count() -> None:
-    cluster = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=0, metrics_compat="vllm")))
+    cluster = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0, metrics_compat="vllm")))
     metrics = cluster.router.metrics
     timing = TokenTiming(metrics, arrived_s=10.0)
     timing.gained(0, 1, 10.5)
@@ -87,6 +86,6 @@ async def test_each_of_vllms_metrics_has_batons_count() -> None:
 
 
 async def test_without_the_setting_there_are_no_names_of_others() -> None:
-    page = await page_of(FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=0))))
+    page = await page_of(FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0))))
     assert "baton_num_requests_running" in page
     assert "vllm" not in page

@@ -21,7 +21,7 @@ from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
 from kv_store.node.directory import Directory
-from kv_store.node.directory_port import Block, Hold
+from kv_store.node.messages import Block, Hold
 from kv_store.node_store import NodeStore
 from kv_store.page_store import PageStore
 from kv_store.tiers.memory_tier import MemoryTier

@@ -16,7 +16,7 @@ from kernels.backend import KVPages
 from kv_store.eviction.order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
-from kv_store.node.directory_port import Block
+from kv_store.node.messages import Block
 from wire.block_names import cover
 from wire.ids import AttemptId, BlockKey, NamespaceRoot
 from wire.kv_policy import Sinks

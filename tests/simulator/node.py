@@ -13,18 +13,9 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Channel
-from kv_store.node.directory_port import (
-    LENGTH,
-    Block,
-    ClientName,
-    DirectoryInfo,
-    Hold,
-    Lease,
-    RefusedCall,
-    Reservation,
-    ServiceCodec,
-    carry_out,
-)
+from kv_store.node.directory_port import carry_out
+from kv_store.node.messages import Block, DirectoryInfo, Hold, Lease, Reservation
+from kv_store.node.service import LENGTH, ClientName, RefusedCall, ServiceCodec
 from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process

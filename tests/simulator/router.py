@@ -25,7 +25,7 @@ class SimRouter:
         self.connections: list[Connection] = []
         self._connect = connect
         self.parts: Router = self.process.run(self._assemble, config)
-        self.api = InferenceApi(config.model, self.parts.dispatcher, config.streams)
+        self.api = InferenceApi(config.model, self.parts.dispatcher, config.settings)
 
     def start(self) -> None:
         self.process.run(self.parts.start)

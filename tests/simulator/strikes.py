@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.directory_port import Block
+from kv_store.node.messages import Block
 from tests.harness.idle import visit_idle
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind

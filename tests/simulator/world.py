@@ -16,7 +16,7 @@ from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.prefix import costs
 from router.block_index import mark_of
-from router.config import AdmissionBounds, ClusterAccess, RouterConfig, StreamBounds
+from router.config import ClusterAccess, RouterConfig, RouterSettings
 from tests.harness.answer import ChoiceAnswer, Reader
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.local_cluster import served
@@ -87,11 +87,10 @@ class World:
         self.redis = SimRedis(self.draw, self.watch)
         self.nodes: list[Node] = []
         self.workers: list[SimWorker] = []
-        bounds = AdmissionBounds(max_queued_requests=plan.max_queued)
         self.model = model_of(plan.window)
         model = replace(served(self.model), vocab_size=POISON + 1)
-        streams = StreamBounds(disaggregation=plan.disaggregation)
-        self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds, streams=streams)
+        settings = RouterSettings(disaggregation=plan.disaggregation, max_queued_requests=plan.max_queued)
+        self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), settings=settings)
         self._num_routers = self._num_nodes = 0
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()
@@ -358,7 +357,7 @@ class World:
     def _check_router(self) -> None:
         """I8 and I10, as far as they hold at any time."""
         num_queued = self.router.parts.dispatcher.num_queued
-        if num_queued > self._config.admission.max_queued_requests:
+        if num_queued > self._config.settings.max_queued_requests:
             self.watch.violated("I8", f"{num_queued} requests are queued")
 
     async def _in_time(self, clients: list[SimClient]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from engine.events import EngineStats
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
-from kv_store.node.directory_port import DirectoryStatus, KeepHint
+from kv_store.node.messages import DirectoryStatus, KeepHint
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
 from wire.block_names import digest_of, session_of
 from wire.errors import Cancelled, InvalidRequest

@@ -5,9 +5,10 @@ import pytest
 from engine.events import Event, Fetched, HeldUp, Jumped, Preempted, PromptTokens, Scheduled, Started
 from engine.schedule.batcher import Gate
 from wire.ids import AttemptId
+from wire.journal import Kind
 from wire.pools import Role
 from wire.tier import Cause, Miss, MissRun
-from worker.job import PromptProgress, SpanName, Stopwatch
+from worker.job import PromptProgress, Stopwatch
 
 ID = AttemptId("request")
 FOUND = PromptTokens({"device": 16, "host": 20})
@@ -21,7 +22,7 @@ def stopwatch() -> Stopwatch:
 
 def note(stopwatch: Stopwatch, *events: Event) -> PromptProgress:
     """The events come a second apart, from 1 s on."""
-    progress = PromptProgress(stopwatch, leader=1, block_size=16, after=SpanName.GENERATE)
+    progress = PromptProgress(stopwatch, leader=1, block_size=16, after=Kind.GENERATE)
     for now_s, event in enumerate(events, start=1):
         progress.note(event, float(now_s))
     return progress

@@ -26,13 +26,14 @@ from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.one_worker import Attempt, begin_of, greedy, prompt_source, tokens_of
+from tests.harness.served import served_model
 from wire.convert import tiers_from_pb
 from wire.errors import ConfigError, ModelError, Unavailable
+from wire.pools import Role
 from wire.typed_reader import to_json
 from worker.config import (
     MIN_SILENCE_S,
     CheckpointSettings,
-    PageSettings,
     ServerSettings,
     StoreSettings,
     WorkerConfig,
@@ -103,9 +104,9 @@ def fingerprint_of(checkpoint: Path) -> str:
 def config_of(role: str, checkpoint: Path, directory_path: str, fingerprint_hex: str = "ab" * 32) -> WorkerConfig:
     return WorkerConfig(
         worker_id=f"{role}-0",
-        role=role,
-        model=CheckpointSettings(str(checkpoint), fingerprint_hex),
-        pool=PageSettings(num_blocks=64),
+        role=Role(role),
+        model=CheckpointSettings(served_model(folder=str(checkpoint), fingerprint_hex=fingerprint_hex)),
+        num_blocks=64,
         store=StoreSettings(directory_path, "00" * 32),
         server=ServerSettings(TOKEN),
     )

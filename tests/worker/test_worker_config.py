@@ -3,15 +3,17 @@ from typing import Any
 
 import pytest
 
+from tests.harness.served import served_model
 from wire.errors import ConfigError
+from wire.pools import Role
 from wire.typed_reader import from_json, to_json
-from worker.config import BatchSettings, CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import BatchSettings, CheckpointSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONFIG = WorkerConfig(
     worker_id="prefill-0",
-    role="prefill",
-    model=CheckpointSettings(folder="/models/tiny", fingerprint_hex="ab" * 32),
-    pool=PageSettings(num_blocks=64),
+    role=Role.PREFILL,
+    model=CheckpointSettings(served_model()),
+    num_blocks=64,
     store=StoreSettings("/run/directory", "00" * 32),
     server=ServerSettings(token="secret"),
 )
@@ -33,7 +35,7 @@ def changed(path: str, value: Any) -> str:
 
 def test_goes_to_json_and_back() -> None:
     assert from_json(WorkerConfig, to_json(CONFIG), "worker") == CONFIG
-    assert CONFIG.model.fingerprint == b"\xab" * 32
+    assert CONFIG.model.served.fingerprint == b"\xab" * 32
 
 
 def test_what_has_a_default_may_be_left_out() -> None:
@@ -46,25 +48,26 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("colour", "blue", "worker.colour: unknown"),
         ("batch.colour", "blue", "worker.batch.colour: unknown"),
         ("worker_id", ..., "worker.worker_id: missing"),
-        ("pool", ..., "worker.pool: missing"),
-        ("pool", 3, "worker.pool: must be an object"),
-        ("pool.num_blocks", "64", "worker.pool.num_blocks: must be a whole number"),
-        ("pool.num_blocks", True, "worker.pool.num_blocks: must be a whole number"),
-        ("pool.num_blocks", 0, "worker.pool.num_blocks: must be positive"),
+        ("model", ..., "worker.model: missing"),
+        ("model", 3, "worker.model: must be an object"),
+        ("num_blocks", "64", "worker.num_blocks: must be a whole number"),
+        ("num_blocks", True, "worker.num_blocks: must be a whole number"),
+        ("num_blocks", 0, "worker.num_blocks: must be between 1 and"),
         ("store.mac_key_hex", ..., "worker.store.mac_key_hex: missing"),
         ("store.cold", [{}], "worker.store.cold[0].place: missing"),
         ("store.mac_key_hex", 5, "worker.store.mac_key_hex: must be a text"),
         ("store.mac_key_hex", "00", "worker.store.mac_key_hex: must be 32 bytes"),
-        ("store.mac_key_hex", "xx", "worker.store.mac_key_hex: must be hex digits"),
-        ("model.fingerprint_hex", "ab", "worker.model.fingerprint_hex: must be 32 bytes"),
-        ("model.fingerprint_hex", "xy" * 32, "worker.model.fingerprint_hex: must be hex digits"),
-        ("model.kv_dtype", "int3", "worker.model.kv_dtype: must be one of auto, int8, fp8"),
-        ("model.kv_policy", "sinks=0+1", "kv_policy sinks=0+1: wants a sink at least"),
-        ("server.port", 1 << 16, "worker.server.port: must be from 0 to 65535"),
+        ("store.mac_key_hex", "xx", "worker.store.mac_key_hex: must be 32 bytes in hex digits"),
+        ("model.served.fingerprint_hex", "ab", "worker.model.served.fingerprint_hex: must be 32 bytes"),
+        ("model.served.fingerprint_hex", "xy" * 32, "worker.model.served.fingerprint_hex: must be 32 bytes"),
+        ("model.served.layout_hex", "00", "worker.model.served.layout_hex: must be an encoded layout"),
+        ("model.kv_dtype", "int3", "worker.model.kv_dtype must be one of auto, int8, fp8"),
+        ("model.served.kv_policies", ["sinks=0+1"], "kv_policy sinks=0+1: wants a sink at least"),
+        ("server.port", 1 << 16, "worker.server.port: must be between 0 and 65535"),
         ("server.token", "", "worker.server.token: must not be empty"),
-        ("role", "judge", "worker.role: must be prefill or decode"),
-        ("num_threads", 0, "worker.num_threads: must be positive"),
-        ("max_silence_s", 2, "worker.max_silence_s: must be at least 3"),
+        ("role", "judge", "worker.role: must be one of prefill, decode"),
+        ("num_threads", 0, "worker.num_threads: must be between 1 and"),
+        ("max_silence_s", 2, "worker.max_silence_s: must be between 3"),
         ("batch.max_step_tokens", 300, "batch.max_step_tokens must be at least batch.max_running"),
     ],
 )

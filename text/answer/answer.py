@@ -54,7 +54,7 @@ def _reasoning_parts(reasoning: str) -> list[Part]:
 
 
 class _ChannelState(Enum):
-    """The state of the parser: before the channel, in it, in white space after its closer, in the content."""
+    """The parser's state: before the channel, in it, in white space after its closer, or in the content."""
 
     START = "start"
     WITHIN = "within"
@@ -63,9 +63,9 @@ class _ChannelState(Enum):
 
 
 class ChannelParser:
-    """Splits an answer into reasoning and content, without the marks and the white space beside them.
+    """Splits an answer into reasoning and content, without marks and the white space around them.
 
-    An answer that begins with another text than the opener is all content.
+    An answer that does not begin with the opener is all content.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -82,7 +82,7 @@ class ChannelParser:
 
     @property
     def may_reason(self) -> bool:
-        """Whether the text that follows may be reasoning."""
+        """Whether the next text may be reasoning."""
         return self._state in (_ChannelState.START, _ChannelState.WITHIN)
 
     def feed(self, text: str) -> tuple[str, str]:
@@ -143,7 +143,7 @@ class ChannelParser:
 class ReasoningCount:
     """The number of tokens of an answer's reasoning, marks included.
 
-    opening: the beginning of the text that the chat template has written, which is no token of the answer.
+    opening: the part of the text that the chat template has written; its tokens do not count.
     """
 
     def __init__(self, channel: Channel, opening: str) -> None:
@@ -153,7 +153,7 @@ class ReasoningCount:
         self._parser.feed(opening)
 
     def add(self, text: str) -> bool:
-        """Adds the text of the next token; returns whether the next one may be reasoning, too."""
+        """Adds the text of a token; returns whether the token after it may be reasoning, too."""
         was_reasoning = self._parser.is_reasoning
         self._parser.feed(text)
         self._num_seen += 1

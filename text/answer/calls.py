@@ -1,4 +1,4 @@
-"""The parser of tool calls in the text of an answer, while it streams. Pure; raises for no text."""
+"""The parser of tool calls in an answer's text, while it streams. Pure; never raises."""
 
 import json
 import re
@@ -26,21 +26,21 @@ class Arguments:
 
 Found = str | CallBegun | Arguments
 MAX_PIECE_CHARS = 1024
-"""Length of the pieces that a feed is parsed in: each call copies the text held after it, quadratic in one piece."""
+"""Length of the pieces that a feed is parsed in: each call copies the held text, quadratic in a piece's length."""
 _BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,128})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
 _BEGUN_BARE_HEAD = re.compile(
     r"\s{0,8}(?:[A-Za-z0-9_-]{1,128}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
     r"|\[CALL_ID\][A-Za-z0-9]{0,64}(?:\[[A-Z]{0,4}|\[ARGS\]\s{0,8})?)?)?"
 )
-"""Matches each text that may still grow into a match of _BARE_HEAD."""
+"""Matches a text that may still grow into a match of _BARE_HEAD."""
 MAX_HEAD_CHARS = 256
-"""Length of a head, and more: a match ends before it, or there is none."""
+"""Bound on the length of a head: a match ends within it."""
 
 
 class _CallState(Enum):
-    """The state of the parser: at the start, in text, in a part of a call, after a call or between two of a list.
+    """The parser's state: at the start, in text, in a part of a call, after a call, or between two calls of a list.
 
-    VALUE: in a JSON value that is too long for the head of a call, but may be one with its keys in another order.
+    VALUE: in a JSON value that is longer than a call's head, but may be a call with its keys in another order.
     """
 
     START = "start"
@@ -60,7 +60,7 @@ class CallParser:
          └──other text──▶ TEXT ──opener──▶ HEAD ──no call──▶ TEXT
                                            HEAD ──MAX_HEAD_CHARS──▶ VALUE ──last bracket──▶ BEHIND, LIST or TEXT
 
-    The time is linear in the length of the text, however it is split: text that only waits is joined once.
+    Time is linear in the text's length, however feeds split it: held text is joined once.
     """
 
     def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
@@ -112,13 +112,13 @@ class CallParser:
         return "" if is_rest_of_call else held
 
     def _take_held(self) -> str:
-        """Returns the text held back, with the white space behind it."""
+        """Returns the text held back, with the white space after it."""
         held = "".join((self._held, *self._spaces))
         self._spaces.clear()
         return held
 
     def _take_start(self) -> list[Found] | None:
-        """Looks for a call at the start or directly after another; None where more text is needed."""
+        """Looks for a call at the start or directly after another call; None if more text is needed."""
         stripped, form = self._held.lstrip(), self._format
         if self._state is _CallState.BEHIND:
             for one in form.skipped:
@@ -160,7 +160,7 @@ class CallParser:
         return self._take_value()
 
     def _take_value(self) -> list[Found] | None:
-        """Takes a JSON object that is text, or a call with its keys in another order; collects a long one."""
+        """Takes a JSON object that is text, or a call with its keys in another order; collects it until it is whole."""
         end, first = self._scan.end_of(self._held, "{"), self._scan.first
         if end is not None:
             raw, self._held = "".join((*self._value, self._held[:end])), self._held[end:]
@@ -182,7 +182,7 @@ class CallParser:
         return [CallBegun(head[1]), *self._go_to(_CallState.ARGUMENTS)]
 
     def _take_whole(self, raw: str, first: int) -> list[Found]:
-        """Takes text of which the part from `first` on may be a call."""
+        """Takes text whose part from `first` on may be a call."""
         call = self._call_in(raw[first:])
         self._go_to((_CallState.LIST if self._is_in_list else _CallState.BEHIND) if call else _CallState.TEXT)
         return [*call] if call else [raw]
@@ -219,7 +219,7 @@ class CallParser:
         return []
 
     def _call_in(self, text: str) -> list[Found]:
-        """Parses a call; returns no parts for one that is invalid, or has arguments that JSON cannot write."""
+        """Parses a call; returns no parts if it is invalid, or if JSON cannot write its arguments."""
         try:
             read: Any = json.loads(text)
             name, arguments = (read.get("name"), read.get(self._format.arguments)) if isinstance(read, dict) else (0, 0)
@@ -254,7 +254,7 @@ class _JsonScan:
         self._position = 0
 
     def end_of(self, text: str, bracket: str) -> int | None:
-        """Returns the index after the value, or after a character that begins none; None where more text is needed."""
+        """Returns the index after the value, or after a character that begins no value; None if more text is needed."""
         while self._position < len(text):
             char = text[self._position]
             self._position += 1
@@ -274,6 +274,6 @@ class _JsonScan:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest end of a text that is a beginning of a mark, but not all of it."""
+    """Returns the length of the longest end of a text that is a proper prefix of a mark."""
     longest = min(len(text), len(mark) - 1)
     return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 AUTO, OFF = "auto", "off"
-"""Settings of a format: AUTO finds it by the marks in the chat template; OFF is none."""
+"""Settings of a format: AUTO finds it by the marks in the chat template; OFF means no format."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class CallFormat:
 
     marks: delimiters that are special tokens in some vocabularies. arguments: the JSON key of a call's arguments.
     bracket: the first character of a call or, "[", of a list of calls. skipped: delimiters dropped after a call.
-    needs_opener: a call without an opener is text.
-    has_bare_names: a head is NAME[ARGS], not JSON; of each format with "[" the parser takes both.
+    needs_opener: a call without an opener is text. has_bare_names: a head is NAME[ARGS], not JSON; the parser takes
+    both in formats with "[".
     """
 
     opener: str
@@ -85,14 +85,14 @@ CHANNELS: dict[str, Channel] = {
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """The formats of a model's answers: of calls, a key of CALL_FORMATS, and of reasoning, of CHANNELS; "" for none."""
+    """The formats of a model's answers: a key of CALL_FORMATS for calls, of CHANNELS for reasoning; "" for none."""
 
     tool: str = ""
     reasoning: str = ""
 
     @classmethod
     def of(cls, template: str, tool: str = AUTO, reasoning: str = AUTO) -> "AnswerFormats":
-        """Returns the formats that the settings name; AUTO finds them by the marks in the chat template."""
+        """Returns the formats named by settings; AUTO finds them by the marks in the chat template."""
         found = cls._found(template)
         return cls(
             {AUTO: found.tool, OFF: ""}.get(tool, tool), {AUTO: found.reasoning, OFF: ""}.get(reasoning, reasoning)

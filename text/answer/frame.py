@@ -5,7 +5,7 @@
           | content | calls            where the content has a format
           | text | calls | text calls  where the arguments of a tool are strict, or one call is the most
 
-Nothing but further calls may follow a call.
+Only further calls may follow a call.
 """
 
 import json
@@ -23,16 +23,16 @@ from wire.sampling import FormatKind, ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
-"""The schema of a function that declares no parameters, which in OpenAI's dialect has none."""
+"""The schema of a function that declares no parameters: in OpenAI's dialect it has no arguments."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a chat, and the calls that its answer may have.
 
-    strict: functions whose arguments the grammar holds to their schemas. required: the answer is calls alone, and the
-    grammar holds all to their schemas. only: the one function that may be called; "" for all. parallel: several calls;
-    false wants a grammar, too.
+    strict: functions whose arguments the grammar constrains to their schemas. required: the answer has calls alone, all
+    constrained to their schemas. only: the only function that may be called; "" for all. parallel: whether several
+    calls may come; false constrains decoding, too.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -43,11 +43,11 @@ class ToolUse:
 
     @property
     def is_held(self) -> bool:
-        """Whether calls want a grammar."""
+        """Whether tool calls constrain decoding."""
         return self.required or bool(self.strict) or (bool(self.tools) and not self.parallel)
 
     def field(self, name: str) -> str:
-        """Names the field of a request that has the schema of a function's arguments."""
+        """Names the request's field with the schema of a function's arguments."""
         place = next(place for place, one in enumerate(self.tools) if one["function"]["name"] == name)
         return f"tools[{place}].function.parameters"
 
@@ -80,7 +80,7 @@ class AnswerFrame:
     def behind(
         cls, prompt: str, formats: AnswerFormats, tool_use: ToolUse, max_reasoning_tokens: int | None = None
     ) -> "AnswerFrame":
-        """Returns the frame of the answer to a rendered prompt; without a channel where the prompt has closed it."""
+        """Returns the frame of the answer to a rendered prompt; it has no channel if the prompt has closed it."""
         calls = CALL_FORMATS.get(formats.tool) if tool_use.tools else None
         channel, end = CHANNELS.get(formats.reasoning), prompt.rstrip()
         if channel is None or end.endswith(channel.closer):
@@ -91,7 +91,7 @@ class AnswerFrame:
     def within(
         cls, message: str, formats: AnswerFormats, tool_use: ToolUse, max_reasoning_tokens: int | None = None
     ) -> "AnswerFrame":
-        """Returns the frame of an answer that continues a message: in its channel if that is open, else behind it."""
+        """Returns the frame of an answer that continues a message: in its channel if that is open, else after it."""
         channel = CHANNELS.get(formats.reasoning)
         _, opener, thought = message.rpartition(channel.opener) if channel else ("", "", "")
         if channel is None or not opener or channel.closer in thought:
@@ -100,24 +100,24 @@ class AnswerFrame:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that stay in the answer's text though they are special tokens, which are else skipped."""
+        """The marks that stay in the answer's text; other special tokens are skipped."""
         of_channel = (self.channel.opener, self.channel.closer) if self.channel else ()
         return (*(self.calls.marks if self.calls else ()), *of_channel)
 
     @property
     def opening(self) -> str:
-        """The text of the answer that the template has written: the opener of its channel."""
+        """The part of the answer that the template has written: the channel's opener, or ""."""
         return self.channel.opener if self.channel and self.is_open else ""
 
     def new_count(self) -> ReasoningCount | None:
-        """Begins a count of the tokens of reasoning; None without a channel."""
+        """Makes a count of the reasoning's tokens; None without a channel."""
         return ReasoningCount(self.channel, self.opening) if self.channel else None
 
     def grammar(self, content: ResponseFormat | None, codec: TextCodec | None = None) -> ResponseFormat | None:
-        """Writes the grammar of the answer; None where any text is allowed. Raises InvalidRequest or Unsupported.
+        """Writes the grammar of the answer; None if any text is allowed. Raises InvalidRequest or Unsupported.
 
-        content: the format of the content. Without a codec the grammar spells marks as text and has no bound on
-        reasoning, so that it can be checked without the model's vocabulary.
+        content: the format of the content. Without a codec, for checks without the model's vocabulary, the grammar
+        spells marks as text and has no bound on reasoning.
         """
         use, has_budget = self.tool_use, self.max_reasoning_tokens is not None
         if self.channel is None and (content is None or not self.calls) and not use.is_held:
@@ -128,7 +128,7 @@ class AnswerFrame:
         return ResponseFormat(FormatKind.LARK, "\n".join([*rules.start(), *rules.answer(content)]))
 
     def sources(self, content: ResponseFormat | None) -> dict[str, ResponseFormat]:
-        """Returns the formats that a request gives for the grammar, by their fields."""
+        """Returns the formats that the grammar is made of, by the request's fields."""
         given = {} if content is None else {PARAM: content}
         schemas = self.tool_use.schemas().items() if self.calls else ()
         return given | {
@@ -183,7 +183,7 @@ class _Rules:
         return [f"answer: PLAIN | calls{behind}", plain, *told, *self._calls(calls)]
 
     def _calls(self, calls: CallFormat) -> list[str]:
-        """Writes the rules `calls` and `listed`: the calls with the first opener, and without it."""
+        """Writes the rules `calls` and `listed`: calls with and without the first opener."""
         schemas, use = self._frame.tool_use.schemas(), self._frame.tool_use
         more = f"({self._term(calls.between)} call)*" if use.parallel else ""
         opener = self._term(calls.opener) if calls.needs_opener else ""
@@ -207,7 +207,7 @@ class _Rules:
         return [f"{rule}: {rule}_text {self._term(mark)}", f"{rule}_text[max_tokens={budget}]: TEXT"]
 
     def _plain(self, calls: CallFormat | None) -> str:
-        """Writes the lexeme of text that begins with neither a channel's opener nor a call without an opener."""
+        """Writes the lexeme of text that begins neither with a channel's opener nor with a call without an opener."""
         text = r"/(\s*[^\s{](.|\n)*)?/" if calls and not calls.needs_opener else r"/(.|\n)*/"
         if self._frame.channel is None or self._frame.is_open:
             return text

@@ -1,1 +1,1 @@
-"""A model's chat template: its processes, and the turns that it takes."""
+"""A model's chat template: the processes that render it, and the turns that it takes."""

@@ -4,7 +4,7 @@ first   {"template", "memory_bytes"}
 task    {"messages", "tools", "variables", "continues", "opens", "max_chars"}, answered by {"text"} or {"failure"};
         opens: whether the assistant's next turn begins
 
-Templates come from model folders and are programs.
+Templates come from model folders and are untrusted programs.
 """
 
 import sys

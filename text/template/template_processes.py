@@ -25,14 +25,14 @@ MAX_CONFIG_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template in Jinja's language, and the names of special tokens that it may write."""
+    """A chat template in Jinja, and the special tokens that it may write, by name."""
 
     source: str
     variables: Mapping[str, str]
 
     @classmethod
     def load(cls, folder: Path) -> "Template | None":
-        """Reads chat_template.jinja, or tokenizer_config.json; None where there is no template. Raises ModelError."""
+        """Reads chat_template.jinja, else tokenizer_config.json; None if there is no template. Raises ModelError."""
         config = _read_config(folder)
         own = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
         source = own if own is not None else _named_default(config.get("chat_template"))
@@ -60,10 +60,10 @@ def _named_default(given: object) -> str | None:
 
 
 class TemplateProcesses:
-    """A Renderer over processes, which begin with it."""
+    """A Renderer over processes, which start at once."""
 
     def __init__(self, template: Template, tool_format: str = AUTO, reasoning_format: str = AUTO) -> None:
-        """tool_format, reasoning_format: as AnswerFormats.of takes them."""
+        """tool_format, reasoning_format: settings for AnswerFormats.of."""
         self.formats = AnswerFormats.of(template.source, tool_format, reasoning_format)
         self._variables = dict(template.variables)
         self._processes = ChildProcesses(_task(template), NUM_PROCESSES)
@@ -72,7 +72,7 @@ class TemplateProcesses:
         self._rules: TurnRules | None = None
 
     async def turn_rules(self) -> TurnRules:
-        """Tries the template before its first chat, with MAX_WAIT_S for each trial."""
+        """Tries the template before its first chat; each trial takes at most MAX_WAIT_S."""
         async with self._trying:
             if self._rules is None:
                 self._rules = await tried(
@@ -81,7 +81,7 @@ class TemplateProcesses:
         return self._rules
 
     async def render(self, chat: Chat, max_added_chars: int) -> str:
-        """Raises Unavailable where no process can be had."""
+        """Raises Unavailable if no process can start."""
         of_turns = (part for one in chat.messages for part in (one.tool_calls, one.more))
         parts = (*chat.tool_use.tools, chat.variables, *of_turns)
         num_chars = len(chat.text) + sum(len(json.dumps(one)) for one in parts if one)
@@ -101,10 +101,10 @@ class TemplateProcesses:
 
 
 def render_end(template: Template) -> str:
-    """Renders a question and an answer; returns the text behind the answer, "" without one. Blocks for seconds.
+    """Renders a question and an answer; returns the text after the answer. Blocks for seconds.
 
-    The process of the renderer ends then. Raises InvalidRequest for a template that does not take these turns,
-    Unavailable without a process.
+    Ends the renderer's process. Raises InvalidRequest if the template refuses these turns, Unavailable without a
+    process.
     """
     child = Child(_task(template))
     asked = {

@@ -1,7 +1,7 @@
 """The turns of a conversation as a chat template takes them: roles that it leaves out, orders that it refuses.
 
-A template is tried once, with turns that have a marker in them. Its rules then decide about each turn by the turns
-before it, never by later ones: a conversation that grows keeps the prefix that it had.
+A template is tried once, with turns that have a marker in them. Its rules change each turn by the turns before it
+alone: a conversation that grows keeps its prefix.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,15 +15,15 @@ Tools = tuple[Mapping[str, Any], ...]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTING = ("system", "developer")
 MARKER = "kestrel 4711"
-"""A text that no chat template has: it shows whether a turn is written, and where."""
+"""A text that no chat template has; it shows whether and where a turn is written."""
 
 
 @dataclass(frozen=True)
 class ChatTurn:
     """A turn of a conversation. `role` is one of ROLES.
 
-    tool_calls: of an assistant, as templates take them: arguments are an object. more: further fields as texts, like
-    `name`, the `tool_call_id` of a tool, and the `reasoning_content` of an assistant.
+    tool_calls: an assistant's calls, as templates take them: arguments are an object. more: further text fields, such
+    as `name`, a tool's `tool_call_id`, and an assistant's `reasoning_content`.
     """
 
     role: str
@@ -33,7 +33,7 @@ class ChatTurn:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The message as templates take it: what it has not is left out."""
+        """The message as templates take it, without absent fields."""
         calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
         return {"role": self.role, "content": self.content, **calls, **self.more}
 
@@ -62,9 +62,9 @@ TRIALS: Mapping[str, tuple[ChatTurn, ...]] = {
     "users": _marked("user", "user"),
     "assistants": _marked("user", "assistant", "assistant", "user"),
 }
-"""Conversations that a template is tried with: of each role, of instructions first and late, of turns in a row.
+"""Conversations to try a template with: each role, instructions first and late, turns of one role in a row.
 
-The one named "tool" has a tool beside it.
+The trial named "tool" also offers a tool.
 """
 
 
@@ -72,17 +72,16 @@ The one named "tool" has a tool beside it.
 class TurnRules:
     """The rules of one chat template.
 
-    untaken: the trials that the template does not take. True: it left out the text of a turn; False: it refused.
+    untaken: the trials that the template did not take. True: it left out a turn's text; False: it refused.
     """
 
     untaken: Mapping[str, bool] = field(default_factory=dict)
 
     def fit(self, turns: Sequence[ChatTurn], tools: Tools) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:
-        """Returns the turns as the template takes them, and words for the changes.
+        """Returns turns that the template takes, and the changes in words.
 
-        A system or developer turn behind others becomes a user's in its place, if the template does not take it there.
-        Results of tools and turns with calls are never joined. Raises InvalidRequest for a role whose text the template
-        leaves out.
+        A late system or developer turn becomes a user's turn, if the template does not take it there. Tool results and
+        turns with calls are never joined. Raises InvalidRequest for a role whose text the template leaves out.
         """
         made, changes, is_first = list[ChatTurn](), list[str](), True
         for turn in turns:
@@ -115,9 +114,9 @@ TAKES_ALL = TurnRules()
 
 
 async def tried(render: Callable[[Sequence[ChatTurn], Tools], Awaitable[str]]) -> TurnRules:
-    """Tries a template. render: raises InvalidRequest for turns that the template refuses.
+    """Tries a template; returns its rules. render: raises InvalidRequest for turns that the template refuses.
 
-    A template that refuses a lone turn of a user has no rules: each chat is refused with the template's own words.
+    A template that refuses a single user turn has no rules: each chat fails with the template's own words.
     """
     untaken: dict[str, bool] = {}
     for trial, turns in TRIALS.items():

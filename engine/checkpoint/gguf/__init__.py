@@ -12,8 +12,8 @@ tensors.json in place of model.safetensors. The data stays in the GGUF files; te
           "file": 0, "offset": 124928, "bytes": 207360,                offset from the beginning of the file
           "heads": 9}}}                                                0 where rows are stored in our order
 
-With `heads`, each head's rows stand as llama.cpp rotates them, dimensions i and i + head_dim / 2 side by side, and
-`GgufPart` puts rows in our order: whole rows move, and no block crosses a row.
+With `heads`, each head's rows are in llama.cpp's order of rotation, dimensions i and i + head_dim / 2 side by side, and
+`GgufPart` puts them in our order: whole rows move, and no block crosses a row.
 
 `GgufPart.read(name, dtype)` dequantizes and rounds once. `GgufPart.read_stored(name)` returns the bytes, uint8 [rows,
 bytes of a row], rows in our order; `blocks.unpack(type, bytes)` makes `CodedRows` of them:
@@ -34,11 +34,11 @@ TABLE_FILE = "tensors.json"
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSION = 1
-"""Of the folder; another one makes another folder of the same file."""
+"""Version of the folder's format; a new version converts a file again."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Tells by its first bytes whether a file is a GGUF file. Raises ModelError as `open_regular` does."""
+    """Tells by its first bytes whether a file is a GGUF file. Raises the ModelError of `open_regular`."""
     with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 

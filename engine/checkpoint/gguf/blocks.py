@@ -1,4 +1,4 @@
-"""The types of a GGUF tensor: blocks of numbers, and what their bytes mean.
+"""The types of a GGUF tensor: blocks of numbers, and the meaning of their bytes.
 
 Source: ggml's ggml-common.h; the package `gguf` is the oracle of the tests.
 """
@@ -17,7 +17,7 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], and such offsets or None."""
+    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], offsets alike or None."""
 
     codes: NDArray[np.int8]
     scale: Floats
@@ -39,10 +39,10 @@ class CodedRows:
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of a tensor: its number in a file, and the `numbers` and `bytes` of a block.
+    """A tensor type: its number in a file, and how many `numbers` and `bytes` a block has.
 
-    dtype: torch's name of a type of floats, else None. halves: bytes of a block at which half-precision numbers stand.
-    decode: maps uint8 [blocks, bytes] to codes with one row a block.
+    dtype: torch's name of a float type, else None. halves: offsets of half-precision numbers in a block. decode: maps
+    uint8 [blocks, bytes] to codes with one row a block.
     """
 
     name: str
@@ -66,7 +66,7 @@ class BlockType:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor: `offset` from the file's beginning, `heads` whose rows are stored in pairs, 0 for none."""
+    """The place of a tensor: `offset` from the file's beginning; `heads` whose rows are stored in pairs, 0 for none."""
 
     kind: BlockType
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _k_codes(blocks: Bytes, at: int, codes: Bytes) -> CodedRows:
-    """Puts codes under the scales and minima that begin a block; `at`: the byte after them."""
+    """Joins codes with the scales and minima at a block's beginning; `at`: the byte after these."""
     scales, minima = _k_scales(blocks[:, 4:at])
     return CodedRows(codes.view(np.int8), _half(blocks, 0) * scales, -(_half(blocks, 2) * minima))
 

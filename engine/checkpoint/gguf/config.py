@@ -1,6 +1,6 @@
 """config.json, generation_config.json and the names of tensors, from the metadata of a GGUF model.
 
-llama.cpp's converter calls Llama, Mistral without windows and SmolLM `llama`, and turns their query and key rows. It
+llama.cpp's converter calls Llama, Mistral without windows and SmolLM `llama`, and reorders their query and key rows. It
 writes the scaling of Llama 3 as a tensor of divisors, `rope_freqs`, which is recognized by its numbers.
 """
 
@@ -43,7 +43,7 @@ _LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "o
 
 
 class GgufConfig:
-    """Metadata of a model of a served architecture. Raises ModelError for another one, and for features not served."""
+    """Metadata of a GGUF model. Raises ModelError for an architecture or a feature that is not served."""
 
     def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str) -> None:
         self._tensors = tensors
@@ -61,7 +61,7 @@ class GgufConfig:
         self._refuse_unsupported()
 
     def config(self, rope_freqs: Floats | None) -> dict[str, Any]:
-        """Makes config.json's object; `rope_freqs` is the content of that tensor, if there is one."""
+        """Makes config.json's object; `rope_freqs`: values of the tensor of this name, if there is one."""
         own, tensors = self._own, self._tensors
         hidden = own.count("embedding_length")
         head_dim = own.count("attention.key_length", max(1, hidden // self._num_heads))
@@ -101,7 +101,7 @@ class GgufConfig:
         return {"eos_token_id": list(end_ids), **sampling}
 
     def our_name(self, name: str) -> str:
-        """Names a tensor as Hugging Face's layout does; a name that is not known stays as it is."""
+        """Names a tensor as Hugging Face's layout does; an unknown name stays as it is."""
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
             return f"model.layers.{int(layer)}.{_IN_LAYER.get(part, part)}.{kind}"
@@ -109,7 +109,7 @@ class GgufConfig:
         return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
 
     def turned_heads(self, name: str, tensor: StoredTensor) -> int:
-        """Returns the heads whose rows llama.cpp's converter turned, 0 for a tensor with rows in our order."""
+        """Returns the number of heads whose rows llama.cpp's converter reordered; 0 for rows in our order."""
         match = _LAYER_TENSOR.fullmatch(name)
         turned = {"attn_q": self._num_heads, "attn_k": self._num_kv_heads} if self._arch == "llama" else {}
         heads = turned.get(match[2], 0) if match else 0
@@ -148,7 +148,7 @@ class GgufConfig:
 
 
 def _llama3_scaling(divisors: Floats, theta: float, head_dim: int) -> dict[str, Any]:
-    """Finds Llama 3's factor in its divisors of frequencies. Raises ModelError for divisors of any other scaling."""
+    """Finds Llama 3's factor in its divisors of frequencies. Raises ModelError for the divisors of another scaling."""
     low, high, trained_len = _LLAMA3.values()
     factor = float(divisors.max())
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

@@ -1,7 +1,7 @@
 """The conversion of GGUF files, in a process of its own: `python -m engine.checkpoint.gguf.conversion FOLDER PART...`.
 
-The process imports no torch, and has bounded memory: a hostile file ends it, and nothing else. A refusal is one JSON
-object on its standard output, and the exit status 1.
+The process imports no torch and has bounded memory: a hostile file ends only this process. A refusal is one JSON object
+on standard output, and exit status 1.
 """
 
 import json
@@ -27,7 +27,7 @@ _STEP_BLOCKS = 1 << 14
 
 
 def convert(folder: Path, parts: Sequence[Path]) -> None:
-    """Writes the files of a model's folder. Raises ModelError, naming file, tensor and reason, for an unfit model."""
+    """Writes the files of a model's folder. Raises ModelError, naming file, tensor and reason, if it is unfit."""
     headers = [Header.read(part) for part in parts]
     metadata, source = headers[0].metadata, headers[0].path.name
     _require_whole(headers)
@@ -52,7 +52,7 @@ def convert(folder: Path, parts: Sequence[Path]) -> None:
 
 
 def _require_whole(headers: Sequence[Header]) -> None:
-    """Raises ModelError for parts of different models, or in another order than their names say."""
+    """Raises ModelError for parts of different models, or parts out of order."""
     for index, header in enumerate(headers):
         number, count = (header.metadata.get(f"split.{name}") or 0 for name in ("no", "count"))
         if (number, count or 1) != (index, len(headers)):
@@ -87,7 +87,7 @@ def _rope_freqs(headers: Sequence[Header]) -> Floats | None:
 
 
 def _require_finite(path: Path, name: str, tensor: StoredTensor) -> None:
-    """Raises ModelError for a tensor with NaN or infinity, or with a scale that is one."""
+    """Raises ModelError for a tensor with NaN or infinity among its values or scales."""
     step = _STEP_BLOCKS * tensor.kind.bytes
     with BufferedReader(open_regular(path)) as file:
         file.seek(tensor.offset)

@@ -1,8 +1,7 @@
-"""From a GGUF file to its folder in the user's cache: made once, in a process of its own, under a name of content.
+"""The folder of a GGUF file in the user's cache: made once, in a process of its own, named by a digest of the file.
 
-The process that reads a file, which may be hostile, has bounded memory and time. What it writes becomes the folder in
-one step, when everything has been checked: a folder is whole, or is not there. Where two processes make the same one,
-the first wins.
+The process that reads a file, which may be hostile, has bounded memory and time. Its output is checked, then renamed to
+the folder, so that a folder is whole or absent. Where two processes make the same folder, the first wins.
 """
 
 import hashlib
@@ -27,9 +26,9 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def find_parts(path: Path) -> list[Path]:
-    """Finds the files of a model, of which one is given, by its name: a hub's cache has links, to names of digests.
+    """Finds all parts of a model by the given part's name, not by what a link in a hub's cache points to.
 
-    Raises ModelError for a part that is missing, or is no GGUF file.
+    Raises ModelError for a part that is missing or no GGUF file.
     """
     names, match = [path.name], _PART.fullmatch(path.name)
     if match is not None:
@@ -44,7 +43,7 @@ def find_parts(path: Path) -> list[Path]:
 
 
 def folder_of(path: Path) -> Path:
-    """Finds the folder of a GGUF file, or makes it, which blocks for as long as reading the file twice takes.
+    """Finds the folder of a GGUF file, or makes it. Blocks as long as reading the file twice takes.
 
     Raises ModelError, naming file, tensor and reason, for a file that cannot be served.
     """

@@ -39,7 +39,7 @@ _BY_NUMBER = {kind.number: kind for kind in TYPES.values()}
 
 @dataclass(frozen=True)
 class Header:
-    """metadata: values by key. tensors: by the file's own names, with offsets from the file's beginning."""
+    """metadata: values by key. tensors: places by the file's own names, with offsets from the file's beginning."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -117,7 +117,7 @@ class _Reader:
         return name, StoredTensor(kind, shape, offset)
 
     def _placed(self, tensors: dict[str, StoredTensor], alignment: int) -> dict[str, StoredTensor]:
-        """Adds the beginning of the data to all offsets, and compares them with the end of the tensor before."""
+        """Adds the beginning of the data to all offsets, and compares each with the previous tensor's end."""
         start = _padded(self._file.tell(), alignment)
         placed, end = {}, 0
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -139,7 +139,7 @@ class _Reader:
         return named
 
     def _count(self, what: str, most: int, least_bytes: int) -> int:
-        """Reads the number of items, which have `least_bytes` or more each."""
+        """Reads a number of items, each of `least_bytes` or more; raises ModelError if they exceed the file."""
         count: int = self._number("Q", what)
         if count > min(most, self._left // least_bytes):
             raise self._wrong(f"{what[:64]}: a count of {count}, more than {most} or than the file has bytes for")

@@ -20,7 +20,7 @@ MAX_TABLE_BYTES = 1 << 25
 _STEP_VALUES = 1 << 22
 """Numbers that are dequantized at once."""
 _ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}
-"""The code of 0, of types with signed numbers."""
+"""The code that stands for 0, in types with signed numbers."""
 
 
 class GgufPart:
@@ -31,7 +31,7 @@ class GgufPart:
         self.entries = entries
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Reads, dequantizes and rounds a tensor, a few rows at a time. ModelError if the file has been cut."""
+        """Reads, dequantizes and rounds a tensor, a few rows at a time. Raises ModelError if the file has been cut."""
         entry, stored = self.entries[name], self.read_stored(name)
         values = torch.empty(entry.shape, dtype=dtype).view(len(stored), -1)
         step = max(1, _STEP_VALUES // entry.shape[-1])
@@ -40,11 +40,11 @@ class GgufPart:
         return values.view(entry.shape)
 
     def read_codes(self, name: str) -> Quantized:
-        """Reads the codes and scales of a tensor that has them. ModelError if the file has been cut."""
+        """Reads the codes and scales of a tensor that has them. Raises ModelError if the file has been cut."""
         return quantized(self.entries[name].kind, self.read_stored(name))
 
     def outline(self, name: str) -> Quantized:
-        """Returns what `read_codes` does, without content, on the device `meta`."""
+        """Returns the tensors of `read_codes` without content, on the device `meta`."""
         entry = self.entries[name]
         return quantized(entry.kind, np.zeros((1, entry.row_bytes), np.uint8)).outline(entry.shape[0])
 
@@ -83,7 +83,7 @@ class GgufCodes:
 
 
 def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
-    """Returns [rows, columns]: float32, or the type's own dtype where it is one of floats."""
+    """Returns [rows, columns] in the dtype of a float type, else in float32."""
     if kind.dtype is None:
         return torch.from_numpy(unpack(kind, stored).values())
     dtype: torch.dtype = getattr(torch, kind.dtype)
@@ -91,7 +91,7 @@ def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
 
 
 def _entry(row: JsonFields, file_bytes: int) -> StoredTensor:
-    """Reads a tensor's place. Raises ModelError for one that does not lie in its file, or has no such rows."""
+    """Reads a tensor's place. Raises ModelError if it exceeds its file, or if its rows do not fit its type."""
     kind, shape = TYPES.get(row.text("type", "")), row.raw("shape")
     if kind is None:
         raise row.wrong("type", "a type of tensors")
@@ -105,7 +105,7 @@ def _entry(row: JsonFields, file_bytes: int) -> StoredTensor:
 
 
 def read_table(folder: Path) -> dict[str, GgufPart]:
-    """Reads which part has which tensor. Raises ModelError for a damaged table, and parts that are gone or changed."""
+    """Maps each tensor to its part. Raises ModelError for a damaged table, or parts that are gone or changed."""
     table = JsonFields(parse_object(read_regular(folder / TABLE_FILE, MAX_TABLE_BYTES), TABLE_FILE), TABLE_FILE)
     table.count("version", most=VERSION, least=VERSION)
     try:
@@ -128,7 +128,7 @@ def read_table(folder: Path) -> dict[str, GgufPart]:
 
 
 def quantized(kind: BlockType, stored: Bytes) -> Quantized:
-    """Reads uint8 [rows, bytes of a row] of a type with codes."""
+    """Decodes uint8 [rows, bytes of a row] of a type with codes."""
     found, zero = unpack(kind, stored), _ZEROS.get(kind.name, 0)
     bits = int(kind.name[1])
     codes = torch.from_numpy(found.codes)
@@ -156,7 +156,7 @@ def _read_half(kind: BlockType, stored: Bytes, at: int) -> Floats:
 
 
 def _factors(of_groups: Floats, of_blocks: Floats) -> torch.Tensor:
-    """Finds the whole numbers by which groups multiply what their block has: exact products, so quotients are."""
+    """Divides group scales by their block's scale; quotients are whole numbers, for the products were exact."""
     groups = of_groups.reshape(*of_blocks.shape, -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         factors: NDArray[np.float32] = groups / of_blocks[..., None]

@@ -14,7 +14,7 @@ from wire.errors import ModelError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
-"""Tokens that end an answer under whatever name, beside the ids that the file names."""
+"""Tokens that end an answer, by name, besides the ids that the file gives."""
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -24,7 +24,9 @@ _UPPER, _LOWER = r"(?:(?![a-z])\p{L})", r"(?:(?![A-Z])\p{L})"
 
 @dataclass(frozen=True)
 class _Words:
-    """patterns: that cut a text into words. ignores_merges: a word that is a token is that token."""
+    """patterns: regular expressions that cut a text into words. ignores_merges: needs no merges for a word that is a
+    token.
+    """
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False
@@ -57,7 +59,7 @@ WORDS: dict[str, _Words] = {
 
 
 class GgufTokenizer:
-    """The vocabulary of a GGUF model. Raises ModelError, naming the key or the token, for one that cannot be served."""
+    """The vocabulary of a GGUF model. Raises ModelError, naming key or token, if it cannot be served."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self._source = source
@@ -139,7 +141,9 @@ class GgufTokenizer:
         }
 
     def _merges_by_score(self) -> Iterator[list[str]]:
-        """Yields each pair of tokens that makes a token, the likeliest first; pairs of one token from the left on."""
+        """Yields each pair of tokens that joins to a token, the likeliest token first, its pairs by their cut from the
+        left.
+        """
         scores: list[float] = self._list("ggml.scores", float)
         if len(scores) != len(self._tokens):
             raise self._fields.wrong("ggml.scores", f"a score for each of {len(self._tokens)} tokens")

@@ -17,9 +17,10 @@ from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
 from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
-from kv_store.node.directory_port import Hold
+from kv_store.node.messages import Hold
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tiers import open_tiers
+from tests.harness.served import served_model
 from tests.kv_store.names import LAYOUT, committed, got_one, names_of
 from tests.kv_store.pools import filled_pool, pages_from
 from wire.block_names import BlockName, cover
@@ -39,7 +40,7 @@ WAIT_S = 20.0
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
     arena = Path(f"/dev/shm/baton-test-node-{os.getpid()}")
     socket = str(tmp_path / "directory.sock")
-    yield NodeConfig(StoreSettings(socket, "00" * 32), str(arena), LAYOUT.encode().hex(), NUM_SLOTS)
+    yield NodeConfig(StoreSettings(socket, "00" * 32), str(arena), served_model(LAYOUT, folder="/"), NUM_SLOTS)
     arena.unlink(missing_ok=True)
 
 
@@ -85,7 +86,10 @@ def test_a_node_of_several_lets_others_read_its_arena_and_takes_its_folder_away(
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"model_folder": "/nowhere"}, "has no model folder /nowhere"), ({"block_address": "192.0.2.9:0"}, "block port")],
+    [
+        ({"model": served_model(LAYOUT, folder="/nowhere")}, "has no model folder /nowhere"),
+        ({"block_address": "192.0.2.9:0"}, "block port"),
+    ],
 )
 def test_a_node_that_cannot_host_workers_says_why_and_leaves_no_arena(
     config: NodeConfig, changes: dict[str, Any], reason: str

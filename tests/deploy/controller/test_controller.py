@@ -4,10 +4,8 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import ray
 
 from deploy.actors.actor_host import LocalHost
 from deploy.controller import controller as controller_module
@@ -64,7 +62,7 @@ class Cluster:
         self.plan = replace(plan, run_dir=str(folder), key_file=str(self.file.path))
 
     def make_controller(self) -> Controller:
-        return Controller(to_json(self.plan))
+        return Controller(to_json(self.plan), self.host)
 
     async def start(self) -> Controller:
         """The first controller of a cluster that serves."""
@@ -97,9 +95,7 @@ class Cluster:
 @pytest.fixture
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     made = Cluster(tmp_path)
-    monkeypatch.setattr(controller_module, "RayHost", lambda _: made.host)
     monkeypatch.setattr(controller_module, "start_logging", lambda _: None)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
     monkeypatch.setattr(supervised, "PAUSE_S", 0.01)
     yield made
     for task in asyncio.all_tasks() - {asyncio.current_task()}:

@@ -32,7 +32,7 @@ class DoorHost(LocalHost):
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         await super().start(name, config_json, timeout_s)
         if name == ROUTER:
-            self.routers.append(RouterConfig.from_json(config_json))
+            self.routers.append(from_json(RouterConfig, config_json, "router"))
             return to_json(Addresses(*[self.router_address] * 4))
         config = from_json(GatewayConfig, config_json, "gateway")
         assert config.name == name
@@ -106,7 +106,7 @@ async def test_a_router_that_dies_takes_its_ports_again_and_later_gateways_find_
     monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
     host, tasks, back = DoorHost(), Tasks(), asyncio.Queue[str]()
     front = await started(host, tmp_path)
-    assert [one.listeners.grpc_port for one in host.routers] == [0]
+    assert [one.settings.grpc_port for one in host.routers] == [0]
     front.keep(tasks, on_restart=back.put_nowait)
     host.router_address = "127.0.0.1:2"  # the port was taken
     for dead in (ROUTER, "gateway-1"):
@@ -115,8 +115,8 @@ async def test_a_router_that_dies_takes_its_ports_again_and_later_gateways_find_
             assert await back.get() == dead
     tasks.cancel()
     await tasks.wait()
-    listeners = host.routers[1].listeners
-    assert [listeners.grpc_port, listeners.local_port, listeners.operator_port, listeners.metrics_port] == [1] * 4
+    again = host.routers[1]
+    assert [again.settings.grpc_port, again.local_port, again.operator_port, again.settings.metrics_port] == [1] * 4
     assert [one.address for one in host.started[3:]] == ["127.0.0.1:2"]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deploy.local.state import MAX_SERVED, ServedFile
-from router.config import ServedNamespace
 from wire.layout import KVLayout
+from wire.served_model import ServedNamespace
 
 
 def served(number: int, block_size: int = 16, model: str = "m") -> ServedNamespace:

@@ -15,8 +15,9 @@ from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
-from deploy.plan.config import TEXTS, ClusterConfig
+from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import RayNode
+from deploy.plan.rules import TEXTS
 from deploy.processes.process import ProcessRef, spawn_leader
 from engine.checkpoint.pulled import NamedModel
 from kv_store.frame import mac_key_of
@@ -127,7 +128,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert from_json(ClusterPlan, to_json(plan), "plan") == plan
         assert plan.machine is not None
         node = plan.node_config(NodeBaseline(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
-        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.layout.block_bytes}"
+        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.model.layout.block_bytes}"
     finally:
         _end(state)
 

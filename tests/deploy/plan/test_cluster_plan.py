@@ -6,10 +6,11 @@ from cryptography import x509
 
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, make_plan
-from deploy.plan.config import ClusterConfig, HttpSettings, RouterSettings
+from deploy.plan.config import ClusterConfig, HttpSettings
 from deploy.plan.machine import Machine, RayNode
 from deploy.plan.model import DraftFacts, ModelFacts
-from router.config import AdmissionBounds, ServedModel, StreamBounds
+from router.config import RouterSettings
+from tests.harness.served import served_model
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError, Unauthenticated
 from wire.ids import WorkerId
@@ -19,7 +20,7 @@ from wire.trust.identity import Identity
 from wire.trust.key_ring import NO_KEYS, KeyRing, Scope
 from worker.config import BatchSettings, WorkerConfig
 
-SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
+SERVED = served_model(LAYOUT, max_context_len=64, fingerprint_hex=bytes(32).hex())
 MODEL = ModelFacts(SERVED, "cpu", 1000)
 MACHINE = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=4)
 HEAD = NodeBaseline(RayNode("a" * 56, "10.0.0.1", {"CPU": 4.0}, is_head=True), MACHINE)
@@ -60,8 +61,7 @@ def worker_of(plan: ClusterPlan, baseline: NodeBaseline = HEAD, role: Role = Rol
 
 def test_what_is_not_set_is_as_each_part_has_it() -> None:
     plan = planned(ClusterConfig())
-    assert plan.router.admission == AdmissionBounds()
-    assert plan.router.streams == StreamBounds()
+    assert plan.router.settings == RouterSettings()
     assert worker_of(plan).batch == BatchSettings()
 
 
@@ -90,15 +90,14 @@ def test_a_public_door_without_keys_lets_no_caller_in() -> None:
 def test_each_bound_of_the_router_is_passed_on() -> None:
     assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS, "public_prefixes"}
     config = ClusterConfig.load(None, {"router": {**BOUNDS, "public_prefixes": ["Once upon a time"]}})
-    plan = planned(config)
-    assert plan.router.public_prefixes == ("Once upon a time",)
-    assert asdict(plan.router.admission) | asdict(plan.router.streams) == BOUNDS
+    settings = planned(config).router.settings
+    assert settings.public_prefixes == ("Once upon a time",)
+    assert BOUNDS.items() <= asdict(settings).items()
 
 
 def test_where_and_how_the_router_listens_is_passed_on() -> None:
     config = ClusterConfig.load(None, {"router": LISTENERS})
-    listeners = planned(config).router.listeners
-    assert LISTENERS.items() <= asdict(listeners).items()
+    assert LISTENERS.items() <= asdict(planned(config).router.settings).items()
 
 
 def test_each_bound_of_a_batch_is_passed_on() -> None:

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 import demo_model
 from deploy.plan.config import ModelSettings
 from deploy.plan.model import DraftFacts, ModelFacts, inspect_model, mapped_within
-from router.config import ServedModel
 from tests.harness.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.text.backends import byte_level
 from wire.errors import ConfigError, ModelError
+from wire.served_model import ServedModel
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,11 @@ from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, num_more, require_room, size
-from router.config import ServedModel
+from tests.harness.served import served_model
 from wire.errors import ConfigError
 from wire.layout import KVLayout
 from wire.pools import PoolSizes
+from wire.served_model import ServedModel
 
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = Machine(memory_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=8)
@@ -20,7 +21,7 @@ GPU_NODE = Machine(memory_bytes=200 * GIB, shared_bytes=100 * GIB, num_cores=64,
 
 
 def served(max_context_len: int, layout: KVLayout) -> ServedModel:
-    return ServedModel("m", "/m", layout.dtype, max_context_len, 300, "", layout.encode().hex())
+    return served_model(layout, max_context_len=max_context_len)
 
 
 SMALL = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32")), "cpu", weight_bytes=8 * MIB)  # blocks of 32 KiB

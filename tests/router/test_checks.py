@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.ports.interceptors import ErrorInterceptor
-from router.requests.validator import ServingLimits, ValidRequest, resolve, validate
+from router.requests.checks import ServingLimits, ValidRequest, resolve, validate
+from tests.harness.served import served_model
 from text.chat import Rendered
 from wire.errors import BatonError, ContextLengthExceeded, InvalidRequest, Lengths, ModelNotFound
 from wire.layout import KVLayout
@@ -26,7 +27,14 @@ from wire.rpc_status import details_of
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype="float32")
-LIMITS = ServingLimits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, layout=LAYOUT)
+
+
+def limits_of(num_blocks: int, max_context_len: int, **given: Any) -> ServingLimits:
+    model = served_model(LAYOUT, name="demo", vocab_size=1000, max_context_len=max_context_len, **given)
+    return ServingLimits(model, num_blocks)
+
+
+LIMITS = limits_of(16, 512)
 SEED = 77
 
 
@@ -146,7 +154,7 @@ def test_refused(row: str) -> None:
 
 @pytest.mark.parametrize("sampling", [{"prompt_logprobs": 0}, {"echo": True}])
 def test_a_prompt_that_is_told_is_bounded(sampling: dict[str, Any]) -> None:
-    large = ServingLimits(model="demo", vocab_size=1000, max_context_len=1 << 17, num_blocks=1 << 14, layout=LAYOUT)
+    large = limits_of(1 << 14, 1 << 17)
     assert admit(text(**sampling), 1 << 15, large).seed == SEED
     with pytest.raises(InvalidRequest, match=next(iter(sampling))):
         admit(text(**sampling), (1 << 15) + 1, large)
@@ -154,7 +162,7 @@ def test_a_prompt_that_is_told_is_bounded(sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["other", "", "demo ", "DEMO", "../../etc/passwd", "m" * 10_240, "demo\0"])
 def test_unknown_model(name: str) -> None:
-    limits = replace(LIMITS, aliases=("other name",))
+    limits = limits_of(16, 512, aliases=("other name",))
     with pytest.raises(ModelNotFound, match=r"^model: .*, but demo, other name$") as caught:
         validate(pb.GenerateRequest(model=name, text="hi"), limits)
     assert caught.value.status.grpc == "NOT_FOUND"
@@ -235,7 +243,7 @@ def test_top_k_is_clamped_to_the_vocabulary_and_minus_one_is_off() -> None:
 
 def test_fields_that_are_left_out_have_the_models_own_defaults() -> None:
     advised = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
-    limits = replace(LIMITS, defaults=advised)
+    limits = limits_of(16, 512, sampling=advised)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     assert all(getattr(admit(text(), limits=limits), name) == getattr(advised, name) for name in names)
     own = admit(text(temperature=0, top_p=1, top_k=0, repetition_penalty=1), limits=limits)
@@ -254,12 +262,12 @@ class TestLengths:
 
     def test_default_is_256_or_what_fits(self) -> None:
         assert admit(text(), num_prompt_tokens=10).max_tokens == 246
-        roomy = ServingLimits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT)
+        roomy = limits_of(1000, 2048)
         assert admit(text(), num_prompt_tokens=10, limits=roomy).max_tokens == 256
         assert admit(text(), num_prompt_tokens=2047, limits=roomy).max_tokens == 1
 
     def test_a_chat_may_fill_the_context_up_to_a_bound_unless_it_tells_log_probabilities(self) -> None:
-        roomy = ServingLimits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT, max_chat_tokens=1500)
+        roomy = limits_of(1000, 2048, max_chat_tokens=1500)
         chat = replace(validate(text(), roomy), prompt=Rendered("hello", "|"))
         lens = {100: 1500, 1000: 1048, 2047: 1}
         assert {prompt: resolve(chat, (1,) * prompt, roomy, SEED).max_tokens for prompt in lens} == lens
@@ -275,7 +283,7 @@ class TestLengths:
         assert raised.value.lengths == Lengths(10, 247, 256)
 
     def test_context_binds_where_the_pool_is_larger(self) -> None:
-        small = ServingLimits("demo", 1000, max_context_len=32, num_blocks=16, layout=LAYOUT)
+        small = limits_of(16, 32)
         assert admit(text(max_tokens=22), num_prompt_tokens=10, limits=small).max_tokens == 22
         with pytest.raises(InvalidRequest, match="max_tokens"):
             admit(text(max_tokens=23), num_prompt_tokens=10, limits=small)

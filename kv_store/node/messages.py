@@ -1,0 +1,107 @@
+"""The values that cross the socket of an arena's directory, as the arguments and answers of its calls.
+
+Times are durations in seconds, counted by the directory's monotonic clock from arrival.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+from wire.block_names import BlockName
+from wire.errors import WireError
+from wire.ids import AttemptId, SlotId
+from wire.tier import FarStatus, LedgerCounts
+from wire.typed_reader import Between
+
+MAX_TTL_S = 3600.0
+
+
+def check_session(session: bytes) -> None:
+    """Checks that a session is empty or a digest. Raises WireError."""
+    if len(session) not in (0, 32):
+        raise WireError(f"a session of {len(session)} bytes")
+
+
+TtlS = Annotated[float, Between(math.ulp(0.0), MAX_TTL_S)]
+KeepS = Annotated[float, Between(0.0, sys.float_info.max)]
+SessionDigest = Annotated[bytes, check_session]
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A claim of a request on blocks; it ends `ttl_s` after its last renewal."""
+
+    attempt_id: AttemptId
+    ttl_s: TtlS
+
+
+@dataclass(frozen=True)
+class KeepHint:
+    """A request's hint about its KV: the session that it belongs to, and the time that it should outlive its use.
+
+    namespace: the digest of the request's root. session: as `wire.block_names.session_of` makes it; empty for none.
+    keep_s: 0 where the session needs nothing more of it; None where the request does not say.
+    """
+
+    namespace: bytes
+    session: SessionDigest
+    keep_s: KeepS | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A slot, the block in it, and the xxh3-128 of its payload."""
+
+    slot: SlotId
+    name: BlockName
+    checksum: bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The slot of a found block, and the xxh3-128 that its payload must have."""
+
+    slot: SlotId
+    checksum: bytes
+
+
+@dataclass(frozen=True)
+class DirectoryInfo:
+    """The arena's place and geometry. An epoch is drawn at each start: slots of another epoch mean nothing."""
+
+    epoch: str
+    arena_path: str
+    num_slots: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A slot to write for each name, or None if the block is there or no room is left; `num_resident` are there."""
+
+    slots: list[SlotId | None]
+    num_resident: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """An entry for each key, or None. The slots keep their blocks until the release or the end of the lease."""
+
+    lease_id: int
+    entries: list[Entry | None]
+
+
+@dataclass(frozen=True)
+class DirectoryStatus:
+    """Hits and misses count keys that readers asked for. cold: the tiers as the node's service finds them, writing."""
+
+    counts: LedgerCounts
+    num_leases: int
+    num_holds: int
+    num_kept: int
+    epoch: str
+    hits: int
+    misses: int
+    evictions: int
+    cold: list[FarStatus]

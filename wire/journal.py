@@ -1,0 +1,193 @@
+"""Spans of requests: the one table of their kinds. Code, exporters, the live page and docs/timeline.md take from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+
+class Phase(StrEnum):
+    """The kind of work of a span, as the page colours it."""
+
+    GATE = "gate"
+    FETCH = "fetch"
+    COMPUTE = "compute"
+    GENERATE = "generate"
+    BETWEEN = "between"
+
+
+ROUTER, PREFILL, DECODE = ("router",), ("prefill",), ("decode",)
+WORKERS, FILLED = (*PREFILL, *DECODE), ("",)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A row of the table.
+
+    step: the name behind the place. places: the parts that measure it; "" for what the router fills in. phase: gate if
+    the request waits for others. doc: words of docs/timeline.md. cause: words of `baton requests` and the page.
+    unit: the count whose pace tells a slow worker from others.
+    """
+
+    step: str
+    places: tuple[str, ...]
+    phase: Phase
+    doc: str
+    cause: str = "was at {worker}"
+    unit: str = ""
+
+    def at(self, place: str) -> str:
+        """Returns the name of the spans that a place measures."""
+        return f"{place}.{self.step}" if place else self.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(self.at, self.places))
+
+
+class Kind(Row, Enum):
+    """The kinds of spans. A worker's phases follow one another in this order, and any may be left out."""
+
+    CHECK = "check", ROUTER, Phase.BETWEEN, "the request is checked and let in, or refused at once"
+    RENDER = (
+        "render",
+        ROUTER,
+        Phase.BETWEEN,
+        "messages of a chat to text, in a process that runs the model's template; the wait for one is part of it",
+        "the model's template rendered its messages",
+    )
+    GRAMMAR = (
+        "grammar",
+        ROUTER,
+        Phase.BETWEEN,
+        "the response format is built once, in a process of its own; the wait for one is part of it",
+        "its response format was built",
+    )
+    WAIT_TOKENIZER = (
+        "wait_tokenizer",
+        ROUTER,
+        Phase.GATE,
+        "a thread that tokenizes",
+        "waited for a thread that tokenizes",
+    )
+    TOKENIZE = (
+        "tokenize",
+        ROUTER,
+        Phase.COMPUTE,
+        "text to tokens, settings completed, blocks named",
+        "was tokenized",
+    )
+    WAIT_ROOM = (
+        "wait_room",
+        ROUTER,
+        Phase.GATE,
+        "room in the arena. Prompts prefilled and not yet fetched by decode hold more than half of it",
+        "waited for room in the arena: prompts held for decode take half of it",
+    )
+    WAIT_DECODE = (
+        "wait_decode",
+        ROUTER,
+        Phase.GATE,
+        "a decode worker that is ready. Short unless all of them are lost or draining",
+        "waited for a decode worker that is ready: none was",
+    )
+    WAIT_ISOLATED = (
+        "wait_isolated",
+        ROUTER,
+        Phase.GATE,
+        "after lost workers, the last attempt is made alone",
+        "waited to be tried alone, after two workers were lost over it",
+    )
+    QUEUE = (
+        "queue",
+        WORKERS,
+        Phase.GATE,
+        "the step that runs when the request comes in; until it ends, the queue waits",
+        "waited at {worker} for a step of its engine to end",
+    )
+    WAIT_SLOT = (
+        "wait_slot",
+        WORKERS,
+        Phase.GATE,
+        "as many sequences have pages as may (`max_running`)",
+        "waited at {worker} for a place: max_running sequences ran",
+    )
+    WAIT_PAGES = (
+        "wait_pages",
+        WORKERS,
+        Phase.GATE,
+        "free pages: at prefill for the whole prompt, at decode for all tokens so far and some to grow into",
+        "waited at {worker} for free pages: its pool was full",
+    )
+    FETCH = (
+        "fetch",
+        WORKERS,
+        Phase.FETCH,
+        "blocks that are known are copied from the arena, Redis or files; counts say how many of which tier. "
+        "At decode the hold ends then",
+        "fetched KV at {worker}: {found}",
+    )
+    WAIT_TURN = (
+        "wait_turn",
+        WORKERS,
+        Phase.GATE,
+        "a place in a step. Prompts with less to compute go first; at decode only what was not fetched has to wait",
+        "waited at {worker} for its turn in a step, behind other prompts",
+    )
+    COMPUTE = (
+        "compute",
+        PREFILL,
+        Phase.COMPUTE,
+        "the rest of the prompt is computed, up to the first token",
+        "computed {tokens_computed} tokens of the prompt at {worker}{pace}",
+        "tokens_computed",
+    )
+    RECOMPUTE = (
+        "compute",
+        DECODE,
+        Phase.COMPUTE,
+        "what was not fetched is computed, up to the first token. Left out where nothing was missing",
+        "computed {tokens_computed} tokens at {worker} whose KV decode did not find{pace}",
+        "tokens_computed",
+    )
+    PUBLISH = (
+        "publish",
+        PREFILL,
+        Phase.FETCH,
+        "the last blocks are copied into the arena, under a hold",
+        "published its blocks at {worker}",
+    )
+    GENERATE = (
+        "generate",
+        DECODE,
+        Phase.GENERATE,
+        "tokens one by one, to the end. `preemptions` counts how often its pages went to older requests, "
+        "`tokens_guessed` and `tokens_accepted` what speculation guessed and what of it came true",
+        "generated {tokens} tokens at {worker}{pace}{preempted}",
+        "tokens",
+    )
+    CALL = (
+        "call",
+        WORKERS,
+        Phase.BETWEEN,
+        "a call that ended before its worker could tell more: the worker was lost, or a stop string ended the answer",
+        "was at {worker}, which has not said what it did",
+    )
+    NETWORK = (
+        "network",
+        FILLED,
+        Phase.BETWEEN,
+        "within a call and outside of the worker's spans: gRPC, and the worker's event loop",
+        "was between processes",
+    )
+    ELSEWHERE = "router", FILLED, Phase.BETWEEN, "between calls", "was at the router"
+
+
+_BY_NAME: Mapping[str, Row] = {name: kind for kind in Kind for name in kind.names}
+_UNKNOWN = Row("", FILLED, Phase.BETWEEN, "")
+GATES = tuple(name for name, kind in _BY_NAME.items() if kind.phase is Phase.GATE)
+"""Names of spans in which a request waits for others."""
+
+
+def row_of(name: str) -> Row:
+    """Returns the row of the spans of a name; one without words for a name that another version's worker sends."""
+    return _BY_NAME.get(name, _UNKNOWN)

@@ -1,0 +1,90 @@
+"""The model that a cluster serves, as workers loaded it, and what the names of its blocks follow from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+from wire.block_names import namespace_root
+from wire.errors import WireError
+from wire.ids import NamespaceRoot
+from wire.layout import KVLayout
+from wire.sampling import DEFAULT_MAX_TOKENS, DEFAULTS, SamplingParams
+from wire.typed_reader import HexOf, wrong
+
+FINGERPRINT_BYTES = 32
+NO_ADAPTER = ""
+FULL_CACHE = ""
+"""The policy of a cache that keeps every token."""
+
+
+def check_layout(digits: str) -> None:
+    """Raises Misfit for a text that is no encoded layout in hex digits."""
+    try:
+        KVLayout.decode(bytes.fromhex(digits))
+    except (ValueError, WireError) as error:
+        raise wrong("an encoded layout in hex digits", digits) from error
+
+
+FingerprintHex = Annotated[str, HexOf(FINGERPRINT_BYTES)]
+LayoutHex = Annotated[str, check_layout]
+
+
+@dataclass(frozen=True)
+class ServedNamespace:
+    """The parts of a namespace root that all tenants of a model share. model: its name, for the operator.
+
+    layout_hex: as it was encoded when the model was served; a later version may encode the same layout otherwise.
+    """
+
+    model: str
+    fingerprint_hex: FingerprintHex
+    layout_hex: LayoutHex
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout.decode(bytes.fromhex(self.layout_hex))
+
+    def root_of(self, secret: bytes, tenant: str) -> NamespaceRoot:
+        """Derives the root of the names of a tenant's blocks."""
+        fingerprint, layout = bytes.fromhex(self.fingerprint_hex), bytes.fromhex(self.layout_hex)
+        return namespace_root(secret, tenant, fingerprint, layout, NO_ADAPTER, FULL_CACHE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names.
+
+    kv_policies: that a request may have; the first is that of the others. sampling: what unset fields of a request
+    mean. max_chat_tokens: of an answer in a chat that gives no max_tokens.
+    tool_format, reasoning_format: as AnswerFormats.of takes them.
+    """
+
+    name: str
+    folder: str
+    dtype: str
+    max_context_len: int
+    vocab_size: int
+    fingerprint_hex: FingerprintHex
+    layout_hex: LayoutHex
+    aliases: tuple[str, ...] = ()
+    kv_policies: tuple[str, ...] = ("full",)
+    sampling: SamplingParams = DEFAULTS
+    max_chat_tokens: int = DEFAULT_MAX_TOKENS
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def fingerprint(self) -> bytes:
+        return bytes.fromhex(self.fingerprint_hex)
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        return self.namespace.layout
+
+    @property
+    def namespace(self) -> ServedNamespace:
+        return ServedNamespace(self.name, self.fingerprint_hex, self.layout_hex)
