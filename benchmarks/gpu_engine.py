@@ -100,13 +100,13 @@ def make_decoder(shape: Shape) -> Decoder:
     queries = shape.num_heads * shape.head_dim
     layers = tuple(
         LayerWeights(
-            norm(),
-            weight(queries + 2 * shape.num_kv_heads * shape.head_dim, shape.hidden),
-            heads,
-            weight(shape.hidden, queries),
-            norm(),
-            weight(2 * shape.mlp, shape.hidden),
-            weight(shape.hidden, shape.mlp),
+            attention_norm=norm(),
+            qkv=weight(queries + 2 * shape.num_kv_heads * shape.head_dim, shape.hidden),
+            heads=heads,
+            attention_output=weight(shape.hidden, queries),
+            mlp_norm=norm(),
+            gate_up=weight(2 * shape.mlp, shape.hidden),
+            down=weight(shape.hidden, shape.mlp),
         )
         for _ in range(shape.num_layers)
     )

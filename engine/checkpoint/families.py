@@ -253,6 +253,7 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 4,
             "no_rope_layer_interval": 4,
+            "rope_theta": 2e6,
             "max_window_layers": 0,
             "tie_word_embeddings": True,
             "eos_token_id": 128001,

@@ -30,7 +30,7 @@ class Linear:
     bias: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products.
 
@@ -40,14 +40,14 @@ class LayerWeights:
 
     attention_norm: torch.Tensor | None
     qkv: Linear
-    row_norms: tuple[tuple[slice, torch.Tensor], ...]
+    row_norms: tuple[tuple[slice, torch.Tensor], ...] = ()
     heads: Heads
     attention_output: Linear
-    added_norm: torch.Tensor | None
+    added_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
-    added_mlp_norm: torch.Tensor | None
+    added_mlp_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

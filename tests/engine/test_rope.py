@@ -144,9 +144,13 @@ def test_a_part_of_a_head_is_rotated_and_the_rest_stays() -> None:
     part = RopeConfig(10_000.0, RopeScaling(), 0.5)
     alone = RopeConfig(10_000.0, RopeScaling()).frequencies(HEAD_DIM // 2)
     assert torch.equal(part.frequencies(HEAD_DIM), torch.cat([alone, torch.zeros(HEAD_DIM // 4)]))
-    halves, neighbours = (RopeConfig(10_000.0, RopeScaling(), 0.5, interleaved).head_order(8) for interleaved in (False, True))
-    assert halves is not None and halves.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert neighbours is not None and neighbours.tolist() == [0, 2, 4, 5, 1, 3, 6, 7]
+    halves, neighbours = (
+        RopeConfig(10_000.0, RopeScaling(), 0.5, interleaved).head_order(8) for interleaved in (False, True)
+    )
+    assert halves is not None
+    assert halves.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert neighbours is not None
+    assert neighbours.tolist() == [0, 2, 4, 5, 1, 3, 6, 7]
     assert RopeConfig(10_000.0, RopeScaling()).head_order(8) is None
 
 

@@ -131,7 +131,8 @@ with open("/proc/self/statm") as file:
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), used + (256 << 20)))
 backend = select_backend(torch.device("cpu"))
 backend.set_num_threads(1024)
-print(torch.equal(backend.gate(torch.ones(4096, 64), Activation.SILU), backend.gate(torch.ones(1, 64), Activation.SILU).expand(4096, 32)))
+many, one = (backend.gate(torch.ones(rows, 64), Activation.SILU) for rows in (4096, 1))
+print(torch.equal(many, one.expand(4096, 32)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True\n"

@@ -94,7 +94,8 @@ def test_the_scaling_of_llama_3_is_known_by_its_divisors(tmp_path: Path) -> None
     ([ours], [theirs]) = ModelConfig.parse(found).ropes, ModelConfig.parse(config).ropes
     assert torch.equal(ours.frequencies(64), theirs.frequencies(64))
     assert not torch.equal(
-        ours.frequencies(64), ModelConfig.parse(found | {"rope_parameters": {"rope_theta": 5e5}}).ropes[0].frequencies(64)
+        ours.frequencies(64),
+        ModelConfig.parse(found | {"rope_parameters": {"rope_theta": 5e5}}).ropes[0].frequencies(64),
     )
 
 
