@@ -38,12 +38,12 @@ from baton.results import (
     read_tokens,
 )
 from wire.errors import Unavailable
+from wire.ids import TRACEPARENT, TraceContext
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import ADAPTED_METADATA, CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
-from wire.trace_context import TRACEPARENT, TraceContext
 
 
 class _Connection:

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NotRequired, Protocol, Self, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import grpc.aio
 
+from baton.results import Typed, read_timeline
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -18,16 +19,6 @@ TIMEOUT_S = 600.0
 API_KEY = "BATON_API_KEY"
 """The environment variable with the key of a client that is given no key."""
 Metadata = tuple[tuple[str, str], ...]
-
-
-class Typed(Protocol):
-    """A class with a JSON schema of its objects, such as a pydantic model."""
-
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]: ...
-
-    @classmethod
-    def model_validate_json(cls, json_data: str) -> Self: ...
 
 
 class Message(TypedDict):
@@ -201,6 +192,8 @@ def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
             late = f"no whole answer within the timeout of {timeout_s:g} s"
             raise DeadlineExceeded(f"{late}: give a longer one, or see `baton status`") from failure
         error = from_rpc_error(status)
+        if error.timeline is not None:
+            error.timeline = read_timeline(error.timeline)
         if proxy and isinstance(error, Unavailable) and not details_of(status):
             error = Unavailable(f"{error.message}: gRPC asks the proxy of {proxy}, unless no_proxy names the host")
         raise error from failure

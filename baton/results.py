@@ -6,14 +6,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import StringIO
-from typing import TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from baton.request import Typed
 from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import InvalidRequest, WireError
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs
+
+
+class Typed(Protocol):
+    """A class with a JSON schema of its objects, such as a pydantic model."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
+
 
 T = TypeVar("T", bound=Typed)
 
@@ -74,13 +84,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Span:
-    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names."""
+    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names.
+
+    error: the reason of the error that an attempt ended with here, "" for none.
+    """
 
     name: str
     worker: str
     start_ms: float
     duration_ms: float
     counts: Mapping[str, int]
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,7 @@ class Draft:
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
-        usage, timeline = _read_usage(complete.usage), _read_timeline(complete.timeline)
+        usage, timeline = _read_usage(complete.usage), read_timeline(complete.timeline)
         return Completion(request_id, choices, usage, complete.seed, timeline, tuple(self.prompt))
 
     def _choice(self, choice: pb.Choice) -> Choice:
@@ -251,8 +265,10 @@ def _read_usage(usage: pb.Usage) -> Usage:
     )
 
 
-def _read_timeline(timeline: pb.Timeline) -> Timeline:
-    spans = tuple(Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts)) for one in timeline.spans)
+def read_timeline(timeline: pb.Timeline) -> Timeline:
+    spans = tuple(
+        Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts), one.error) for one in timeline.spans
+    )
     workers = timeline.prefill_worker or None, timeline.decode_worker or None
     return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)
 

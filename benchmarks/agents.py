@@ -28,7 +28,8 @@ from statistics import fmean
 
 from benchmarks.eviction import clairvoyant_hits
 from kv_store.eviction.hit_density import HitDensity
-from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kv_store.eviction.order import EvictionPolicy
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.directory import Directory
 from kv_store.node.messages import Block, KeepHint
 from kv_store.node.sessions import KeepLimits
@@ -47,9 +48,10 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LeastRecentlyUsed
 
 @dataclass(frozen=True)
 class Event:
-    """The begin of a request, with its prompt, or its end, with the answer's blocks behind: a path from the root.
+    """A request's begin, with its prompt, or its end, with the answer's blocks, too: a path from the root.
 
-    tool_s: the time until the session's next request; 0 after the last one. error: of a caller's guess of it, 0 to 1.
+    tool_s: the time until the session's next request; 0 after the last one. error: the error of a caller's guess of
+    tool_s, 0 to 1.
     """
 
     at_s: float

@@ -75,7 +75,7 @@ class BatonService:
         return [worker["pid"] for role in self._pools for worker in pools[role]]
 
     def cpu_s(self) -> dict[str, float]:
-        """Sums seconds of CPU so far: of the workers, of the router, and of all other processes of the cluster."""
+        """Sums CPU seconds so far, for workers, router, and all other processes of the cluster."""
         state = self.state()
         assert state.head is not None, "it has joined another's Ray"
         workers, router = self.worker_pids(), self.actor_pid("router")
@@ -97,7 +97,7 @@ class BatonService:
 
     @property
     def redis_pid(self) -> int:
-        """Of the server of its own."""
+        """The pid of the service's own Redis."""
         redis = self.state().redis
         assert redis is not None, "it has no Redis of its own"
         return redis.pid
@@ -114,7 +114,7 @@ class BatonService:
         os.kill(self.redis_pid, signal.SIGKILL)
 
     def start_redis(self) -> None:
-        """A new one in the place of the one that was killed, which `baton down` will end."""
+        """Starts a new Redis in place of the killed one; `baton down` will end it."""
         state = self.state()
         server = redis_server.start(redis_server.find_program(), Path(state.run_dir), RedisSettings().max_bytes)
         StateFile(self.name).write(replace(state, redis=server.process))

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.baton_service import BatonService, num_in_use
 from benchmarks.chaos_client import ChaosClient
 from benchmarks.chaos_tally import Stream, Tally
-from benchmarks.fault_injector import FaultInjector
-from benchmarks.fault_plan import Fault, FaultKind, plan
+from benchmarks.fault_injector import Fault, FaultInjector, FaultKind, plan
 from benchmarks.question import make_questions
 from benchmarks.result_file import write_result
 from cli.bench.schedule import poisson

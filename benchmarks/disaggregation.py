@@ -18,13 +18,14 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
 from benchmarks.machine import MachineState
-from benchmarks.quiet_limits import QuietLimits
 from benchmarks.result_file import write_result
-from cli.bench.latency import Limits, ModeSummary, Record, percentiles_ms, summarize
+from cli.bench.latency import LatencyLimits, Limits, ModeSummary, Record, percentiles_ms, summarize
 from cli.bench.open_loop import LoadClient
 from cli.bench.schedule import Arrival, ScaledTrace, poisson, read_trace, replay, scale
 from router.config import Disaggregation
@@ -34,6 +35,32 @@ NUM_CORES = 2
 MAX_CONTEXT_LEN = 2048
 _HEAD_DIM = 32
 _WARM_UP_SEED = -1
+
+
+@dataclass(frozen=True)
+class QuietLimits:
+    """Limits by a prompt's length: multiples of what a quiet service took at some lengths, and straight lines between.
+
+    lengths: ascending. ttft_s, tpot_s: the quiet service's times, a value a length.
+    """
+
+    lengths: tuple[int, ...]
+    ttft_s: tuple[float, ...]
+    tpot_s: tuple[float, ...]
+    ttft_factor: float = 4.0
+    tpot_factor: float = 3.0
+
+    def holds_for(self, record: Record) -> bool:
+        return self.at(record.prompt_len).holds_for(record)
+
+    def at(self, prompt_len: int) -> LatencyLimits:
+        """Returns the limits of a length."""
+        ttft_s, tpot_s = (float(np.interp(prompt_len, self.lengths, one)) for one in (self.ttft_s, self.tpot_s))
+        return LatencyLimits(self.ttft_factor * ttft_s, self.tpot_factor * tpot_s)
+
+    def describe(self, prompt_len: int) -> str:
+        limits = self.at(prompt_len)
+        return f"{prompt_len}: TTFT {limits.ttft_s * 1000:.0f} TPOT {limits.tpot_s * 1000:.1f}"
 
 
 def make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
@@ -92,7 +119,7 @@ async def measure_quiet(address: str, options: argparse.Namespace) -> QuietLimit
 
 
 def schedules(options: argparse.Namespace) -> list[tuple[ScaledTrace, list[Arrival]]]:
-    """Cuts the trace into consecutive rounds; the first one is for choosing the chunk size."""
+    """Cuts the trace into consecutive rounds; the first round chooses the chunk size."""
     rows = read_trace(options.trace)
     size = round(options.rate * options.duration)
     traces = [
@@ -141,7 +168,7 @@ def choose_chunk_len(
 
 
 def best_chunk_len(goodputs: Mapping[int, float]) -> int:
-    """Picks the smallest size within 1 % of the best goodput: of equal ones it has the shortest gaps between tokens."""
+    """Picks the smallest chunk size within 1 % of the best goodput: it has the shortest gaps between tokens."""
     return min(size for size, goodput in goodputs.items() if goodput >= 0.99 * max(goodputs.values()))
 
 

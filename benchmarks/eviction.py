@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 from kv_store.eviction.hit_density import HitDensity
-from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kv_store.eviction.order import EvictionPolicy
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.ledger import Ledger
 from wire.ids import BlockKey, PageId
 

@@ -68,14 +68,14 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """Of the products of a token."""
+        """Weights in the products of a token."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden * (width + self.num_heads * self.head_dim + 3 * self.mlp)
         return self.num_layers * layer + self.hidden * self.vocab
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token."""
+        """Bytes of a token's KV."""
         return 4 * self.num_layers * self.num_kv_heads * self.head_dim
 
 

@@ -209,7 +209,7 @@ def _run(ordered: Sequence[OrderedProduct], rows: Tensor, tile: ProductTile, at_
 
 
 def attention() -> Iterator[str]:
-    """Times attention of prompts without graphs, each work alone: a graph of one of them read illegal memory once."""
+    """Times attention of prompts without graphs, each work alone: such a graph read illegal memory once."""
     from benchmarks.gpu_kernels import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VARIANT, make_pool, make_random
     from kernels import paged_attention
 

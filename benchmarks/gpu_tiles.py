@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trial:
-    """A tile's run: its median seconds, and the registers that it spilled. One that did not start took for ever."""
+    """A tile's run: its median seconds, infinite if it did not start, and the registers that it spilled."""
 
     tile: Tile
     seconds: float = math.inf
@@ -148,7 +148,7 @@ class Launches:
 
 
 def try_on_device(row: Row, tile: Tile) -> Trial:
-    """Times a tile on the current GPU; one that does not compile or fit there does not start."""
+    """Times a tile on the current GPU, where it may fail to compile or fit, and so not start."""
     is_product = row.role == PRODUCTS
     module, kernel = (products, "multiply") if is_product else (paged_attention, "attend")
     choice = "choose_product_tile" if is_product else "choose_tile"

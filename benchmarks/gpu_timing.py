@@ -14,8 +14,8 @@ NUM_ROUNDS = 15
 class Row:
     """A piece of work on one layer, beside its ceiling and its peer, all timed in the same rounds.
 
-    floor_s: the least time it can take, at the rate of its ceiling: of reading or a copy for what moves bytes, of a
-    product for what computes. A time under a few microseconds is launches.
+    floor_s: the least time it can take, at the rate of its ceiling: a read or a copy for work that moves bytes, a
+    product for work that computes. A time under a few microseconds is launches.
     """
 
     name: str

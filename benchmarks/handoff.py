@@ -9,6 +9,7 @@ figure is over prompts of the same lengths that no tier knows, asked in the same
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -28,9 +29,9 @@ from baton import AsyncClient, Completion
 from benchmarks.baton_service import BatonService
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
-from benchmarks.service_peers import make_served_model
 from benchmarks.tiers import own_redis
 from tests.cluster.ray_nodes import RayNodes
+from tests.harness.checkpoints import byte_level_tokenizer
 
 HANDOFF_LENS = (512, 4096)
 WARM_LEN = 4096
@@ -47,6 +48,18 @@ class Asked:
     ttft_s: float
     handoff_share: float
     cached_tokens: dict[str, int]
+
+
+def make_served_model(source: Path, folder: Path) -> Path:
+    """Links a checkpoint's files into a folder, with a tokenizer where it has none."""
+    folder.mkdir()
+    for path in source.resolve().iterdir():
+        (folder / path.name).symlink_to(path)
+    if not (folder / "tokenizer.json").exists():
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        byte_level_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
 
 
 def handoff_share(completion: Completion) -> float:

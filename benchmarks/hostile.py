@@ -90,7 +90,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
     def add(self, answers: Sequence[Answer], streams: Sequence[Stream], loses: Sequence[str]) -> None:
-        """loses: as of `Kind`."""
+        """loses: see `Kind`."""
         self.times += 1
         self.answers.update(answer.got for answer in answers)
         self.problems += [answer.problem for answer in answers if answer.problem]

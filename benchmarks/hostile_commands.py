@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.baton_service import BatonService
-from benchmarks.fault_injector import FaultInjector
-from benchmarks.fault_plan import Fault, FaultKind
+from benchmarks.fault_injector import Fault, FaultInjector, FaultKind
 from benchmarks.hostile_calls import Answer
 from deploy.local import run_dir
 from deploy.local.client import call_operator
@@ -72,7 +71,7 @@ class Done:
     took_s: float
 
     def answer(self, *expected: tuple[int, str], within_s: float = _MAX_COMMAND_S) -> Answer:
-        """expected: exit statuses, each with a pattern for the one line on stderr; an empty one stands for no line."""
+        """expected: exit statuses, each with a pattern for the one line on stderr; "" means no line."""
         lines = self.error.splitlines()
         is_right = any(
             self.status == status and (len(lines) == 1 and re.search(words, lines[0]) if words else not lines)

@@ -44,7 +44,7 @@ class PaperRule(Protocol):
 
 @dataclass(frozen=True)
 class SnapKV:
-    """The rule of SnapKV's paper. share: of a prompt's tokens, that each head keeps."""
+    """The rule of SnapKV's paper. share: the part of a prompt's tokens that each head keeps."""
 
     share: float
     num_watched: int | None = _NUM_WATCHED
@@ -80,7 +80,7 @@ PAPER_RULES: dict[str, PaperRule] = {
 
 
 def _with_latest(votes: torch.Tensor, budget: int, num_latest: int) -> torch.Tensor:
-    """Chooses the earlier tokens with the most votes, and all latest ones. votes: of the earlier tokens."""
+    """Chooses the earlier tokens with the most votes, and all latest ones. votes: a number for each earlier token."""
     num_heads, num_earlier = votes.shape
     heaviest = votes.topk(min(budget - num_latest, num_earlier), -1).indices.sort(-1).values
     latest = torch.arange(num_earlier, num_earlier + num_latest).expand(num_heads, -1)
@@ -167,7 +167,7 @@ class PaperBackend:
 
     @torch.inference_mode()
     def bytes_per_token(self, text: CutText) -> float:
-        """Of KV once the given tokens are run, over all tokens."""
+        """Computes the bytes of kept KV a token, once the given tokens are run."""
         kept = self._prefill(text.prompt_ids)
         for token_id in text.given_ids:
             self._step(kept, token_id)

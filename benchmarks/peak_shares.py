@@ -27,12 +27,12 @@ from kernels.tiles import Role, Tile, find_tile
 LATENCY_S = 800e-9
 HEAD_DIM, GROUP_SIZE = 128, 4
 KIND_TO_BYTES = {"plain": 2.0, "sinks": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
-"""Of an element of KV, scales left out."""
+"""Bytes of an element of KV, scales left out."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device's data sheet. exps: exponentials of a processor in a cycle. lanes: of a warp."""
+    """A device's data sheet. exps: exponentials of a processor in a cycle. lanes: threads of a warp."""
 
     name: str
     architecture: str

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --rounds 3
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --gguf smollm2 --out peers_gguf
 
-Each engine has a process and an environment of its own (benchmarks/peer_engines.py) and loads the model once; one of
-them works at a time. Decode speed is taken between tokens of the time in which all requests decode, from clock times
+Each engine has a process and an environment of its own (benchmarks/peer_engines.py) and loads the model once; only one
+engine works at a time. Decode speed is taken between tokens of the time in which all requests decode, from clock times
 of each token. A figure whose rounds differ by more than a fifth is refused: its rounds are printed, the exit status is
 1, and there is no ratio with it. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for
 CPUs if they shall have no CUDA libraries. A peer that fails is named and left out.
@@ -121,7 +121,7 @@ def make_model(folder: Path, **sizes: int) -> Path:
 
 @dataclass(frozen=True)
 class Point:
-    """A speed to measure: of `decode` for a number of requests, or of `prompt` for a number of tokens."""
+    """A speed to measure: `decode` with a number of requests, or `prompt` with a number of tokens."""
 
     kind: str
     size: int

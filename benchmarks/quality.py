@@ -93,7 +93,7 @@ class Meter:
         return sum(map(is_right, prompts, texts)) / len(prompts)
 
     def perplexity(self, kind: str = "english") -> float:
-        """Of held-out text of a kind, of PAGES, by token."""
+        """Computes the perplexity of held-out text of a kind, one of PAGES, by token."""
         pages = [CutText.cut(page, _OPENING_LEN) for page in self._pages(kind)]
         total = sum(self._backend.log_likelihood(page) for page in pages)
         return math.exp(-total / sum(len(page.given_ids) - 1 for page in pages))

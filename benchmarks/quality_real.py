@@ -101,7 +101,7 @@ class RealMeter:
         return RealRow(self.perplexity(), found, self.bytes_per_token(), answers, load_average)
 
     def perplexity(self) -> float:
-        """Of the end of long articles, by token."""
+        """Computes the perplexity of the end of long articles, by token."""
         pages = [CutText.cut(self._ids(title)[:PAGE_LEN], OPENING_LEN) for title in SCORED]
         total = sum(self._backend.log_likelihood(page) for page in pages)
         return math.exp(-total / sum(len(page.given_ids) - 1 for page in pages))
@@ -122,7 +122,7 @@ class RealMeter:
         return [self._backend.generate([text], ANSWER_LEN)[0] for text in texts]
 
     def bytes_per_token(self) -> float:
-        """Of KV that a request of OPENING_LEN tokens holds while it decodes."""
+        """Bytes of KV that a request of OPENING_LEN tokens holds while it decodes."""
         text = CutText.cut(self._ids(SCORED[0])[: OPENING_LEN + 3], OPENING_LEN)
         return self._bytes_per_token(text)
 

@@ -25,7 +25,7 @@ SIZES = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }
-"""Of 322 million weights; rows are multiples of 256 values."""
+"""The shape of a model of 322 million weights; rows are multiples of 256 values."""
 
 
 def main() -> None:

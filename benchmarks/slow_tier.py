@@ -2,9 +2,9 @@
 
     python benchmarks/slow_tier.py --threads 1
 
-A first cluster writes the KV of all prompts to Redis and goes down. Two others serve the same prompts in turns: one
-reads that Redis through a proxy of 1 MB/s a connection and 50 ms a round trip, the other has no Redis. The first 20
-prompts are for learning what the tier costs; the next ones are measured.
+A first cluster writes the KV of all prompts to Redis and goes down. Two others serve the same prompts in turns: the
+first reads that Redis through a proxy of 1 MB/s a connection and 50 ms a round trip, the second has no Redis. The first
+20 prompts let workers learn the tier's cost; later prompts are measured.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.handoff import MEMORY, Prompts, ask_all
+from benchmarks.handoff import MEMORY, Prompts, ask_all, make_served_model
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
-from benchmarks.service_peers import make_served_model
 from benchmarks.tiers import own_redis
 from tests.faults.toxic_proxy import Line, ToxicProxy
 

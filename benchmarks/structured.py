@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/structured.py
     OMP_NUM_THREADS=2 python benchmarks/structured.py --model smollm2 --threads 2 --out structured_smollm2
 
-Each schema has a greedy answer and a seeded one. Whole answers are validated by jsonschema. A cut one is ended by the
-shortest bytes that the grammar allows, and then validated: a prefix of a valid answer.
+Each schema has a greedy answer and a seeded one. Whole answers are validated by jsonschema. A cut answer is ended by
+the shortest bytes that the grammar allows, and then validated: a prefix of a valid answer.
 """
 
 import argparse
@@ -51,7 +51,7 @@ ENDERS = b'"}],: Z'
 
 @dataclass
 class Answer:
-    """An answer to one schema. error: of a request that failed."""
+    """An answer to one schema. error: the message of a failed request."""
 
     schema: Schema
     token_ids: list[int]

@@ -25,9 +25,8 @@ FULL_BFLOAT16 = "full, bfloat16"
 class Technique:
     """A way to keep KV in fewer bytes: its settings, the case that it is for, and the promise for a lost worker.
 
-    when: the case, with `{changed}` and `{found}` of the real model's row; empty for a control. window: of a model
-    like this one, in tokens. weights: int8, int4, or as they are. over: the technique whose tokens its own are compared
-    with.
+    when: the case, with `{changed}` and `{found}` of the real model's row; empty for a control. window: tokens of the
+    model's window. weights: int8, int4, or as they are. over: the technique whose tokens its own are compared with.
     """
 
     name: str

@@ -48,13 +48,13 @@ from deploy.processes.process import end_session
 from kv_store.device_pool import DevicePool
 from kv_store.frame import FRONT_BYTES, FrameSeal, checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
-from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.messages import Block
 from kv_store.node_store import NodeStore
+from kv_store.peers.block_reader import BlockReader
+from kv_store.peers.block_server import BlockServer
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier

@@ -3,9 +3,9 @@
     python benchmarks/why_planted.py
     python benchmarks/why_planted.py --cards FOLDER    # a file an answer, in drawn order, for a trial by a reader
 
-Four clusters answer, one after another: one without a cold tier; one with a folder that a cluster before it has filled,
-in which some files are spoilt; one with this folder and another dtype; one with a Redis behind a slow line, filled by a
-cluster before it. Prompts fill six to eight blocks. Exits with 1 where an answer lacks the words of what was planted.
+Four clusters answer, one after another: without a cold tier; with a folder that an earlier cluster has filled, in which
+some files are spoilt; with this folder and another dtype; with a Redis behind a slow line, filled by an earlier
+cluster. Prompts fill six to eight blocks. Exits with 1 where an answer lacks the words of what was planted.
 """
 
 import argparse

@@ -38,38 +38,55 @@ def _port_or_off(text: str) -> int | str:
     return read_whole(text) if text[:1].isdigit() else text
 
 
-_MODEL = "checkpoint folder, GGUF file, name of `baton pull`, or OWNER/NAME on the hub (default: the demo model)"
-_SERVED = "what clients call it; several names are names of one model (default: the folder's name)"
-_DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
-_WEIGHTS = "auto, in that dtype; on a CPU also int8 or int4: half of it or less, faster, less exact (default: auto)"
-_KV = "what KV is kept in: auto, as it computes, or less exact in int8 or fp8, half of it, or int4 (default: auto)"
-_POLICY = "what of its KV a sequence keeps: full, or sinks=4+1020, its first and latest tokens (default: full)"
-_SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
-_DRAFT = "guess next tokens by a smaller model of the same vocabulary; no token changes (default: none)"
-_INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
-_HOST = "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)"
-_TLS = "certificate chain of the ports for clients, as PEM; read again when it changes (default: no TLS)"
-_CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
-_GRPC = "where clients connect; 0 is any free port (default: 50051)"
-_HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
-_HOST_NAMES = "names by which requests may ask for the HTTP port on 127.0.0.1, as host.docker.internal (default: none)"
-_GATEWAYS = "processes that serve the HTTP port together, each on about a core under load (default: 1)"
-_METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
-_COMPAT = "vllm: export metrics under vLLM's names, too (default: off)"
-_REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
-        "--model": ("model.path", "PATH_OR_NAME", str, _MODEL),
-        "--served-model-name": ("model.served_name", "NAME", str, _SERVED),
-        "--dtype": ("model.dtype", None, str, _DTYPE),
-        "--weights": ("model.weights", None, str, _WEIGHTS),
-        "--kv-dtype": ("model.kv_dtype", None, str, _KV),
-        "--kv-policy": ("model.kv_policy", "POLICY", str, _POLICY),
+        "--model": (
+            "model.path",
+            "PATH_OR_NAME",
+            str,
+            "checkpoint folder, GGUF file, name of `baton pull`, or OWNER/NAME on the hub (default: the demo model)",
+        ),
+        "--served-model-name": (
+            "model.served_name",
+            "NAME",
+            str,
+            "what clients call it; several names are names of one model (default: the folder's name)",
+        ),
+        "--dtype": ("model.dtype", None, str, "what it computes in (default: auto, which is the checkpoint's own)"),
+        "--weights": (
+            "model.weights",
+            None,
+            str,
+            "auto, in that dtype; on a CPU also int8 or int4: half of it or less, faster, less exact (default: auto)",
+        ),
+        "--kv-dtype": (
+            "model.kv_dtype",
+            None,
+            str,
+            "what KV is kept in: auto, as it computes, or less exact in int8 or fp8, half of it, or int4"
+            " (default: auto)",
+        ),
+        "--kv-policy": (
+            "model.kv_policy",
+            "POLICY",
+            str,
+            "what of its KV a sequence keeps: full, or sinks=4+1020, its first and latest tokens (default: full)",
+        ),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
     },
     "workers": {
-        "--speculate": ("speculation.proposer", None, str, _SPECULATE),
-        "--draft": ("speculation.draft", "PATH_OR_HUB_NAME", str, _DRAFT),
+        "--speculate": (
+            "speculation.proposer",
+            None,
+            str,
+            "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)",
+        ),
+        "--draft": (
+            "speculation.draft",
+            "PATH_OR_HUB_NAME",
+            str,
+            "guess next tokens by a smaller model of the same vocabulary; no token changes (default: none)",
+        ),
         "--prefill": ("pools.prefill", "N", int, "prefill workers, 0 for none (default: 1)"),
         "--decode": ("pools.decode", "M", int, "decode workers (default: 1)"),
         "--pool-bytes": ("worker.pool_bytes", "SIZE", str, "KV pages of each worker, like 512MiB"),
@@ -77,24 +94,69 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--gpus": ("worker.num_gpus", "SHARE", float, "share of a GPU for each worker, 0 to 1"),
     },
     "services": {
-        "--host": ("router.host", "ADDRESS", str, _HOST),
-        "--tls-cert": ("tls.certificate", "FILE", str, _TLS),
+        "--host": (
+            "router.host",
+            "ADDRESS",
+            str,
+            "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)",
+        ),
+        "--tls-cert": (
+            "tls.certificate",
+            "FILE",
+            str,
+            "certificate chain of the ports for clients, as PEM; read again when it changes (default: no TLS)",
+        ),
         "--tls-key": ("tls.key", "FILE", str, "the key of that certificate, as PEM"),
-        "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
-        "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
-        "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
-        "--host-names": ("http.host_names", "NAME", str, _HOST_NAMES),
+        "--tls-client-ca": (
+            "tls.client_ca",
+            "FILE",
+            str,
+            "authority of a certificate that each client must show, as PEM (default: none)",
+        ),
+        "--grpc-port": ("router.grpc_port", "PORT", int, "where clients connect; 0 is any free port (default: 50051)"),
+        "--http-port": (
+            "http.port",
+            "PORT",
+            _port_or_off,
+            "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)",
+        ),
+        "--host-names": (
+            "http.host_names",
+            "NAME",
+            str,
+            "names by which requests may ask for the HTTP port on 127.0.0.1, as host.docker.internal (default: none)",
+        ),
         "--cors-origins": (
             "http.cors_origins",
             "ORIGIN",
             str,
             "origins whose pages may use the model, like https://a.example; * where calls need a key (default: none)",
         ),
-        "--gateways": ("http.gateways", "N", int, _GATEWAYS),
-        "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
-        "--metrics-compat": ("router.metrics_compat", None, str, _COMPAT),
+        "--gateways": (
+            "http.gateways",
+            "N",
+            int,
+            "processes that serve the HTTP port together, each on about a core under load (default: 1)",
+        ),
+        "--metrics-port": (
+            "router.metrics_port",
+            "PORT",
+            _port_or_off,
+            "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)",
+        ),
+        "--metrics-compat": (
+            "router.metrics_compat",
+            None,
+            str,
+            "vllm: export metrics under vLLM's names, too (default: off)",
+        ),
         "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
-        "--redis-url": ("redis.url", "URL", str, _REDIS),
+        "--redis-url": (
+            "redis.url",
+            "URL",
+            str,
+            "a Redis server of yours, `off` for none, or `own` to start one (default: own)",
+        ),
         "--files-folder": (
             "files.folder",
             "PATH",
@@ -139,7 +201,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.others = OTHERS
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--name", help="name of the cluster (default: default)")
-    parser.add_argument("--insecure", action="store_true", help=_INSECURE)
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow settings that leave a port open to strangers: see docs/security.md",
+    )
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():

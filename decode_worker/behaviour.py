@@ -69,16 +69,16 @@ class DecodeJob(Job):
         if isinstance(news, worker_pb2.Update):
             self._note_gained(news.choices[0], now_s)
             return news
-        self._prompt.note(news, now_s)
+        self.note(news, now_s)
         match news:
             case Fetched(choice=choice):
                 return self._fetched(choice)
             case Jumped():
-                return None if self._unfetched else self._update(prompt=self._prompt.source)
+                return None if self._unfetched else self._update(prompt=self.source)
             case Scored():
                 return self._scored(news)
             case Drafted(num_guessed=num_guessed, num_accepted=num_accepted):
-                self._stopwatch.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
+                self.journal.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
             case Finished():
                 return self._finished(news, now_s)
             case Failed(error=error):
@@ -91,14 +91,14 @@ class DecodeJob(Job):
     def _note_gained(self, tokens: worker_pb2.ChoiceTokens, now_s: float) -> None:
         if not self._generates:
             self._generates = True
-            self._stopwatch.begin_span(Kind.GENERATE, now_s)
+            self._begin(Kind.GENERATE, now_s)
         self._num_output[tokens.index] = tokens.first_position + len(tokens.token_ids)
 
     def _fetched(self, choice: int) -> worker_pb2.Update | None:
         if choice not in self._unfetched:
             return None
         self._unfetched.remove(choice)
-        return None if self._unfetched else self._update(prompt=self._prompt.source)
+        return None if self._unfetched else self._update(prompt=self.source)
 
     def _finished(self, event: Finished, now_s: float) -> worker_pb2.Update:
         # A choice whose first token, drawn with a sibling's, is its last ends without a fetch of its own.
@@ -106,8 +106,8 @@ class DecodeJob(Job):
         end_choice(update.choices.add(index=event.choice, first_position=self._num_output[event.choice]), event)
         self._unfinished.discard(event.choice)
         if not self._unfinished:
-            self._stopwatch.count(tokens=sum(self._num_output.values()) - self._num_before)
-            update.end.spans.extend(self._stopwatch.spans(now_s))
+            self.journal.count(tokens=sum(self._num_output.values()) - self._num_before)
+            update.end.CopyFrom(self._ended(now_s))
         return update
 
 

@@ -11,14 +11,13 @@ its pages.
 A sequence has a row of `DecodeRows` from its first step in DECODE on. While all have rows, a step is: run the rows.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
 
-from engine.decode_rows import DecodeRows
+from engine.decoding import Decoding
 from engine.events import (
     EngineStats,
     Event,
@@ -34,16 +33,18 @@ from engine.events import (
     Started,
     StepOutput,
 )
-from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
 from engine.model.batch import CausalModel
+from engine.pages.cache import KVCache
 from engine.request import EngineRequest, HandOff
-from engine.runner import Launched, Runner
-from engine.schedule.batcher import Batcher, Gate, Phase, Plan
+from engine.schedule.batcher import Batcher, Phase, Plan
 from engine.sequence import Sequence, SequenceTable
 from engine.speculation.speculator import Speculator
-from engine.work import Gains, PromptChunk, Work
+from engine.step.decode_rows import DecodeRows
+from engine.step.prefill_meter import PrefillMeter
+from engine.step.runner import Launched, Runner
+from engine.step.work import Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
@@ -53,31 +54,6 @@ from wire.sampling import Logprobs
 
 MAX_SCORED_TOKENS = 512
 """Tokens of prompts that one step scores: each needs a row of logits, which may be a megabyte."""
-
-
-class PrefillMeter:
-    """A meter of prefill: `report` gets the tokens and seconds of steps with chunks, from which the store learns.
-
-    A step that samples no token is not waited for, and the device may still run it: its tokens count in the report of
-    the next step with chunks that samples one.
-    """
-
-    def __init__(
-        self,
-        report: Callable[[int, float], None] = lambda num_tokens, took_s: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.clock = clock
-        self._report = report
-        self._num_tokens, self._took_s = 0, 0.0
-
-    def note(self, work: Work, began_s: float, has_waited: bool) -> None:
-        if work.chunks:
-            self._num_tokens += work.num_tokens
-            self._took_s += self.clock() - began_s
-            if has_waited:
-                self._report(self._num_tokens, self._took_s)
-                self._num_tokens, self._took_s = 0, 0.0
 
 
 class EngineCore:
@@ -103,6 +79,7 @@ class EngineCore:
         self._rows = DecodeRows(model, pool.ledger.num_pages)
         self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
+        self._decoding = Decoding(self._rows, self._speculator, self._cache.allocator)
         self._meter = meter or PrefillMeter()
         self._table = SequenceTable()
         self._num_held: dict[AttemptId, int] = {}
@@ -161,9 +138,10 @@ class EngineCore:
         if output.before:
             self._is_stalled = False
             return output
-        work = self._decode_all() or self._carry_out(self._plan())
+        work = self._decoding.work(self._table.num_active, self._runner.has_launched_ahead)
+        work = work or self._carry_out(self._plan())
         if work is not None:
-            work = work if self._runner.has_launched_ahead else self._with_drafts(work)
+            work = work if self._runner.has_launched_ahead else self._decoding.with_drafts(work)
             began_s = self._meter.clock()
             with torch.inference_mode():
                 launched = self._runner.launch(work)
@@ -229,67 +207,25 @@ class EngineCore:
         elif attempt_id not in self.attempts:
             self._events.append(HoldOrphaned(attempt_id))
 
-    def _decode_all(self) -> Work | None:
-        """Plans a step of all rows, one token each, without the batcher.
-
-        None if some sequence does not decode, or pages are too few. A pass that was launched ahead is taken first,
-        though sequences may wait by now.
-        """
-        rows = self._rows
-        if not rows or not (self._runner.has_launched_ahead or len(rows) == self._table.num_active):
-            return None
-        if full := rows.full(len(rows)):
-            pages = self._cache.allocator.extend([rows.sequences[row] for row in full])
-            if pages is None:
-                return None
-            rows.grow(full, pages)
-        return Work(slice(0, len(rows)))
-
-    def _with_drafts(self, work: Work) -> Work:
-        drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
-        return Work(work.rows, work.chunks, drafts) if drafts else work
-
     def _launch_ahead(self, work: Work, launched: Launched | Exception) -> None:
-        """Launches the next forward pass before this step is read, if all sequences decode one token in both steps.
-
-        A sequence that ends with this step's token has run once in vain; a page gained for that is freed with the rest.
-        """
-        if not self._runner.launches_ahead or isinstance(launched, Exception):
-            return
-        rows, num_rows = self._rows, work.num_rows
-        if not num_rows == len(rows) == self._table.num_active or work.chunks or work.drafts:
-            return
-        ends_all = all(len(one.output_ids) + 1 >= one.ending.max_output for one in rows.sequences)
-        if ends_all or rows.is_watched[:num_rows].any() or self._speculator.may_draft(rows, num_rows, num_rows):
-            return
-        full = rows.full(num_rows, 1)
-        pages = self._cache.allocator.extend([rows.sequences[row] for row in full], 1)
-        if pages is not None:
-            self._runner.launch_ahead(launched, full, pages)
+        if self._runner.launches_ahead and not isinstance(launched, Exception):
+            pages = self._decoding.pages_ahead(work, self._table.num_active)
+            if pages is not None:
+                self._runner.launch_ahead(launched, *pages)
 
     def _plan(self) -> Plan:
-        self._follow_prefetches()
+        for jump in self._cache.prefixes.follow(self._table.running):
+            self._num["cached"] += jump.num_found
+            self._events.append(jump)
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
         plan = self._batcher.plan(waiting, running, self._cache.allocator.available)
-        self._tell_held_up({candidate.handle for candidate in waiting}.difference(plan.admit), plan.gate)
+        held_up = {candidate.handle for candidate in waiting}.difference(plan.admit)
+        for sequence in map(self._table.__getitem__, held_up):
+            if sequence.gate is not plan.gate:
+                sequence.gate = plan.gate
+                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, plan.gate))
         return plan
-
-    def _follow_prefetches(self) -> None:
-        """Lets sequences take over blocks read since, not computing them; reads on into pages that none lacks."""
-        for sequence in [one for one in self._table.running if one.prefetch is not None]:
-            pages = self._cache.allocator.available
-            num_lacking = sum(pages.needed_in_all(one.candidate) for one in self._table.running)
-            jump = self._cache.prefixes.follow(sequence, pages.num_allocatable - num_lacking)
-            if jump is not None:
-                self._num["cached"] += jump.num_found
-                self._events.append(jump)
-
-    def _tell_held_up(self, handles: Iterable[int], gate: Gate) -> None:
-        for sequence in map(self._table.__getitem__, handles):
-            if sequence.gate is not gate:
-                sequence.gate = gate
-                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, gate))
 
     def _carry_out(self, plan: Plan) -> Work | None:
         """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
@@ -348,26 +284,20 @@ class EngineCore:
         hand-offs    begin, and the other choices continue
         """
         rows = self._rows
-        gains.advance(rows, work.num_rows)
+        rows.advance(gains.newest(work.num_rows), gains.num_gained)
         self._events += self._speculator.learn(rows, work.drafts, gains.num_gained)
         filled = [rows.sequences[row] for row in rows.full(work.num_rows)]
-        gains = self._without_failed(gains)
+        for sequence, error in gains.failed.items():
+            self._fail(sequence, error)
+        gains = gains.left()
         self._tell_scores(gains.scores)
-        ending = self._emit(gains, output)
+        ending = gains.emit(output)
+        self._num["generated"] += len(output.token_ids)
         chunks = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
         self._fill({one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}, chunks)
         self._finish([one for one in ending if one.phase is not Phase.ENDED], chunks)
         for sequence in (one for chunk in chunks for one in chunk.sampled if one.phase is not Phase.ENDED):
             self._go_on(sequence)
-
-    def _without_failed(self, gains: Gains) -> Gains:
-        """Ends the requests of failed sequences, and leaves out what others of these requests gained."""
-        for sequence, error in gains.failed.items():
-            self._fail(sequence, error)
-        if not gains.failed:
-            return gains
-        kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
-        return gains.keeping(kept, gains.num_gained)
 
     def _fill(self, starts: dict[Sequence, int], chunks: list[PromptChunk]) -> None:
         """Indexes the blocks that rows and chunks have filled, writes them through, and drops KV at a boundary."""
@@ -392,22 +322,6 @@ class EngineCore:
                 choice = sequence.choice
                 self._events.append(Scored(choice.attempt_id, choice.index, sequence.num_scored, logprobs))
                 sequence.num_scored += len(logprobs)
-
-    def _emit(self, gains: Gains, output: StepOutput) -> list[Sequence]:
-        """Appends tokens to their sequences; returns the sequences that end with theirs."""
-        ending = []
-        output.choices = [sequence.choice for sequence in gains.sequences]
-        output.token_ids = gains.token_ids.tolist()
-        output.logprobs = gains.logprobs
-        positions = output.positions
-        for sequence, token_id in zip(gains.sequences, output.token_ids, strict=True):
-            output_ids, rule = sequence.output_ids, sequence.ending
-            positions.append(len(output_ids))
-            output_ids.append(token_id)
-            if len(output_ids) >= rule.max_output or token_id in rule.ids:
-                ending.append(sequence)
-        self._num["generated"] += len(output.token_ids)
-        return ending
 
     def _advance(self, chunks: list[PromptChunk]) -> dict[Sequence, int]:
         """Counts the tokens of chunks as computed; returns where each began."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.grammar.matcher import Matcher
+from engine.model.matcher import Matcher
 from kv_store.node.messages import KeepHint
 from wire.block_names import PublicPart
 from wire.errors import InvalidRequest, Unsupported

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.events import ChoiceId
-from engine.kv.prefetch import Prefetch
 from engine.kv.retention import BlockTable, Prefix, retention_of
 from engine.model.batch import CausalModel
 from engine.model.sampler import Draw
@@ -42,8 +41,8 @@ class Ending:
 class Sequence:
     """A choice with its known tokens, prompt plus output; the first `num_computed` have run, never the last.
 
-    num_scored: begins as EngineRequest.num_scored, and grows. kv: the retention of its KV. prefetch: reads the back of
-    its prefix, while the sequence computes the front.
+    num_scored: begins as EngineRequest.num_scored, and grows. kv: the retention of its KV. chunk_end: the number of
+    computed tokens beyond which no chunk goes, while later blocks of its prefix are read; else None.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: CausalModel) -> None:
@@ -57,7 +56,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.gate: Gate | None = None
         self.has_started = False
-        self.prefetch: Prefetch | None = None
+        self.chunk_end: int | None = None
         self.num_scored = request.num_scored
         self._num_computed = 0
 
@@ -105,7 +104,7 @@ class Sequence:
     def leave(self) -> None:
         """Drops the block table: a sequence that ends or waits has no KV."""
         self.kv.begin(BlockTable())
-        self.prefetch = None
+        self.chunk_end = None
         self._num_computed = 0
 
     def draw(self, guesses: Seq[int] = ()) -> Draw:
@@ -121,8 +120,8 @@ class Sequence:
         num_run = self.num_known if self.phase is Phase.FETCHING else self.num_computed
         table, spare = self.kv.table, self.kv.reserved
         num_known, num_stored = self.num_known - table.num_dropped, num_run - table.num_dropped
-        end = None if self.prefetch is None else self.prefetch.until * self.kv.window.layout.block_size
-        return Candidate(self.handle, self.phase, num_known, num_stored, len(table), len(table.behind), len(spare), end)
+        pages = len(table), len(table.behind), len(spare)
+        return Candidate(self.handle, self.phase, num_known, num_stored, *pages, self.chunk_end)
 
     def applicant(self, leader: "Sequence") -> Candidate:
         """Returns the sequence as batchers see it while it waits; a sibling shares the prompt's full blocks.

@@ -28,10 +28,10 @@ from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable, Unreachable
+from wire.errors import InvalidRequest, ModelNotFound, Unavailable, Unreachable
+from wire.ids import TRACEPARENT, TraceContext
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
-from wire.trace_context import TRACEPARENT, TraceContext
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
 
@@ -124,9 +124,7 @@ class Gateway:
                 await reply.fail(Unavailable(NO_ROUTER))
             except Exception as error:
                 # No name here outlives it: with its traceback, and this frame in that, it would keep the body.
-                await reply.fail(
-                    error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
-                )
+                await reply.fail(errors.known(error, request_id=request.id))
         path = request.path if request.path in self._routes | self._watched else "other"
         self._metrics.count(path, reply.status, request.left_out.names)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
@@ -190,7 +188,7 @@ class Gateway:
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
         model = taken.get("model") or (await self._served_model(client)).name
-        timeline, returns_ids = taken.pop("timeline", False), taken.pop("return_token_ids", False)
+        request.wants_timeline, returns_ids = taken.pop("timeline", False), taken.pop("return_token_ids", False)
         hides_prompt = returns_ids and not taken.get("echo")
         if returns_ids:
             taken["echo"] = True
@@ -200,7 +198,7 @@ class Gateway:
             prompts=prompts,
             options=cast(Options, taken),
             usage=usage or {},
-            timeline=timeline,
+            timeline=request.wants_timeline,
             returns_ids=returns_ids,
             hides_prompt=hides_prompt,
             headers=request.told,

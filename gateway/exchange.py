@@ -89,7 +89,8 @@ class Request:
     """A request: its head, and its body once it is asked for.
 
     held: units of limits, until the answer is sent. told: further headers of the answer or error. sent: the client's
-    names of fields, by the router's. left_out: fields of the body that are not read.
+    names of fields, by the router's. wants_timeline: as its body says, in an error too. left_out: fields of the body
+    that are not read.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -107,6 +108,7 @@ class Request:
         self.held = ExitStack()
         self.told: Headers = []
         self.sent: Mapping[str, str] = {}
+        self.wants_timeline = False
         self.left_out = unread.LeftOut()
 
     def header(self, name: str) -> str | None:
@@ -237,6 +239,8 @@ class Reply:
     async def fail(self, error: BatonError) -> None:
         """Sends an error; within a stream as the last event. Does nothing if the client has gone."""
         error = fields.in_words(error, self._request.sent)
+        if not self._request.wants_timeline:
+            error.timeline = None
         if isinstance(error, ClientGone):
             self.status = self.status or error.status.http
         elif self.status:

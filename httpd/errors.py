@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from http import HTTPStatus
 from math import ceil
 
@@ -42,8 +43,8 @@ def envelope(error: BatonError) -> bytes:
     return json.dumps({"error": describe(error)}).encode()
 
 
-def describe(error: BatonError) -> dict[str, str | None]:
-    """Describes an error in OpenAI's words."""
+def describe(error: BatonError) -> dict[str, object]:
+    """Describes an error in OpenAI's words, with the timeline of its request if it has one."""
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
@@ -52,6 +53,7 @@ def describe(error: BatonError) -> dict[str, str | None]:
         "type": kind,
         "param": error.ids.get("param") or None,
         "code": code,
+        **({} if error.timeline is None else {"timeline": asdict(error.timeline)}),
     }
 
 

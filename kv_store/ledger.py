@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Generic, cast
 
-from kv_store.eviction.order import EvictionOrder, Page, Priority
-from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kv_store.eviction.order import EvictionOrder, EvictionPolicy, Page, Priority
+from kv_store.eviction.policy import LeastRecentlyUsed
 from wire.errors import StoreError
 from wire.ids import BlockKey
 from wire.tier import LedgerCounts

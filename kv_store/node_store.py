@@ -7,7 +7,7 @@ lease held to the end.
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
@@ -23,14 +23,14 @@ from kv_store.node.messages import Block, DirectoryStatus, Entry, Hold, KeepHint
 from kv_store.prefix.costs import Costs, SourceCosts
 from kv_store.prefix.misses import LEASE_LOST, UNREACHED, causes, failures
 from kv_store.prefix.plan import FRONT, Needs, Read, plan_split, plan_whole
+from kv_store.prefix.sources import FarLookup, FarTiers, read
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.contents import HostTier, ListableTier
-from kv_store.tiers.far_tiers import FarLookup, FarTiers, Promotion
 from wire.block_names import BlockName
 from wire.errors import StoreError
 from wire.ids import AttemptId, PageId, SlotId
 from wire.layout import KVLayout
-from wire.tier import Cause, Miss, Tier
+from wire.tier import COLD_TIERS, Cause, Miss, Tier
 
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
@@ -143,21 +143,23 @@ class NodeStore:
             missing = [name for name, entry in zip(names, lease.entries, strict=True) if entry is None]
             lookup_s = SourceCosts.split_lookup_s if needs.splits else SourceCosts.lookup_s
             lookup = FarLookup(self._far, missing, peers, lookup_s)
-            found = self._locate(names, lease.entries, lookup)
+            found = self._found(names, lease.entries, lookup)
             unasked = lookup.unasked if len(found.names) < len(names) else None
-            front, rest, *later = (plan_split if needs.splits else plan_whole)(found, lookup.probes)
-            tiers = self._copy(front, pages, lease.entries, lambda: lookup.is_late)
+            front, later = (plan_split if needs.splits else plan_whole)(found, lookup.probes)
+            tiers = self._carry_out(front, pages, lease.entries, lambda: lookup.is_late)
             failed = failures(front.sources[len(tiers) :], lookup.is_late)
         read = tiers if lease.has_held else [LEASE_LOST] * len(tiers)
-        unknown = self._causes(names[len(found.names) :], unasked)
-        return Reading([*read, *failed, *rest.misses, *unknown], later[0] if later else None)
+        computed = [Miss(Cause.CHEAPER)] * (len(found.names) - len(front.names))
+        return Reading([*read, *failed, *computed, *self._causes(names[len(found.names) :], unasked)], later)
 
-    def _locate(self, names: Sequence[BlockName], entries: Sequence[Entry | None], lookup: FarLookup) -> Read:
-        """Finds the source of each block, up to the first that no tier has; asks for no block behind it in vain."""
-        far = iter(lookup)
-        where = takewhile(lambda one: one is not None, (next(far) if entry is None else entry for entry in entries))
-        sources = [None if isinstance(one, Entry) else one for one in where]
-        return Read(names[: len(sources)], sources, self.costs)
+    def _found(
+        self, names: Sequence[BlockName], entries: Sequence[Entry | None], far: Iterable[BlockSource | None]
+    ) -> Read:
+        """Finds the source of each block, up to the first that has none. far: of blocks without entry."""
+        sources = iter(far)
+        where = takewhile(lambda one: one is not None, (next(sources) if one is None else one for one in entries))
+        found = [None if isinstance(one, Entry) else one for one in where]
+        return Read(names[: len(found)], found, self.costs)
 
     def _fetch_window(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
@@ -176,12 +178,9 @@ class NodeStore:
     def _read(self, step: Read, pages: Sequence[PageId]) -> Reading:
         """Reads blocks up to the first one that was in the arena, and is gone."""
         with self._leased(step.names) as lease:
-            where = [
-                source if entry is None else entry for entry, source in zip(lease.entries, step.sources, strict=True)
-            ]
-            there = step.part(0, where.index(None) if None in where else len(where))
-            deadline = self._clock() + 2 * step.group_s
-            tiers = self._copy(there, pages, lease.entries, lambda: self._clock() > deadline)
+            far = (source for entry, source in zip(lease.entries, step.sources, strict=True) if entry is None)
+            there, deadline = self._found(step.names, lease.entries, far), self._clock() + 2 * step.group_s
+            tiers = self._carry_out(there, pages, lease.entries, lambda: self._clock() > deadline)
         return Reading(tiers if lease.has_held else [])
 
     def _causes(self, names: Sequence[BlockName], unasked: Miss | None) -> list[Miss]:
@@ -215,39 +214,56 @@ class NodeStore:
                 self._host.directory.abandon(self._me)
             raise
 
-    def _copy(
-        self, found: Read, pages: Sequence[PageId], entries: Sequence[Entry | None], is_late: Callable[[], bool]
+    def _carry_out(
+        self, step: Read, pages: Sequence[PageId], entries: Sequence[Entry | None], is_late: Callable[[], bool]
     ) -> list[Tier]:
         """Copies blocks up to the first that is not right; blocks from far tiers go into the arena on the way."""
-        entries = entries[: len(found.names)]
-        far = found.at([place for place, entry in enumerate(entries) if entry is None])
-        promotion = Promotion(self._host, self._me, far)
-        near = self._read_arena(found.names, entries)
+        lacking = [name for name, source in zip(step.names, step.sources, strict=True) if source is not None]
+        reserved = iter(self._host.directory.reserve(self._me, lacking, None).slots if lacking else ())
+        here = [entry for entry in entries[: len(step.names)] if entry is not None]
+        slots = [next(reserved) if entry is None else entry.slot for entry in entries[: len(step.names)]]
+        payloads = [self._host.payload(slot) for slot in slots]
         tiers: list[Tier] = []
-        with closing(promotion.read(is_late)) as promoted:
-            for entry, page in zip(entries, pages, strict=False):
-                verified = next(promoted if entry is None else near, None)
-                if verified is None:
-                    break
-                tier, payload = verified
+        promoted: list[tuple[Tier, Block]] = []
+
+        def get(
+            source: BlockSource | None, names: Sequence[BlockName], into: Sequence[memoryview]
+        ) -> Generator[bytes, None, None]:
+            if source is None:
+                return self._verify(names, here, into)
+            return self.costs.timed(source, source.get(names, into), is_late)
+
+        with closing(read(step.names, step.sources, payloads, get)) as blocks:
+            for page, name, slot, payload, (source, checksum) in zip(
+                pages, step.names, slots, payloads, blocks, strict=False
+            ):
                 self._pool.write_page(page, payload)
-                tiers.append(tier)
+                tiers.append(Tier.HOST if source is None else source.tier)
+                if source is not None and slot is not None:
+                    promoted.append((source.tier, Block(slot, name, checksum)))
         self._pool.wait()  # a promoted block that can be found may be evicted
-        promotion.commit()
+        if lacking:
+            self._promote(promoted)
         return tiers
 
-    def _read_arena(
-        self, names: Sequence[BlockName], entries: Sequence[Entry | None]
-    ) -> Iterator[tuple[Tier, memoryview]]:
-        """Yields the payloads of leased blocks, up to the first with a wrong checksum, which it rejects."""
-        blocks = [Block(entry.slot, name, entry.checksum) for name, entry in zip(names, entries, strict=False) if entry]
-        for block, checksum in zip(
-            blocks, self._checksums(self._host.payload(one.slot) for one in blocks), strict=True
-        ):
-            if checksum != block.checksum:
-                self._host.reject(block)
+    def _verify(
+        self, names: Sequence[BlockName], entries: Sequence[Entry], payloads: Sequence[memoryview]
+    ) -> Generator[bytes, None, None]:
+        """Yields the checksums of leased blocks, up to the first with a wrong one, which it rejects."""
+        for name, entry, checksum in zip(names, entries, self._checksums(payloads), strict=True):
+            if checksum != entry.checksum:
+                self._host.reject(Block(entry.slot, name, entry.checksum))
                 return
-            yield Tier.HOST, self._host.payload(block.slot)
+            yield checksum
+
+    def _promote(self, blocks: Sequence[tuple[Tier, Block]]) -> None:
+        """Commits blocks of far tiers in the arena, and gives back the other reserved slots."""
+        if blocks:
+            self._host.directory.commit(self._me, [block for _, block in blocks], None)
+        for tier in COLD_TIERS:  # other nodes may lose theirs
+            if keys := [block.name.key for source, block in blocks if source is tier]:
+                self._host.directory.records.mark_cold(tier, keys, [])
+        self._host.directory.abandon(self._me)
 
     def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
         """Copies the pages that have a slot, as many at once as their pool does; one that fails may leave copies."""

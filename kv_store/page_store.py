@@ -7,7 +7,7 @@ from kv_store.block_store import NOTHING, Reading
 from kv_store.device_pool import DevicePool
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
-from kv_store.tiers.tier_list import TierList
+from kv_store.prefix.tier_list import TierList
 from wire.block_names import BlockName
 from wire.ids import AttemptId, PageId
 from wire.tier import Cause, Disposition, Miss
@@ -56,7 +56,7 @@ class PageStore:
         """Does nothing: these tiers evict by last use."""
 
     def _usable_end(self, names: Sequence[BlockName], needs: Needs) -> int:
-        is_here = self._tiers.exists([name.key for name in names])
+        is_here = self._tiers.exists(names)
         return needs.usable_end(reversed([*enumerate(is_here)]))
 
     def _payload_of(self, page: PageId) -> memoryview:

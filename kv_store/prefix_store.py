@@ -20,8 +20,8 @@ import torch
 from kv_store.device_pool import view_pages
 from kv_store.frame import mac_key_of
 from kv_store.node.messages import MAX_TTL_S
+from kv_store.prefix.tier_list import TierList
 from kv_store.tiers.cold_tiers import open_tiers
-from kv_store.tiers.tier_list import TierList
 from wire.block_names import BlockName, cover, namespace_root
 from wire.errors import ConfigError, InvalidRequest, Unsupported
 from wire.ids import DEFAULT_TENANT, AttemptId
@@ -108,7 +108,7 @@ class PrefixStore:
         """
         self._require_plain()
         names = self._names(tokens)
-        names = names[: _front(self.tiers.exists([name.key for name in names]))]
+        names = names[: _front(self.tiers.exists(names))]
         pages = torch.empty(len(names), self.layout.payload_bytes, dtype=torch.uint8)
         num_read = sum(1 for _ in self.tiers.read(names, [page.numpy().data for page in pages]))
         blocks = view_pages(pages[:num_read], self.layout).data
@@ -121,7 +121,7 @@ class PrefixStore:
         Raises InvalidRequest for ids that no u32 holds.
         """
         names = self._names(tokens)
-        return bool(names) and all(self.tiers.exists([name.key for name in names]))
+        return bool(names) and all(self.tiers.exists(names))
 
     def evict(self, tokens: Sequence[int], from_token: int = 0) -> None:
         """Deletes the full blocks of tokens from every tier, pinned ones too; longer sequences lose their front.

@@ -37,23 +37,19 @@ class Transfer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store. peers, needs: as in `BlockStore.fetch`."""
+    """An order to fill pages with blocks of the store. peers, needs: as in `BlockStore.fetch`.
+
+    step: of a plan that an earlier fetch has left, or a part of it, in place of a new plan.
+    """
 
     peers: Sequence[str] = ()
     needs: Needs = FRONT
+    step: Read | None = None
 
     def run(self, store: BlockStore) -> "Done":
+        if self.step is not None:
+            return Done(self, store.read(self.step, self.pages))
         return Done(self, store.fetch(self.names, self.pages, self.peers, self.needs))
-
-
-@dataclass(frozen=True, eq=False)
-class ReadGroup(Transfer):
-    """An order to fill pages that no sequence owns with a part of the step that a fetch has left."""
-
-    step: Read = field(kw_only=True)
-
-    def run(self, store: BlockStore) -> "Done":
-        return Done(self, store.read(self.step, self.pages))
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,7 @@ class PrefillJob(Job):
             (tokens,) = news.choices
             self._firsts[tokens.index] = tokens
             return None
-        self._prompt.note(news, now_s)
+        self.note(news, now_s)
         match news:
             case Finished():
                 end_choice(self._firsts[news.choice], news)
@@ -81,8 +81,8 @@ class PrefillJob(Job):
             case Scored():
                 return self._scored(news)
             case HandedOff(num_held=num_held):
-                self._stopwatch.begin_span(Kind.PUBLISH, self._last_token_s)
-                self._stopwatch.count(blocks=num_held)
+                self._begin(Kind.PUBLISH, self._last_token_s)
+                self.journal.count(blocks=num_held)
                 return self._answer(num_held, now_s)
             case Failed(error=error):
                 return self._failed(error)
@@ -94,15 +94,15 @@ class PrefillJob(Job):
     def _answer(self, num_held: int, now_s: float) -> worker_pb2.Update:
         return self._update(
             choices=self._firsts.values(),
-            prompt=self._prompt.source,
+            prompt=self.source,
             num_held_blocks=num_held,
-            end=worker_pb2.End(spans=self._stopwatch.spans(now_s)),
+            end=self._ended(now_s),
         )
 
     def _failed(self, error: BatonError) -> worker_pb2.Update:
         """Adds the sources of the prompt's KV to the error: a cached block may be why logits are NaN."""
         update = self.withdraw(error)
-        if (source := self._prompt.source) is not None:
+        if (source := self.source) is not None:
             update.prompt.CopyFrom(source)
         return update
 

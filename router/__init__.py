@@ -1,1 +1,1 @@
-"""Takes requests, chooses workers, drives the hand-off, streams the answer, replays what a lost worker had."""
+"""The router: takes requests, chooses workers, drives the hand-off, streams answers, replays lost attempts."""

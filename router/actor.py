@@ -1,4 +1,4 @@
-"""The router as a Ray actor: a plain class, which `deploy` makes an actor of, and its line to the controller."""
+"""The router as a Ray actor: a plain class, which `deploy` makes an actor, and its connection to the controller."""
 
 import asyncio
 import gc
@@ -32,16 +32,16 @@ _NO_ANSWER = "the controller does not answer"
 
 
 class RouterActor:
-    """Calls carry text only: what goes in and comes out is JSON."""
+    """The router's object in its actor. Calls carry text only: JSON in and out."""
 
     def __init__(self, config_json: str) -> None:
-        """Raises ConfigError."""
+        """Reads the configuration. Raises ConfigError."""
         self._config = from_json(RouterConfig, config_json, "router")
         self._server: RouterServer | None = None
         self._router: Router | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns its Addresses.
+        """Begins to serve; returns the router's Addresses.
 
         Raises ConfigError or ModelError.
         """
@@ -68,13 +68,13 @@ class RouterActor:
         return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Takes MemberList, and drops all other workers. Returns RefusedWorkers."""
+        """Replaces the members by a MemberList. Returns RefusedWorkers."""
         router, members = self._started, from_json(MemberList, members_json, "members")
         router.members.sizes = members.sizes
         return to_json(RefusedWorkers(await router.membership.set(members.workers)))
 
     async def set_keys(self, keys_json: str) -> None:
-        """Lets callers in by these keys, a KeyList, from now on."""
+        """Replaces the accepted keys by this KeyList."""
         self._started.keys.replace(from_json(KeyList, keys_json, "keys"))
 
     async def stop(self) -> None:
@@ -90,10 +90,10 @@ class RouterActor:
 
 
 class RayController:
-    """The controller, found by its name. Its methods take and return text.
+    """A ControllerPort to the controller's actor, found by name. The actor's methods take and return text.
 
-    A controller that dies is back in seconds, and knows the orders that its predecessor took: the orders' outcome is
-    asked for again then, and an order that was perhaps not taken is given again.
+    A dead controller is back in seconds, and knows the orders that its predecessor took. Then the outcome is asked for
+    again, and an order that was perhaps not taken is given again.
     """
 
     def __init__(self, name: str, ray_namespace: str) -> None:
@@ -128,7 +128,7 @@ class RayController:
             return await self._ask(method, *arguments)
 
     async def _insist(self, method: str, *arguments: str) -> str:
-        """Asks again and again while the controller dies, or is not back yet."""
+        """Repeats a call while the controller is dead, or not back yet."""
         while True:
             with suppress(RayActorError):
                 return await self._ask(method, *arguments)
@@ -149,7 +149,7 @@ class RayController:
 
 @asynccontextmanager
 async def _answering(timeout_s: float) -> AsyncIterator[None]:
-    """Raises Unavailable where the controller is gone, or does not answer in time."""
+    """Raises Unavailable if the controller is gone, or does not answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -1,4 +1,4 @@
-"""The blocks in the arenas of nodes, as their events tell: how much of a prompt each node has. Pure."""
+"""The index of blocks in nodes' arenas, fed by their events: how much of a prompt each node has. Pure."""
 
 import logging
 from collections.abc import Sequence
@@ -10,15 +10,16 @@ from wire.tier import EventKind, Tier
 
 _KEY_BYTES = 8
 _MASK = (1 << 60) - 1
-"""Of a key's bits: a longer integer takes half as much memory again. Equal ones of two keys cost a miss."""
+"""The bits of a key that the index keeps: a longer integer takes half as much memory again. A collision costs a miss.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class BlockIndex:
-    """The blocks of nodes' arenas. It places requests only: a worker looks blocks up itself, whatever this says.
+    """The index of blocks in nodes' arenas. It is a hint for placement: workers look blocks up themselves.
 
-    It takes 75 to 150 bytes a block: a dict of integers, which no collection of garbage looks into.
+    It takes 75 to 150 bytes a block: a dict of integers, which garbage collection does not traverse.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -26,12 +27,12 @@ class BlockIndex:
         self._nodes: dict[str, _NodeBlocks] = {}
 
     def cursor(self, node_id: str) -> worker_pb2.EventCursor:
-        """Returns the place behind the node's last page; without an epoch, where a snapshot has to come."""
+        """Returns the place after the node's last page; without an epoch if a snapshot must come first."""
         node = self._nodes.get(node_id)
         return worker_pb2.EventCursor() if node is None else node.cursor
 
     def take(self, page: worker_pb2.EventPage) -> None:
-        """Takes the node's next page. Forgets the node with one that does not continue its last, or is its end."""
+        """Takes the node's next page. Forgets the node if that does not continue its last, or says that it is gone."""
         node = self._nodes.setdefault(page.node_id, _NodeBlocks())
         if page.after != node.cursor:
             log.warning("block events of node %r are lost, doubled or old: a snapshot follows", page.node_id)
@@ -41,27 +42,27 @@ class BlockIndex:
             node.take(page)
 
     def break_off(self, node_id: str) -> None:
-        """Leaves a node out of placement until its next page: its events do not come."""
+        """Leaves a node out of placement until its next page."""
         if node_id in self._nodes:
             self._nodes[node_id].is_broken = True
 
     def clear(self) -> None:
-        """Forgets all nodes, whose snapshots come again."""
+        """Forgets all nodes; their snapshots come again."""
         self._nodes.clear()
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """Counts the leading blocks of a prompt that each node has, or no later token reads; for known nodes."""
+        """Counts, for known nodes, the leading blocks of a prompt that the node has or that no later token reads."""
         known = {node_id: node for node_id, node in self._nodes.items() if node.is_known}
         marks = [mark_of(key) for key in keys] if known else []
         return {node_id: self._num_usable(node.blocks, marks) for node_id, node in known.items()}
 
     def marks(self, node_id: str) -> set[int] | None:
-        """Returns `mark_of` each block of a node; None unless it is known whole."""
+        """Returns `mark_of` each block of a node; None unless all its blocks are known."""
         node = self._nodes.get(node_id)
         return {*node.blocks} if node is not None and node.is_known else None
 
     def _num_usable(self, blocks: dict[int, None], marks: Sequence[int]) -> int:
-        """With a window, finds the last place behind which all that the next token sees is there, sinks included."""
+        """Counts the leading blocks after which the next token finds all that its window, with sinks, sees."""
         num_first = len(marks) if self._window.layout.window is None else self._window.num_sink_blocks
         missing = next((place for place, mark in enumerate(marks[:num_first]) if mark not in blocks), None)
         if missing is not None or self._window.layout.window is None:
@@ -74,7 +75,7 @@ class BlockIndex:
 
 
 class _NodeBlocks:
-    """The blocks of one arena, as far as its events have come."""
+    """The blocks of one arena, by the events received."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, None] = {}
@@ -83,7 +84,7 @@ class _NodeBlocks:
 
     @property
     def is_known(self) -> bool:
-        """Whether a snapshot has come to its end, and events come."""
+        """Whether a snapshot is complete, and events come."""
         return bool(self.cursor.epoch) and not self.cursor.slot and not self.is_broken
 
     def take(self, page: worker_pb2.EventPage) -> None:

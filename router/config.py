@@ -13,15 +13,15 @@ from wire.typed_reader import HexOf
 
 LOOPBACK = "127.0.0.1"
 METRICS_COMPAT = ("vllm",)
-"""Servers under whose names metrics may be exported, too."""
+"""Servers whose names of metrics can be exported, too."""
 
 
 @dataclass(frozen=True)
 class PortSettings:
-    """The router's ports for clients and Prometheus: port 0 is any free one, `off` serves no metrics.
+    """The router's ports for clients and Prometheus: port 0 takes a free port, `off` serves no metrics.
 
-    metrics_compat: one of METRICS_COMPAT, or `off`. max_connections: that a gRPC port takes; more are closed at once.
-    reflection: whether these ports describe their services to clients.
+    metrics_compat: a name of METRICS_COMPAT, or `off`. max_connections: the most that a gRPC port takes; it closes
+    further ones at once. reflection: whether these ports describe their services to clients.
     """
 
     host: str = LOOPBACK
@@ -34,9 +34,9 @@ class PortSettings:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """`token` opens workers and operator port; `secret_hex` keys the names of blocks. The controller is a Ray actor.
+    """The router's secrets: `token` opens workers and the operator port, `secret_hex` keys the names of blocks.
 
-    identity: the router's, towards workers; without it no line speaks TLS.
+    identity: the router's, towards workers; without it lines have no TLS.
     """
 
     token: str
@@ -61,7 +61,7 @@ class AdmissionBounds:
 
 
 class Disaggregation(StrEnum):
-    """The prompts that the prefill pool computes; conditional: by `router.disaggregation.decide`."""
+    """The prompts that the prefill pool computes; CONDITIONAL asks `router.disaggregation.decide`."""
 
     ALWAYS = "always"
     NEVER = "never"
@@ -70,7 +70,7 @@ class Disaggregation(StrEnum):
 
 @dataclass(frozen=True)
 class StreamBounds:
-    """Per request: its longest life, what a reader may leave waiting and for how long, the wait for a decode worker.
+    """Bounds on each request: its longest life, the unread tokens of a slow reader, the wait for a decode worker.
 
     disaggregation: whether prompts go to the prefill pool, or to decode at once.
     """
@@ -84,7 +84,7 @@ class StreamBounds:
 
 @dataclass(frozen=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of a router, a table of the cluster's file.
+    """The settings of a router: a table of the cluster's file.
 
     public_prefixes: texts, at the start of prompts or as system messages, whose blocks all tenants share.
     """
@@ -94,9 +94,9 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Traces of requests, off without an endpoint, the URL of a collector that takes OTLP over HTTP.
+    """Traces of requests. endpoint: the URL of a collector of OTLP over HTTP; without it traces are off.
 
-    ratio: the share of requests that is traced, among requests whose caller sends no `traceparent`.
+    ratio: the share of traced requests, among requests without a `traceparent`.
     """
 
     endpoint: str | None = None
@@ -105,10 +105,10 @@ class TraceSettings:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers.
+    """The configuration of a router. max_prefix_keys: size of its PrefixMap. keys: the callers' keys.
 
-    operator_port: on this machine only, as every port 0 any free one. tls: of the port for clients; then metrics are
-    on this machine only, and so is another port for clients without TLS, `local_port`, for the gateway.
+    operator_port: reachable on this machine only; 0 takes a free port. tls: certificate of the clients' port. With it,
+    metrics are reachable on this machine only, and so is `local_port`, a clients' port without TLS for the gateway.
     earlier: namespaces of other models and layouts that the secret has served, the latest first.
     """
 
@@ -124,5 +124,5 @@ class RouterConfig:
     earlier: tuple[ServedNamespace, ...] = ()
 
     def root_of(self, tenant: str) -> NamespaceRoot:
-        """Derives the root of the names of a tenant's blocks."""
+        """Derives the root of a tenant's block names."""
         return self.model.namespace.root_of(self.cluster.secret, tenant)

@@ -1,10 +1,11 @@
-"""Whether the prefill pool computes a prompt, or the decode worker that goes on with it: one rule, by learned times.
+"""The choice between prefill pool and decode worker for computing a prompt: one rule, by learned times.
 
 prefill pool        (queued + uncached tokens) * prefill of a token + hand-off
 decode worker       (queued + uncached tokens * (1 + streams)) * prefill of a token: each stream waits for the prompt
 
-A prompt goes where the sum over all requests, this one and the streams, grows least. Workers learn the time of a token
-(`kv_store/prefix/costs.py`), the router that of a hand-off, from timelines. Cached blocks are read either way.
+A prompt goes where the total time of all requests, running streams included, grows least. Workers learn the time of a
+token (`kv_store/prefix/costs.py`), the router the time of a hand-off, from timelines. Cached blocks are read either
+way.
 """
 
 from collections.abc import Sequence
@@ -13,20 +14,20 @@ from statistics import median
 from typing import Protocol
 
 from router.config import Disaggregation
-from router.observe.timeline import TimedCall
 from wire.ids import WorkerId
 from wire.journal import Kind
-from wire.pools import Role
+from wire.pb import inference_pb2 as pb
 
 HAND_OFF_PRIOR_S = 0.01
-PUBLISH, FETCH = Kind.PUBLISH.at(Role.PREFILL.value), Kind.FETCH.at(Role.DECODE.value)
+LEFT_BEHIND = (*Kind.PUBLISH.names, *Kind.NETWORK.names)
+"""Spans of a hand-off within its prefill call."""
 
 
 class Load(Protocol):
-    """A worker, as policies see it: its choices and its tokens, of prompts to prefill or of contexts to decode.
+    """A worker, as policies see it: its choices and its tokens, in prompts to prefill or in contexts to decode.
 
-    num_prompt_tokens: of prompts that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
-    long step. prefill_token_s: seconds of prefill a token; None before it has computed a prompt.
+    num_prompt_tokens: prompt tokens that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
+    long step. prefill_token_s: seconds of prefill a token; None before its first prompt.
     """
 
     @property
@@ -64,9 +65,9 @@ class PrefillReason(StrEnum):
 def decide(
     mode: Disaggregation, prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int, hand_off_s: float
 ) -> PrefillReason:
-    """Chooses the pool that computes a prompt. Silent workers count only where all of their pool are.
+    """Chooses the pool that computes a prompt. Silent workers count only if all of their pool are silent.
 
-    num_new_tokens: the tokens of the prompt that no worker is thought to have. hand_off_s: as learned.
+    num_new_tokens: the prompt's tokens that no worker is thought to have. hand_off_s: the learned duration.
     """
     is_prefill_silent, is_decode_silent = (all(one.is_silent for one in pool) for pool in (prefill, decode))
     if mode is Disaggregation.NEVER:
@@ -83,7 +84,7 @@ def decide(
 
 
 def _sooner(prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int, hand_off_s: float) -> PrefillReason:
-    """Compares the pools. A worker that has computed no prompt counts as the others do."""
+    """Compares the pools. A worker without a computed prompt counts like the others."""
     known = [one.prefill_token_s for one in (*prefill, *decode) if one.prefill_token_s is not None]
     if not known:
         return PrefillReason.NOT_LEARNED
@@ -103,13 +104,9 @@ def _awake(pool: Sequence[Load]) -> Sequence[Load]:
     return [one for one in pool if not one.is_silent] or pool
 
 
-def hand_off_s(prefill: TimedCall, decode: TimedCall) -> float | None:
-    """Measures what a hand-off took beside waits: to publish, to reach the router, to fetch.
-
-    None for a call whose worker told no spans.
-    """
-    if prefill.ended_ms is None or not (prefill.spans and decode.spans):
+def hand_off_s(prefill: Sequence[pb.Span], decode: Sequence[pb.Span]) -> float | None:
+    """Duration of a hand-off without queueing: publish, network, fetch. None if either call has no spans."""
+    if any(span.name in Kind.CALL.names for span in (*prefill, *decode)):
         return None
-    elsewhere_ms = sum(span.duration_ms for span in prefill.spans if span.name != PUBLISH)
-    fetch_ms = sum(span.duration_ms for span in decode.spans if span.name == FETCH)
-    return max(prefill.ended_ms - prefill.sent_ms - elsewhere_ms, 0.0) / 1000 + fetch_ms / 1000
+    behind_ms = sum(span.duration_ms for span in prefill if span.name in LEFT_BEHIND)
+    return (behind_ms + sum(span.duration_ms for span in decode if span.name in Kind.FETCH.names)) / 1000

@@ -1,26 +1,30 @@
-"""The search for a missed block under other namespaces of its tenant: models and layouts served with this secret.
+"""The search for a missing block under its tenant's other namespaces: models and layouts served with this secret.
 
-    request     first missing block ── its key under each namespace, on a thread ──▶ the request's record
+    request     first missing block ── its key under each namespace, on a thread ──▶ kept beside its journal
     operator    these keys ── a worker of each node ──▶ tiers that have one ──▶ Cause.OTHER_NAMESPACE
 
-No root of another tenant is made, so no key of another tenant's block is asked for.
+No other tenant's root is made, so no other tenant's block is asked for.
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from router.config import RouterConfig
-from router.requests.tokenizing import PUBLIC
+from router.observe.journal import RequestJournal
 from wire.block_names import PublicPart, digest_of, key_of_last
-from wire.ids import BlockKey
+from wire.ids import PUBLIC, BlockKey, tenant_of
 from wire.layout import KVLayout
+from wire.limit import Limit
 from wire.pb import worker_pb2
 from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss
 
 MAX_WAITING = 64
-"""Prompts that wait for the thread; of further ones no other name is made."""
+"""Bound on the prompts that wait for the thread; further prompts get no other names."""
+NAMING_TIMEOUT_S = 5.0
 _UNKNOWN = (Cause.NEVER_SEEN, Cause.NO_LONGER_KNOWN, Cause.DIFFERS)
 _SETTINGS = {
     "dtype": "model.dtype",
@@ -29,12 +33,12 @@ _SETTINGS = {
     "window": "model.kv_policy",
     "num_sinks": "model.kv_policy",
 }
-"""The setting that decides each field of a KV layout."""
+"""The setting that determines each field of a KV layout."""
 
 
 @dataclass(frozen=True)
 class OtherName:
-    """The key of a missing block in another namespace of its tenant. digest: of that namespace's root."""
+    """The key of a missing block in another namespace of its tenant. digest: the digest of that namespace's root."""
 
     namespace: ServedNamespace
     key: BlockKey
@@ -42,31 +46,41 @@ class OtherName:
 
 
 class OtherNamespaces:
-    """A thread that makes other names. Its methods never wait."""
+    """A thread that makes other names, kept as long as their requests' journals. Nothing waits for it.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, "other-namespaces")
-        self._begun: list[Future[list[OtherName]]] = []
+        self._waiting = Limit(MAX_WAITING, "prompts wait for their other names")
+        self._names: WeakKeyDictionary[RequestJournal, asyncio.Future[list[OtherName]]] = WeakKeyDictionary()
 
-    def begin(
-        self, tenant: str, tokens: Sequence[int], public: PublicPart | None, misses: Sequence[worker_pb2.MissRun]
-    ) -> Future[list[OtherName]] | None:
-        """Begins to name the first missing block; None where its cause is known, or MAX_WAITING prompts wait."""
-        self._begun = [one for one in self._begun if not one.done()]
-        is_full = len(self._begun) >= MAX_WAITING
-        if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or is_full:
-            return None
+    def begin(self, journal: RequestJournal, tokens: Sequence[int], public: PublicPart | None) -> None:
+        """Begins to name a request's first missing block, unless its cause is known or MAX_WAITING prompts wait."""
+        misses = journal.misses
+        if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or not self._waiting.num_free:
+            return
         num_public = public.num_blocks * self._config.model.layout.block_size if public else 0
-        begun = self._thread.submit(self._names, tenant, tokens, num_public, misses[0].first_token)
-        self._begun.append(begun)
-        return begun
+        arguments = tenant_of(journal.request_id), tokens, num_public, misses[0].first_token
+        self._waiting.take()
+        names = asyncio.get_running_loop().run_in_executor(self._thread, self._name, *arguments)
+        names.add_done_callback(lambda _: self._waiting.release())
+        self._names[journal] = names
+
+    async def of(self, journal: RequestJournal) -> list[OtherName]:
+        """Returns the names of a request's first missing block; none if the thread had no time for them."""
+        if (names := self._names.get(journal)) is None:
+            return []
+        await asyncio.wait([names], timeout=NAMING_TIMEOUT_S)
+        return names.result() if names.done() else []
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _names(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
-        """Names the block with that token in each namespace in which the prompt fills it."""
+    def _name(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
+        """Names the block with a token, in each namespace where the prompt fills it."""
         names: list[OtherName] = []
         secret = self._config.cluster.secret
         for namespace in self._config.earlier:
@@ -83,9 +97,9 @@ class OtherNamespaces:
 def miss_in_other_namespace(
     present: ServedNamespace, others: Sequence[OtherName], holdings: Iterable[worker_pb2.Holding]
 ) -> Miss | None:
-    """Returns the miss of the first of `others` that a tier holds; None if no tier holds one.
+    """Returns the miss for the first of `others` that a tier has; None if no tier has any.
 
-    holdings: answers to a count of the keys of `others`.
+    holdings: answers to counts of the keys of `others`.
     """
     tiers: dict[int, list[str]] = {}
     for one in holdings:
@@ -100,7 +114,7 @@ def miss_in_other_namespace(
 
 
 def differences(then: ServedNamespace, now: ServedNamespace) -> str:
-    """Describes what differs between two namespaces of one tenant, by the parts of a root."""
+    """Describes the differences between two namespaces of one tenant, by the parts of a root."""
     parts = {
         "model fingerprint": then.fingerprint_hex != now.fingerprint_hex,
         "KV layout": then.layout_hex != now.layout_hex,

@@ -1,7 +1,7 @@
-"""The worker for each step of a request: pure policies, where its blocks are thought to be, and the choice.
+"""The placement of a request's steps on workers: pure policies, estimates of where blocks are, and the choice.
 
-Blocks are found by `BlockIndex`, which follows each node's arena. A node that it does not know, for its snapshot has
-not come or its events do not, is guessed at by `PrefixMap`: where the prompt's blocks were sent.
+`BlockIndex` follows each node's arena by events. For a node without events or snapshot, `PrefixMap` guesses by the
+workers that the prompt's blocks were sent to.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from wire.pools import Role
 from wire.tier import Duration
 
 MAX_BLOCK_ADDRESSES = 4
-"""Nodes that one attempt asks for blocks."""
+"""The most nodes that an attempt asks for blocks."""
 
 
 L = TypeVar("L", bound=Load)
@@ -28,13 +28,13 @@ L = TypeVar("L", bound=Load)
 
 @dataclass(frozen=True)
 class PrefillPlacement:
-    """The worker that would be done first: fewest tokens to compute, queued ones included, then fewest choices.
+    """A policy: the worker with the fewest tokens to compute, queued tokens included, then the fewest choices.
 
-    A silent worker is chosen only where all are.
+    A silent worker is chosen only if all are.
     """
 
     def choose(self, loads: Sequence[L], cached: Mapping[WorkerId, int], num_prompt_tokens: int) -> L:
-        """`loads` of at least one worker; `cached`, tokens of this prompt that a worker is thought to have."""
+        """Chooses a worker. loads: not empty. cached: the prompt's tokens that a worker is thought to have."""
 
         def cost(load: L) -> tuple[bool, int, int]:
             num_tokens = load.num_tokens + num_prompt_tokens - cached.get(load.id, 0)
@@ -45,17 +45,16 @@ class PrefillPlacement:
 
 @dataclass(frozen=True)
 class DecodePlacement:
-    """The worker with the least to do per step, where a choice weighs as much as `choice_tokens` tokens of context.
+    """A policy: the worker with the shortest steps, where a choice weighs as much as `choice_tokens` tokens of context.
 
-    A step costs something for each sequence of the batch and something for each token that attention reads. Where
-    decode workers prefill, tokens that they have yet to compute count, too. A silent worker is chosen only
-    where all are.
+    A step costs time for each sequence of the batch and for each token that attention reads. If decode workers prefill,
+    tokens to compute count, too. A silent worker is chosen only if all are silent.
     """
 
     choice_tokens: int = 256
 
     def choose(self, loads: Sequence[L], cached: Mapping[WorkerId, int]) -> L:
-        """`loads` of at least one worker; `cached`, tokens of this prompt that need not be computed there."""
+        """Chooses a worker. loads: not empty. cached: the prompt's tokens that a worker need not compute."""
 
         def cost(load: L) -> tuple[bool, int]:
             num_tokens = load.num_choices * self.choice_tokens + load.num_tokens + load.num_prompt_tokens
@@ -65,7 +64,7 @@ class DecodePlacement:
 
 
 class PrefixMap:
-    """Maps a block to the workers that it was sent to: the `max_keys` blocks used last. A guess."""
+    """A map from a block to the workers that it was sent to, for the `max_keys` most recently used blocks. A guess."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
@@ -75,7 +74,7 @@ class PrefixMap:
         return len(self._workers)
 
     def record(self, keys: Sequence[BlockKey], worker: WorkerId) -> None:
-        """The blocks of a prompt were sent to a worker. A prompt's end is forgotten before its start."""
+        """Notes that a prompt's blocks were sent to a worker. A prompt's end is forgotten before its start."""
         for key in reversed(keys):
             self._workers.setdefault(key, set()).add(worker)
             self._workers.move_to_end(key)
@@ -83,7 +82,7 @@ class PrefixMap:
             self._workers.popitem(last=False)
 
     def match(self, keys: Iterable[BlockKey]) -> dict[WorkerId, int]:
-        """Counts, for each worker, the leading blocks that it was sent. Workers with none are left out."""
+        """Counts the leading blocks that each worker was sent, without zeros."""
         matches: dict[WorkerId, int] = {}
         going: set[WorkerId] | None = None
         for num_blocks, key in enumerate(keys, start=1):
@@ -99,11 +98,10 @@ class PrefixMap:
 class Route:
     """The way of one attempt through the pools, as the router knew them when the attempt began.
 
-    keys: of the prompt's blocks. cached: tokens of the prompt that workers probably have; workers with none are left
-    out. num_new_tokens: tokens of the prompt that no worker is thought to have; 0 once prefill has left them in the
-    store. prefill_node: the node in whose arena prefill leaves the blocks; None: a decode worker computes them; reason
-    tells why. sent: blocks of the prompt that workers were sent before: of workers that cost alike, the one with most
-    may have them on its device.
+    keys: the prompt's blocks. cached: the prompt's tokens that each worker probably has, without zeros. num_new_tokens:
+    the prompt's tokens that no worker is thought to have; 0 after prefill. prefill_node: the node in whose arena
+    prefill leaves the blocks; None if a decode worker computes them, for `reason`. sent: how many of the prompt's
+    blocks each worker was sent; at equal cost the most win, for they may be on its device.
     """
 
     keys: Sequence[BlockKey]
@@ -115,16 +113,16 @@ class Route:
     sent: Mapping[WorkerId, int] = field(default_factory=dict)
 
     def ordered(self, members: Iterable[Member]) -> list[Member]:
-        """Sorts members by the blocks that they were sent, most first."""
+        """Sorts members by the number of blocks that they were sent, most first."""
         return sorted(members, key=lambda member: -self.sent.get(member.id, 0))
 
     def through(self, worker_id: WorkerId) -> "Route":
-        """Returns the rest of the route behind a prefill worker, which has all of the prompt now."""
+        """Returns the rest of the route after a prefill worker, which now has the whole prompt."""
         return replace(self, cached={**self.cached, worker_id: self.num_prompt_tokens}, num_new_tokens=0, sent={})
 
 
 class Placement:
-    """wait_s: how long a request waits for a decode worker where there is none.
+    """The choice of workers for requests. wait_s: how long a request waits for a decode worker if there is none.
 
     mode: the prompts that prefill workers compute.
     """
@@ -148,7 +146,7 @@ class Placement:
         self._changed = asyncio.Event()
 
     def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, full_nodes: Set[str]) -> Route:
-        """Draws up the route of an attempt. A node with room for the prompt's blocks comes before one without."""
+        """Plans the route of an attempt. A node with room for the prompt's blocks comes before a full node."""
         sent, known = self._prefixes.match(keys), self._index.match(keys)
         found = {
             member.id: max(known[member.info.node_id], member.num_under_way(keys))
@@ -169,7 +167,7 @@ class Placement:
         return replace(route, prefill_node=chosen.info.node_id)
 
     def note_hand_off(self, took_s: float) -> None:
-        """Learns from a hand-off."""
+        """Learns the cost of a hand-off."""
         self._hand_off.learn(took_s)
 
     def choose_prefill(self, route: Route) -> Member | None:
@@ -194,17 +192,17 @@ class Placement:
         return member
 
     def block_addresses(self, route: Route, member: Member) -> list[str]:
-        """Lists block ports of other nodes that have, or may have, blocks of the prompt, most of them first."""
+        """Lists the block ports of other nodes that may have blocks of the prompt, the most blocks first."""
         by_cached = sorted(route.cached, key=lambda one: (-route.cached[one], one))
         infos = [self._members[one].info for one in by_cached if one in self._members]
         addresses = [one.block_address for one in infos if one.node_id != member.info.node_id]
         return list(dict.fromkeys(filter(None, addresses)))[:MAX_BLOCK_ADDRESSES]
 
     def only(self, worker_id: WorkerId) -> "Placement":
-        """Returns a placement on this worker, whose role has no other. Raises WorkerNotFound."""
+        """Returns a placement that knows only this worker of its role. Raises WorkerNotFound."""
         return Placement(self._members.only(worker_id), self._prefixes, self._index, self._block_size, self._wait_s)
 
     def wake(self) -> None:
-        """Lets requests that wait look again: the members have changed."""
+        """Wakes waiting requests: the members have changed."""
         self._changed.set()
         self._changed.clear()

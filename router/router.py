@@ -8,11 +8,12 @@ from prometheus_client import CollectorRegistry
 from router.block_index import BlockIndex
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
-from router.observe.status import StatusReader, StatusWatch
 from router.observe.trace_exporter import TraceExporter
 from router.observe.traces import Traces
 from router.observe.vllm_names import VllmNames
 from router.observe.worker_metrics import WorkerCollector
+from router.operate.contents import StoreAdministration
+from router.operate.status import StatusReader, StatusWatch
 from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
@@ -22,7 +23,6 @@ from router.requests.dispatch import Dispatcher
 from router.requests.prompt import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
-from router.tier_contents import StoreAdministration
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
@@ -41,7 +41,7 @@ MAX_KNOWN_ROOTS = 4096
 class Router:
     """Between `start` and `stop`, `dispatcher` takes requests and `membership` workers. Made within an event loop.
 
-    connect: opens a connection to a worker's address. renderer: of chats; None for a model without a template.
+    connect: opens a connection to a worker's address. renderer: renders chats; None for a model without a template.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Router:
         )
         admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
         self.dispatcher = Dispatcher(services, root_of, admission, config.settings, self._limits)
-        self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys)
+        self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys, self._namespaces)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))

@@ -6,12 +6,12 @@ tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last bl
 kept[i] = SHA-256(root, "kept", policy, key of the whole prompt, i)    a block of the tokens that a policy keeps; one
                                                                        filled behind these has a key[i] on the last one
 
-KV that was computed while anything was dropped has no other name than one behind kept blocks.
+KV computed after a drop is named only after kept blocks.
 
-Where the first n blocks are public, their chain begins with a root that is no tenant's, and goes on under the tenant's:
-key[n] = SHA-256(root || key[n-1] || tokens of block n).
+If the first n blocks are public, their chain begins with the public root and continues under the tenant's: key[n] =
+SHA-256(root || key[n-1] || tokens of block n).
 
-The root itself never leaves the server's processes: the first block under one names the root's digest as its parent.
+The root itself never leaves the server's processes: its first block has the root's digest as parent.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from wire.ids import BlockKey, NamespaceRoot
 
 @dataclass(frozen=True)
 class BlockName:
-    """A block's key and its proofs: its parent's key, and digests of its own token ids and of its root.
+    """A block's key and its proofs: the parent's key, and digests of its token ids and of its root.
 
-    A tail is a last block that is partly filled: it is never indexed on a device, never sent to Redis, evicted first.
+    A tail, a partly filled last block, is never indexed on a device or sent to Redis, and is evicted first.
     """
 
     key: BlockKey
@@ -46,7 +46,7 @@ def namespace_root(
 ) -> NamespaceRoot:
     """Derives the root of all keys of one tenant, model, layout, adapter and policy. Fields are length-prefixed.
 
-    layout: KV dtype and quantization included. policy: empty for the full cache.
+    layout: includes KV dtype and quantization. policy: empty for the full cache.
     """
     parts = [tenant, fingerprint, layout, adapter, policy]
     return NamespaceRoot(hmac.digest(secret, msgpack.packb(parts), "sha256"))
@@ -58,7 +58,7 @@ def digest_of(root: NamespaceRoot) -> bytes:
 
 
 def session_of(root: NamespaceRoot, session: str) -> bytes:
-    """Names a session as stores know it: no other namespace has a session of that name."""
+    """Returns the digest by which stores know a session; it differs between namespaces."""
     return hmac.digest(root, b"session" + session.encode(), "sha256")
 
 
@@ -114,11 +114,11 @@ class NameChain:
             self._full.append(self._name(len(self._full), data, data))
 
     def full(self, num_tokens: int, from_token: int = 0) -> list[BlockName]:
-        """Names the full blocks of the first `num_tokens` tokens, without the full ones of the first `from_token`."""
+        """Names the full blocks of the first `num_tokens` tokens, except full blocks of the first `from_token`."""
         return self._full[from_token // self._block_size : num_tokens // self._block_size]
 
     def tail(self, num_tokens: int) -> BlockName | None:
-        """Names the last block of the first `num_tokens` tokens if they fill it partly."""
+        """Names the tail of the first `num_tokens` tokens, if they have one."""
         index, num_in_tail = divmod(num_tokens, self._block_size)
         if num_in_tail == 0:
             return None
@@ -127,14 +127,14 @@ class NameChain:
         return replace(self._name(index, covered, data), is_tail=True)
 
     def cover(self, num_tokens: int) -> list[BlockName]:
-        """Names all blocks of the first `num_tokens` tokens, a partly filled last one included."""
+        """Names all blocks of the first `num_tokens` tokens, the tail included."""
         tail = self.tail(num_tokens)
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
 
     def kept(self, policy: str, num_prompt: int, num_blocks: int) -> "NameChain":
         """Begins a chain with the `num_blocks` blocks that a policy keeps of the first `num_prompt` tokens.
 
-        All names are under the tenant's root, even behind a public prompt.
+        All names are under the tenant's root, even after a public prompt.
         """
         prompt_key, digest = self.cover(num_prompt)[-1].key, hashlib.sha256(policy.encode()).digest()
         names: list[BlockName] = []
@@ -158,14 +158,14 @@ class NameChain:
 def cover(
     root: NamespaceRoot, tokens: Sequence[int], block_size: int, public: PublicPart | None = None
 ) -> list[BlockName]:
-    """Names all blocks of `tokens`, a partly filled last one included."""
+    """Names all blocks of `tokens`, the tail included."""
     chain = NameChain(root, block_size, public)
     chain.extend(tokens)
     return chain.cover(len(tokens))
 
 
 def key_of_last(root: NamespaceRoot, tokens: Sequence[int], block_size: int, public: PublicPart) -> BlockKey:
-    """Computes the key of the last of the blocks that `tokens` fill, a tenth as long as `cover` takes for all names."""
+    """Computes the key of the last full block of `tokens`, ten times as fast as `cover` names all blocks."""
     data, num_bytes, key = token_bytes(tokens), 4 * block_size, b""
     roots = {0: public.root if public.num_blocks else root, public.num_blocks: root}
     for index in range(len(tokens) // block_size):
@@ -174,7 +174,7 @@ def key_of_last(root: NamespaceRoot, tokens: Sequence[int], block_size: int, pub
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Packs token ids as little-endian u32. Raises OverflowError for ids outside of that."""
+    """Packs token ids as little-endian u32. Raises OverflowError for ids out of range."""
     ids = array("I", tokens)
     if sys.byteorder == "big":
         ids.byteswap()

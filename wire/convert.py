@@ -27,7 +27,7 @@ def given(message: Message, name: str) -> Any:
 
 
 def sampling_from_pb(message: pb.SamplingParams, defaults: SamplingParams = DEFAULTS) -> SamplingParams:
-    """Reads settings; a field that is not set takes its default. Checks no range."""
+    """Reads settings; unset fields take their defaults. Checks no range."""
     scalars = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     biases = tuple(sorted(message.logit_bias.items()))
     return replace(
@@ -41,7 +41,7 @@ def sampling_from_pb(message: pb.SamplingParams, defaults: SamplingParams = DEFA
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
-    """Writes settings with every scalar set, except `logprobs` where they are off."""
+    """Writes settings with every scalar set, except `logprobs` if they are off."""
     scalars = {name: getattr(params, name) for name in _SCALARS}
     biases, answer = dict(params.logit_bias), params.response_format
     return pb.SamplingParams(
@@ -54,13 +54,13 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
 
 
 def _format_from_pb(message: pb.ResponseFormat) -> ResponseFormat:
-    """Reads a format; one of no kind is empty, which is out of its range."""
+    """Reads a response format. A format without a kind becomes an empty one, which is out of range."""
     kind = message.WhichOneof("format") or "json_schema"
     return ResponseFormat(FormatKind(kind), getattr(message, kind))
 
 
 def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
-    """Converts a finish reason; None, a choice that goes on, is UNSPECIFIED."""
+    """Converts a finish reason; None, for an unfinished choice, to UNSPECIFIED."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _REASON_TO_PB[reason]
 
 
@@ -112,7 +112,7 @@ def arenas_of(workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb
 
 
 def accounts_of(tier: str, workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
-    """Returns each node's newest account of a tier, by the node's id: its service's counts only grow."""
+    """Returns each node's newest counts of a tier, by the node's id: counts of a node's service only grow."""
     accounts: dict[str, worker_pb2.TierStatus] = {}
     for worker in workers:
         for status in worker.tiers:

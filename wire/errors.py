@@ -30,6 +30,7 @@ BatonError                INTERNAL             500
 import logging
 import secrets
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class BatonError(Exception):
 
     status = Status("INTERNAL", 500, False)
     exit_code = 1
+    timeline: Any = None
+    """Timeline of the request that the error ended, a message or baton's `Timeline`; None if it was not let in."""
 
     def __init__(self, message: str, **ids: str) -> None:
         super().__init__(message)
@@ -55,7 +58,7 @@ class BatonError(Exception):
         self.ids = ids
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Lets Ray carry an error from one process to another, whatever its class is made from."""
+        """Makes an error picklable for Ray, whatever arguments its class takes."""
         return _revive, (type(self), self.message, vars(self))
 
     @property
@@ -151,7 +154,7 @@ FIXED = "fixed"
 
 
 def reached(limit: int, what: str, setting: str = FIXED) -> str:
-    """Says that a limit is reached, as in "2,048 requests are open, the limit (router.max_open_requests)"."""
+    """Writes that a limit is reached, as in "2,048 requests are open, the limit (router.max_open_requests)"."""
     return f"{limit:,} {what}, the limit ({setting})"
 
 
@@ -270,3 +273,8 @@ def report(error: BaseException, **values: object) -> BatonError:
     number = secrets.token_hex(8)
     log.error("incident", exc_info=error, extra={"incident": number, **values})
     return BatonError(f"internal error, incident {number}", incident=number)
+
+
+def known(error: Exception, **values: object) -> BatonError:
+    """Returns an error of the tree as it is; reports a bug."""
+    return error if isinstance(error, BatonError) else report(error, **values)

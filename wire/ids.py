@@ -1,13 +1,16 @@
-"""Identifiers. Distinct types, so that one is not passed for another."""
+"""Identifiers, as distinct types that cannot be confused."""
 
 import re
-from typing import NewType
+from dataclasses import dataclass
+from typing import NewType, Self
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SESSION_LEN = 128
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{{0,9}}")
 DEFAULT_TENANT = "default"
+PUBLIC = "*"
+"""The tenant in the root of public block names; no real tenant may have this name."""
 
 RequestId = NewType("RequestId", str)
 """A client's id of a request, of the form REQUEST_ID: unique among the open requests of one tenant."""
@@ -42,7 +45,7 @@ def number_of(attempt: AttemptId) -> int:
 
 
 def is_attempt_id(text: str) -> bool:
-    """Returns whether a router can have made an attempt's id."""
+    """Returns whether a text has the form of an attempt's id."""
     return _ATTEMPT_ID.fullmatch(text) is not None
 
 
@@ -59,4 +62,30 @@ SlotId = NewType("SlotId", int)
 """Index of a slot in a node's arena."""
 
 PROTOCOL_VERSION = 3
-"""Of everything workers, routers and directories say to one another."""
+"""Version of all messages between workers, routers and directories."""
+
+
+TRACEPARENT = "traceparent"
+"""The trace that a call belongs to, W3C's header: the same text as header of HTTP and as metadata of gRPC."""
+_TRACE = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]{0,64})?")
+_SAMPLED = 1
+
+
+@dataclass(frozen=True)
+class TraceContext:
+    """A trace, its span that sent the call, and whether the sender samples the trace."""
+
+    trace_id: bytes
+    span_id: bytes
+    is_sampled: bool
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{int(self.is_sampled):02x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Reads a header. Returns None for one that is malformed, as for none: W3C has a trace begin anew then."""
+        found = _TRACE.fullmatch(text)
+        if found is None or (found[1] == "00" and found[5]):
+            return None
+        return cls(bytes.fromhex(found[2]), bytes.fromhex(found[3]), bool(int(found[4], 16) & _SAMPLED))

@@ -1,8 +1,15 @@
-"""Spans of requests: the one table of their kinds. Code, exporters, the live page and docs/timeline.md take from it."""
+"""The journal of a request: the one table of the kinds of its spans, and the list of spans that a process appends to.
 
-from collections.abc import Mapping
+    worker    Journal ─ spans ─▶ Update.end ─▶ router    RequestJournal: its own spans, and its workers' in place
+
+Code, exporters, the live page and docs/timeline.md take kinds from the table alone.
+"""
+
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+
+from wire.pb import inference_pb2 as pb
 
 
 class Phase(StrEnum):
@@ -189,5 +196,44 @@ GATES = tuple(name for name, kind in _BY_NAME.items() if kind.phase is Phase.GAT
 
 
 def row_of(name: str) -> Row:
-    """Returns the row of the spans of a name; one without words for a name that another version's worker sends."""
+    """Returns the row of a span's name; a row without words for an unknown name, as of another version's worker."""
     return _BY_NAME.get(name, _UNKNOWN)
+
+
+class Journal:
+    """The spans of a request at one process, one after another without a gap: the very list that is sent.
+
+    It has no clock: callers pass readings of one monotonic clock. spans: the list in the message to send. place: the
+    first part of their names. worker: the name for each span; a router fills it in for its workers.
+    """
+
+    def __init__(
+        self, spans: MutableSequence[pb.Span], first: Kind, place: str, arrived_s: float, worker: str = ""
+    ) -> None:
+        self.spans = spans
+        self.kind = first
+        """The kind of the span that runs."""
+        self._place = place
+        self._worker = worker
+        self._arrived_s = arrived_s
+        self._append(first.at(place), worker, 0.0)
+
+    def begin(self, kind: Kind, now_s: float) -> None:
+        """Ends the running span and begins another."""
+        self._append(kind.at(self._place), self._worker, self.close(now_s))
+        self.kind = kind
+
+    def count(self, **amounts: int) -> None:
+        """Adds to the counts of the running span."""
+        for name, amount in amounts.items():
+            if amount:
+                self.spans[-1].counts[name] += amount
+
+    def close(self, now_s: float) -> float:
+        """Gives the running span an end; returns it, in milliseconds since the arrival."""
+        running = self.spans[-1]
+        running.duration_ms = max((now_s - self._arrived_s) * 1000 - running.start_ms, 0.0)
+        return running.start_ms + running.duration_ms
+
+    def _append(self, name: str, worker: str, start_ms: float) -> None:
+        self.spans.append(pb.Span(name=name, worker=worker, start_ms=start_ms))

@@ -1,4 +1,4 @@
-"""KV policies: rules for the tokens whose KV a sequence keeps.
+"""KV policies: rules that choose the tokens whose KV a sequence keeps.
 
     full            every token
     sinks=4+1020    the first 4 tokens and the latest 1,020; attention sinks, arXiv 2309.17453
@@ -15,7 +15,7 @@ from enum import StrEnum
 from wire.errors import ConfigError
 
 POOLED = 7
-"""Neighbours whose largest attention SnapKV takes for a token's, as its authors' settings for LongBench have it."""
+"""Neighbours over which SnapKV takes a token's largest attention, as in its authors' settings for LongBench."""
 _LEAST_BLOCKS = 3
 _LEAST_TOKENS = 128
 
@@ -41,17 +41,17 @@ class Rule(StrEnum):
 
     @property
     def num_pooled(self) -> int:
-        """Neighbours whose largest weight counts as a token's; 1 for its own alone."""
+        """Neighbours whose largest weight counts as a token's; 1 counts its own alone."""
         return POOLED if self is Rule.SNAPKV else 1
 
     def num_latest(self, num_kept: int) -> int:
-        """Counts the tokens at the end of a prompt that stay at any weight: watched ones, or half of all."""
+        """Counts the tokens at a prompt's end that stay at any weight: watched tokens, or half of the budget."""
         return min(self.num_watched, num_kept) if self is Rule.SNAPKV else num_kept // 2
 
 
 @dataclass(frozen=True)
 class Sinks:
-    """The first `num_sinks` tokens and the latest `window` stay."""
+    """A policy that keeps the first `num_sinks` tokens and the latest `window`."""
 
     num_sinks: int
     window: int
@@ -62,7 +62,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Dropping:
-    """A budget of tokens of a prompt: `amount` of them, or percent of the prompt where `unit` is "%"."""
+    """A policy that keeps a budget of a prompt's tokens: `amount`, or that percentage if `unit` is "%"."""
 
     rule: Rule
     amount: int
@@ -73,7 +73,7 @@ class Dropping:
 
     @property
     def terms(self) -> str:
-        """The policy and all else that the choice depends on, for the names of kept blocks."""
+        """The policy and the other inputs of the choice, for the names of kept blocks."""
         return f"{self} by {self.rule.num_watched} rows, pooled over {self.rule.num_pooled}"
 
     def num_blocks(self, num_prompt: int, block_size: int) -> int:
@@ -92,9 +92,9 @@ KVPolicy = Sinks | Dropping | None
 
 
 def parse_kv_policy(text: str, kv_dtype: str = "auto") -> KVPolicy:
-    """Reads a policy as the module's docstring has them.
+    """Reads a policy in the forms of the module's docstring.
 
-    Raises ConfigError for other texts, senseless numbers, and policies that a KV dtype is not served with.
+    Raises ConfigError for other texts, senseless numbers, and policies that the KV dtype does not support.
     """
     if text == "full":
         return None
@@ -115,6 +115,6 @@ def parse_kv_policy(text: str, kv_dtype: str = "auto") -> KVPolicy:
 
 
 def parse_dropping(text: str) -> Dropping | None:
-    """Reads a policy; returns None for one that drops nothing by attention. Raises ConfigError."""
+    """Reads a policy; returns None unless it drops KV by attention. Raises ConfigError."""
     policy = parse_kv_policy(text)
     return policy if isinstance(policy, Dropping) else None

@@ -1,4 +1,4 @@
-"""The shape of one KV block, as all processes know it, and the blocks that rows read: no tensor."""
+"""The shape of a KV block, for all processes, and the blocks that rows read; no tensors."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,13 +8,13 @@ from wire.errors import WireError
 
 PAGE_ALIGNMENT = 4096
 KV_DTYPES = ("auto", "int8", "fp8", "int4")
-"""Choices of what KV is kept in: the dtype of the computation, or codes."""
+"""The dtypes of KV: the compute dtype, or codes."""
 QUANTIZATIONS = ("none", *KV_DTYPES[1:])
 _ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 _CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 _SCALE_BYTES = 2
 INT4_HEAD_STEP = 4
-"""Heads of int4 have a multiple of 4 numbers: two share a byte, and scales lie at even bytes."""
+"""Head sizes with int4 are multiples of it: two numbers share a byte, and scales are at even bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class KVLayout:
         0            data_bytes   [block_size, head_dim] of `dtype`, or codes: int8, or fp8, which is e4m3
         data_bytes   head_bytes   [block_size] scales of codes, bfloat16
 
-    int4 has `[num_layers, num_kv_heads]` of keys and values together, for they differ in their scales:
+    int4 has `[num_layers, num_kv_heads]` blocks of keys and values together, since their scales differ:
 
         0            data_bytes   codes of keys, [block_size, head_dim / 2]: numbers i and i + head_dim / 2 share a byte
         data_bytes   key_bytes    [head_dim] scales of their channels, bfloat16
         key_bytes    + data_bytes codes of values
         ...          + head_bytes [block_size] scales of their tokens, bfloat16
 
-    dtype: of the computation.
-    window, num_sinks: tokens that a row sees, as in `Window`; they change no byte, but the names of blocks.
+    dtype: the compute dtype. window, num_sinks: tokens that a row sees, as in `Window`; they change the names of
+    blocks, not their bytes.
     """
 
     num_layers: int
@@ -56,7 +56,7 @@ class KVLayout:
 
     @property
     def has_open_blocks(self) -> bool:
-        """Whether a block is kept in the compute dtype until it is full, and is nameless until then."""
+        """Whether a block stays in the compute dtype, and without a name, until it is full."""
         return self.quantization == "int4"
 
     @property
@@ -70,7 +70,7 @@ class KVLayout:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head block of values, and but for int4 of keys."""
+        """Bytes of a head block of values; also of keys, except with int4."""
         return self.data_bytes + (self.block_size * _SCALE_BYTES if self.is_quantized else 0)
 
     @property
@@ -89,7 +89,7 @@ class KVLayout:
         return padded(self.payload_bytes)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Counts the blocks of `num_tokens` tokens, the last one partly filled."""
+        """Counts the blocks of `num_tokens` tokens, the tail included."""
         return -(-num_tokens // self.block_size)
 
     def encode(self) -> bytes:
@@ -98,7 +98,7 @@ class KVLayout:
 
     @classmethod
     def decode(cls, data: bytes) -> "KVLayout":
-        """Raises WireError if `data` is not an encoded layout."""
+        """Decodes a layout. Raises WireError for other bytes."""
         try:
             layout = cls(**dict(msgpack.unpackb(data)))
             sizes = [layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size]
@@ -137,33 +137,33 @@ class Window:
         return 0 if self.layout.window is None else max(0, position + 1 - self.layout.window) // self.layout.block_size
 
     def behind(self, position: int) -> range:
-        """Finds the blocks between sinks and window that the row at a position, and later rows, do not read."""
+        """Finds the blocks between sinks and window, which the row at a position and later rows do not read."""
         return range(self.num_sink_blocks, max(self.num_sink_blocks, self.first_block(position)))
 
     def needed(self, num_blocks: int, position: int) -> list[int]:
-        """Lists the blocks, of the first `num_blocks`, that the row at a position reads."""
+        """Lists the blocks that the row at a position reads, of the first `num_blocks`."""
         behind = self.behind(position)
         return [place for place in range(num_blocks) if place not in behind]
 
     @property
     def most_needed(self) -> int | None:
-        """The most blocks that a sequence needs at once; None if all of its blocks."""
+        """The most blocks that a sequence needs at once; None if it needs all."""
         layout = self.layout
         return None if layout.window is None else self.num_sink_blocks + layout.num_blocks(layout.window - 1) + 1
 
     def num_needed(self, num_tokens: int) -> int:
-        """Counts the most blocks that a sequence needs at once on its way to `num_tokens` tokens."""
+        """Counts the most blocks that a sequence needs at once while it grows to `num_tokens` tokens."""
         num_blocks = self.layout.num_blocks(num_tokens)
         return num_blocks if self.most_needed is None else min(num_blocks, self.most_needed)
 
     def max_len(self, num_pages: int, context_len: int) -> int:
-        """Computes the tokens of a context that a sequence may have in `num_pages` pages."""
+        """Computes the longest context of a sequence in `num_pages` pages."""
         fits = self.num_needed(context_len) <= num_pages
         return context_len if fits else min(context_len, num_pages * self.layout.block_size)
 
 
 def _is_whole(layout: KVLayout) -> bool:
-    """Whether heads fill whole bytes, and scales lie at even ones."""
+    """Whether heads fill whole bytes, and scales are at even bytes."""
     return not layout.has_open_blocks or layout.head_dim % INT4_HEAD_STEP == 0
 
 

@@ -1,4 +1,4 @@
-"""The limiter: a bound on units in use at once, one holder's share of it, and a rate limit for blocking work."""
+"""The limiter: a bound on units in use at once, a holder's share of it, and a rate limit for blocking work."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ RETRY_AFTER_S = 1.0
 class Limit:
     """A bound on the units in use at once: requests, or, by weight, bytes or tokens. Belongs to one event loop.
 
-    what: the units' name, and setting: the setting of the bound, for the message of Overloaded. A weight of 0 is never
+    what: the units' name; setting: the bound's setting; both for the message of Overloaded. A weight of 0 is never
     refused.
     """
 
@@ -38,6 +38,10 @@ class Limit:
         self.require(weight)
         self.num_used += weight
 
+    def exceed(self, weight: int = 1) -> None:
+        """Takes units, even beyond the bound."""
+        self.num_used += weight
+
     def release(self, weight: int = 1) -> None:
         """Gives taken units back."""
         self.num_used -= weight
@@ -58,9 +62,9 @@ class Limit:
 
 @dataclass(eq=False)
 class Share(AbstractContextManager["Share"]):
-    """The units of one holder, taken as it grows, and released together at the end of the context.
+    """The units of one holder, taken step by step, and released together at the context's end.
 
-    A share never exceeds the units that stay free, so that large shares leave room for small ones.
+    A share never exceeds the free units, so that large shares leave room for small shares.
     """
 
     limit: Limit
@@ -78,9 +82,9 @@ class Share(AbstractContextManager["Share"]):
 
 
 class Pace:
-    """A rate limit for work that blocks the event loop: one piece at a time, each followed by a pause.
+    """A rate limit for work that blocks the event loop: one piece at a time, with pauses between.
 
-    free_bytes: pieces up to this size do not wait. bytes_per_s: the rate of larger ones, from start to start.
+    free_bytes: pieces up to this size do not wait. bytes_per_s: the rate of larger pieces, from start to start.
     """
 
     def __init__(self, free_bytes: int, bytes_per_s: int) -> None:

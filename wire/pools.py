@@ -1,4 +1,4 @@
-"""The control plane's nouns: roles, pools, workers; and the messages that calls of Ray and `baton up` carry as JSON."""
+"""The control plane's nouns (roles, pools, workers), and the messages that Ray's calls and `baton up` carry as JSON."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from wire.ids import WorkerId
 
 
 class Role(Enum):
-    """The work of a worker, and with it the pool it is in."""
+    """The work of a worker, which determines its pool."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +25,7 @@ class PoolSizes:
 
 
 class WorkerState(Enum):
-    """The stages of a worker's life, and LOST where the router cannot reach it; a BROKEN one ends itself."""
+    """The stages of a worker's life. LOST: the router cannot reach it. BROKEN: the worker ends itself."""
 
     STARTING = "starting"
     READY = "ready"
@@ -36,7 +36,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker of a pool. It has an address once it serves, until nothing is left to do there."""
+    """A worker of a pool. It has an address from its start until its drain is over."""
 
     id: WorkerId
     role: Role
@@ -46,10 +46,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of an actor, or of a cluster: the answer to each start; "" for none.
+    """Addresses of an actor or a cluster, the answer to each start; "" for none.
 
-    public: gRPC of router or worker, block port of a node's service. local: where clients on this machine need no TLS;
-    the public address, where that is so there. operator: the command line's. metrics: Prometheus'. http: OpenAI's.
+    public: gRPC of a router or worker, block port of a node's service. local: for clients on this machine, without TLS;
+    may be the public address. operator: for the command line. metrics: for Prometheus. http: the gateways'.
     """
 
     public: str = ""
@@ -61,7 +61,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """Answer of the process of Ray to `baton up`: Ray's address, later the cluster's; or a failure in place of one."""
+    """The answer of Ray's process to `baton up`: Ray's address, later the cluster's, or a failure."""
 
     ray_address: str = ""
     addresses: Addresses | None = None
@@ -107,7 +107,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Drained:
-    """Numbers left at the end of the grace. unfinished: attempts of a worker, which go back to the router.
+    """Work left at the end of a drain's grace. unfinished: attempts of a worker, which go back to the router.
 
     unfetched: requests that hold blocks of a node. unwritten: blocks of a node without a copy in a cold tier.
     """

@@ -1,4 +1,4 @@
-"""Options of every gRPC server and channel of ours, their TLS between nodes, and the check of the cluster's token."""
+"""Options of Baton's gRPC servers and channels, their TLS between nodes, and the proof of the cluster's token."""
 
 import asyncio
 import os
@@ -20,28 +20,29 @@ Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN_METADATA = "baton-cluster-token"
 NONCE_METADATA = "baton-nonce-bin"
 PROMPT_TOKENS_METADATA, ADAPTED_METADATA = "baton-prompt-tokens", "baton-adapted"
-"""In the initial metadata of Generate, which come once a request is admitted, tokenized and has a worker."""
+"""Keys of Generate's initial metadata, which comes once a request is admitted, is tokenized and has a worker."""
 MAX_PROOF_S = 10.0
-"""How long a line may take to prove the token."""
+"""Bound on the time in which a line proves the token."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TURNS = 4096
-"""Messages that a chat may have."""
+"""Bound on the messages of a chat."""
 MAX_LINE_MESSAGE_BYTES = 64 << 20
-"""Between a router and a worker: the tokens of many requests that a stopped router has not read."""
+"""Bound on a message between router and worker: tokens of many requests that a stopped router has not read."""
 LINE_WINDOW_BYTES = 64 << 10
 MAX_METADATA_BYTES = 16 << 10
 KEEPALIVE_EVERY_MS = 10_000
 MAX_PING_MS = 5_000
-"""How long the other side may take to answer a ping."""
+"""Bound on the time in which the other side answers a ping."""
 MIN_PING_INTERVAL_MS = 5_000
 MAX_HANDSHAKE_MS = 10_000
-"""How long a connection may take until HTTP/2 begins."""
+"""Bound on the time until HTTP/2 begins on a connection."""
 MAX_IDLE_MS = 600_000
-"""How long a connection may have no call open."""
+"""Bound on the time that a connection is without a call."""
 MAX_CALLS_A_CONNECTION = 512
-"""More wait in the client. Calls that were opened and reset count until the server has looked at them."""
+"""Bound on open calls; more wait in the client. A call that was opened and reset counts until the server has seen it.
+"""
 MAX_UNSEEN_CALLS = 4096
-"""Calls that the server has not looked at; of more, gRPC cancels some at random, of any client."""
+"""Bound on calls that the server has not seen; beyond it gRPC cancels some at random, of any client."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -53,11 +54,11 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share a connection, and its number of calls
 )
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
-"""Goes past the proxies that the environment names: an option of channels within a cluster, and to this machine."""
+"""A channel option that ignores the environment's proxies, for channels within a cluster and to this machine."""
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Variables in which gRPC looks for a proxy, with TLS and without; the first one that is set counts."""
+"""Environment variables of gRPC's proxies, with TLS and without; the first that is set counts."""
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", LINE_WINDOW_BYTES), ("grpc.http2.bdp_probe", 0))
-"""So little is on its way that a short order overtakes a long one on a slow network, too."""
+"""A small HTTP/2 window, so that a short order overtakes a long order on a slow network, too."""
 LINE_OPTIONS = (
     *CHANNEL_OPTIONS[2:],
     *NO_PROXY,
@@ -65,7 +66,7 @@ LINE_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     *_SMALL_WINDOW,
 )
-"""Of a router's channel to a worker."""
+"""Options of a router's channel to a worker."""
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
@@ -84,13 +85,13 @@ WORKER_SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_LINE_MESSAGE_BYTES),
     *_SMALL_WINDOW,
 )
-"""Of two options of one name gRPC takes the first."""
+"""Options of a worker's server; gRPC takes the first of two options with one name."""
 
 
 class ProofInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses lines of any but a router that proves the token; health checks need no proof.
+    """An interceptor that refuses a line unless its router proves the token; health checks need no proof.
 
-    A `Handshake`: the nonce and the answer are metadata, the router's proof is the first message.
+    It is a `Handshake`: nonce and answer are metadata, the router's proof is the first message.
     """
 
     def __init__(self, token: str) -> None:
@@ -126,9 +127,9 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def first_of_line(call: Any, token: str, nonce: bytes) -> ConnectRequest:
-    """Returns the proof to send first on a line that was opened with this nonce, once its worker has proven the token.
+    """Waits for the worker's proof of the token; returns the proof to send first on the line with this nonce.
 
-    Raises Unauthenticated if it has not, AioRpcError for a call that ends.
+    Raises Unauthenticated without a valid proof, AioRpcError if the call ends.
     """
     answer = dict(await call.initial_metadata()).get(NONCE_METADATA, b"")
     if not answer:
@@ -151,7 +152,7 @@ async def _refuse(_messages: Any, context: Context) -> None:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, proof: Identity | Certificates | None = None) -> str:
-    """Binds a server to a port, a free port for 0. Returns the address; raises ConfigError if the port is taken.
+    """Binds a server to a port, for 0 a free port; returns the address. Raises ConfigError if the port is taken.
 
     proof: with an identity the server asks each client for a certificate of the cluster; None without TLS.
     """
@@ -180,7 +181,7 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 
 def open_channel(address: str, options: Sequence[tuple[str, Any]], identity: Identity | None) -> grpc.aio.Channel:
-    """Opens a channel to a server, which over TLS must show a certificate of the cluster for the host of its address.
+    """Opens a channel to a server. With TLS the server must show a certificate of the cluster for its host.
 
     identity: the client's; None without TLS.
     """
@@ -192,9 +193,9 @@ def open_channel(address: str, options: Sequence[tuple[str, Any]], identity: Ide
 
 
 def proxy_to(address: str) -> str:
-    """Names the variable of the proxy that gRPC asks for a HOST:PORT; "" for none, as for this machine.
+    """Names the environment variable whose proxy gRPC uses for a HOST:PORT; "" for none, as for this machine.
 
-    Source: gRPC's environment variables. A network in no_proxy, such as 10.0.0.0/8, is looked at by gRPC alone.
+    Source: gRPC's environment variables. Ignores networks in no_proxy, such as 10.0.0.0/8, which gRPC respects.
     """
     host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
     listed = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")

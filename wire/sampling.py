@@ -1,4 +1,4 @@
-"""Settings by which the next token is chosen, each with its default and its range."""
+"""Settings of sampling, each with its default and its range."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +10,7 @@ DEFAULT_MAX_TOKENS = 256
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_TOLD_PROMPT_LEN = 1 << 15
-"""Tokens of a prompt that is echoed, or whose log-probabilities are told."""
+"""Bound on the tokens of a prompt that is echoed, or whose log-probabilities are returned."""
 MAX_STOPS = 8
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
@@ -18,7 +18,7 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_FORMAT_BYTES = 64 << 10
-"""Of a response format: a worker takes 0.3 s to build the worst of this size."""
+"""Bound on a response format: a worker takes 0.3 s to build the worst of this size."""
 _RANGES = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -32,7 +32,7 @@ _RANGES = {
 
 
 class FormatKind(Enum):
-    """The language of a response format: a schema of JSON, a regular expression, or a grammar as llguidance takes it.
+    """The kind of a response format: a JSON schema, a regular expression, or a grammar of llguidance.
 
     The values are the names of the message's fields.
     """
@@ -44,13 +44,13 @@ class FormatKind(Enum):
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """A language that an answer must be in, all of it from its first token to its end."""
+    """A language that a whole answer must be in, from its first token to its end."""
 
     kind: FormatKind
     source: str
 
     def require_in_range(self, param: str = "response_format") -> None:
-        """Raises InvalidRequest, for the request's field `param`, where the source is empty or too long."""
+        """Raises InvalidRequest, for the request's field `param`, if the source is empty or too long."""
         num_bytes = len(self.source.encode(errors="replace"))
         require(0 < num_bytes <= MAX_FORMAT_BYTES, param, f"must be 1 to {MAX_FORMAT_BYTES} bytes")
 
@@ -75,7 +75,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and what is added to the logit of each."""
+    """Token ids, and the number to add to the logit of each."""
     prompt_logprobs: int | None = None
     echo: bool = False
     skip_special_tokens: bool = True
@@ -91,7 +91,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def require_in_range(self, vocab_size: int) -> None:
-        """Raises InvalidRequest for a setting out of its range; the router and each worker check all of a request."""
+        """Raises InvalidRequest for a setting out of its range; the router and each worker check every request."""
         for param, (low, high) in _RANGES.items():
             value = getattr(self, param)
             require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
@@ -123,7 +123,7 @@ DEFAULTS = SamplingParams()
 
 
 class FinishReason(Enum):
-    """Why a choice ended."""
+    """The reason why a choice ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -131,7 +131,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probability of the chosen token and of the likeliest ones, from the model's own distribution."""
+    """Log-probabilities of the chosen token and of the likeliest tokens, from the model's own distribution."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]

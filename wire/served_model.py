@@ -1,4 +1,4 @@
-"""The model that a cluster serves, as workers loaded it, and what the names of its blocks follow from."""
+"""The model that a cluster serves, as workers loaded it, and the inputs of its blocks' names."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ FULL_CACHE = ""
 
 
 def check_layout(digits: str) -> None:
-    """Raises Misfit for a text that is no encoded layout in hex digits."""
+    """Raises Misfit for a text that is no encoded layout in hex."""
     try:
         KVLayout.decode(bytes.fromhex(digits))
     except (ValueError, WireError) as error:
@@ -33,7 +33,7 @@ LayoutHex = Annotated[str, check_layout]
 class ServedNamespace:
     """The parts of a namespace root that all tenants of a model share. model: its name, for the operator.
 
-    layout_hex: as it was encoded when the model was served; a later version may encode the same layout otherwise.
+    layout_hex: the layout as encoded when the model was served; a later version may encode it otherwise.
     """
 
     model: str
@@ -45,18 +45,18 @@ class ServedNamespace:
         return KVLayout.decode(bytes.fromhex(self.layout_hex))
 
     def root_of(self, secret: bytes, tenant: str) -> NamespaceRoot:
-        """Derives the root of the names of a tenant's blocks."""
+        """Derives the root of a tenant's block names."""
         fingerprint, layout = bytes.fromhex(self.fingerprint_hex), bytes.fromhex(self.layout_hex)
         return namespace_root(secret, tenant, fingerprint, layout, NO_ADAPTER, FULL_CACHE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names.
+    """The model as workers loaded it; bytes are in hex. folder: has the tokenizer. aliases: further names.
 
-    kv_policies: that a request may have; the first is that of the others. sampling: what unset fields of a request
-    mean. max_chat_tokens: of an answer in a chat that gives no max_tokens.
-    tool_format, reasoning_format: as AnswerFormats.of takes them.
+    kv_policies: the policies that a request may name; the first is the default. sampling: defaults for unset fields.
+    max_chat_tokens: the most tokens of a chat's answer without max_tokens. tool_format, reasoning_format: settings for
+    AnswerFormats.of.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Tiers in messages and status: names, settings, counts, events, and the causes of misses; learned durations."""
+"""Tiers in messages and status: names, settings, counts, events, causes of misses, and learned durations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ from wire.ids import BlockKey
 
 
 class Tier(StrEnum):
-    """Nearest first."""
+    """The tiers, nearest first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -19,16 +19,16 @@ class Tier(StrEnum):
 
 
 COLD_TIERS = (Tier.REDIS, Tier.FILES)
-"""Tiers outside of the nodes' memory, nearest first."""
+"""Tiers outside the nodes' memory, nearest first."""
 FAR_TIERS = (Tier.PEERS, *COLD_TIERS)
-"""Tiers outside of a node's own memory, nearest first."""
+"""Tiers outside a node's own memory, nearest first."""
 
 
 class Write(StrEnum):
     """The blocks that a node's service writes to a cold tier, in the background; never a tail.
 
-    ALL: every block of the arena. REUSED: blocks that were read from the arena, but for the hand-off, which reads every
-    block once while a hold keeps it. DEMOTED: blocks that the arena is about to lose, and no cold tier has.
+    ALL: every block of the arena. REUSED: blocks that were read from the arena; the hand-off's read, the first under a
+    hold, does not count. DEMOTED: blocks that the arena is about to lose, and no cold tier has.
     """
 
     ALL = "all"
@@ -41,7 +41,7 @@ _SHORTEST_S = 1e-7
 
 
 class Duration:
-    """A learned duration in seconds: the geometric mean of a prior and samples, of which the last eight count most."""
+    """A learned duration in seconds: the geometric mean of a prior and samples; the last eight samples count most."""
 
     def __init__(self, prior_s: float) -> None:
         self.mean_s = prior_s
@@ -59,9 +59,9 @@ class Duration:
 
 @dataclass(frozen=True)
 class ColdSettings:
-    """A cold tier's settings. place: the URL of a server, or the path of a folder; empty for memory of a process.
+    """A cold tier's settings. place: the URL of a server, or the path of a folder; empty for a process's memory.
 
-    ttl_s: since a block's last use; 0 for no end.
+    ttl_s: time to live since a block's last use; 0 for no end.
     """
 
     tier: Tier
@@ -73,30 +73,30 @@ class ColdSettings:
 
 
 def host_memory(max_bytes: int) -> ColdSettings:
-    """Describes an arena in the memory of this process, of at most `max_bytes`."""
+    """Describes an arena in this process's memory, of at most `max_bytes`."""
     return ColdSettings(Tier.HOST, "", Write.ALL, 0.0, max_bytes)
 
 
 def redis(url: str, timeout_s: float = 5.0) -> ColdSettings:
     """Describes a server: redis://HOST:PORT/DB, rediss://... or unix:///PATH. A reply later than `timeout_s` is a miss.
 
-    The server has its own limit of memory and its own policy of eviction.
+    The server has its own memory limit and eviction policy.
     """
     return ColdSettings(Tier.REDIS, url, Write.ALL, timeout_s)
 
 
 def files(folder: str, max_bytes: int, timeout_s: float = 5.0) -> ColdSettings:
-    """Describes a folder in which frames take at most `max_bytes`. A read later than `timeout_s` is a miss."""
+    """Describes a folder of frames, of at most `max_bytes`. A read later than `timeout_s` is a miss."""
     return ColdSettings(Tier.FILES, folder, Write.ALL, timeout_s, max_bytes)
 
 
 @dataclass(frozen=True)
 class FarStatus:
-    """A far tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
+    """A far tier's state for one client: "up", "broken", or, while it refuses blocks, "full" or "read-only".
 
-    Counts of blocks since the start of this client. `forged` ones had a right checksum and a wrong MAC; `refused` ones
-    the client tried to write in vain. `errors` are of calls. `evicted`: to make room, beyond a share, or by their time
-    to live, by this client and not by a server itself.
+    Counts since the client's start, of blocks except `errors`, which counts calls. forged: blocks with a right checksum
+    and a wrong MAC. refused: blocks that the client tried to write in vain. evicted: blocks that this client, not the
+    server, removed to make room, beyond a share, or by TTL.
     """
 
     tier: Tier
@@ -119,7 +119,7 @@ class FarStatus:
 READ_COUNTS = ("hits", "misses", "errors", "corrupt", "forged")
 WRITE_COUNTS = ("written", "refused", "write_errors", "evicted")
 FAR_COUNTS = READ_COUNTS + WRITE_COUNTS
-"""Counts of a FarStatus: the first of workers, which read, the last of the node's service, which writes."""
+"""Counts of a FarStatus: workers, which read, have the first; the node's service, which writes, the last."""
 
 
 _ADVICE = {
@@ -131,15 +131,15 @@ _ADVICE = {
 
 
 def advice(tier: str, state: str) -> str:
-    """Returns the way out of a tier's state; "" if it is clear, or nothing can be done."""
+    """Returns the way out of a tier's state; "" if it is obvious, or there is none."""
     return _ADVICE.get((Tier(tier), state), "")
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block as a tier has it. namespace: the digest of its root; empty where the value is no frame.
+    """A block in a tier. namespace: the digest of its root; empty if the value is no frame.
 
-    num_bytes: with the frame around it. idle_s: since its last use.
+    num_bytes: includes the frame. idle_s: seconds since its last use.
     """
 
     key: BlockKey
@@ -172,7 +172,7 @@ class EventKind(StrEnum):
 
 
 MAX_RUNS = 32
-"""Runs that one message may have; blocks behind them count as BEHIND, which is true of them."""
+"""Bound on the runs of a message; blocks after them count as BEHIND, which is true of them."""
 
 
 class Cause(StrEnum):
@@ -195,8 +195,8 @@ class Cause(StrEnum):
 class Miss:
     """The cause of one uncached block.
 
-    how: in words, of an eviction, a failure, a source not asked, or another namespace. age_s: since the eviction; of
-    NEVER_SEEN and NO_LONGER_KNOWN, how far back the node's memory of evicted blocks reaches.
+    how: words about an eviction, a failure, a source not asked, or another namespace. age_s: time since the eviction;
+    for NEVER_SEEN and NO_LONGER_KNOWN, how far back the node's record of evicted blocks reaches.
     """
 
     cause: Cause
@@ -205,12 +205,12 @@ class Miss:
 
 
 Disposition = Tier | Miss
-"""The disposition of a block: the tier that had its KV, or the miss for which it is computed."""
+"""The disposition of a block: the tier that had its KV, or the miss that has it computed."""
 
 
 @dataclass(frozen=True)
 class MissRun:
-    """Consecutive blocks of a prompt with one cause; `miss` is the first one's. first_token: of the first block."""
+    """Consecutive blocks of a prompt with one cause. miss: the first block's. first_token: where they begin."""
 
     miss: Miss
     first_token: int
@@ -218,7 +218,7 @@ class MissRun:
 
 
 def runs_of(blocks: Iterable[Disposition], block_size: int) -> tuple[MissRun, ...]:
-    """Joins the causes of consecutive blocks that are computed. blocks: all of a prompt, from its first."""
+    """Joins the causes of consecutive computed blocks. blocks: all blocks of a prompt."""
     runs: list[MissRun] = []
     place, all_blocks = 0, [*blocks]
     for _, group in groupby(all_blocks, key=lambda one: (one.cause, one.how) if isinstance(one, Miss) else None):
@@ -270,7 +270,7 @@ NOUNS = {
     Cause.BEHIND: "behind a missing one",
     Cause.NOT_READ: "not looked up",
 }
-"""Each cause in a sum of blocks."""
+"""Words for each cause, after a number of blocks."""
 
 
 def _duration(age_s: float) -> str:

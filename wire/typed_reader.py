@@ -1,10 +1,10 @@
-"""The typed reader: a declared type becomes a function from parsed JSON, TOML or msgpack to a value of that type.
+"""The typed reader: makes of a declared type a function from parsed JSON, TOML or msgpack to a value of the type.
 
-Settings are frozen dataclasses that are written as JSON, and read strictly back.
+Settings are frozen dataclasses, written as JSON and read back strictly.
 
 Types are bool, int, float, str, bytes and enums, NewTypes and Literals of these, frozen dataclasses, lists, sequences,
-tuples and dicts of one type each, and unions. `Annotated[type, check]` calls `check` with each value. Dataclasses are
-read by a function of the caller's: `by_name` from objects, `by_place` from lists of their fields.
+tuples and dicts of one type each, and unions. `Annotated[type, check]` calls `check` with each value. The caller gives
+the function that reads dataclasses: `by_name` from objects, `by_place` from lists of fields.
 """
 
 import json
@@ -22,7 +22,7 @@ from wire.errors import ConfigError
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
-"""Reads a value. Raises Misfit."""
+"""A function that reads a value. Raises Misfit."""
 MAX_WHOLE_NUMBER = 1 << 64
 """Bound on whole numbers where a float is expected."""
 MAX_SHOWN_CHARS, MAX_SHOWN_BITS = 64, 1024
@@ -31,9 +31,9 @@ _KINDS = {dict: "an object", list: "a list", NoneType: "null"}
 
 
 class Misfit(ValueError):
-    """A value that does not fit its type. `path`: its place, from the outermost name or index in.
+    """A value does not fit its type. path: its place, from the outermost name or index inwards.
 
-    expected: the type in words; "" for a field that is unknown or missing.
+    expected: the type in words; "" for an unknown or missing field.
     """
 
     def __init__(self, problem: str, expected: str = "") -> None:
@@ -42,12 +42,12 @@ class Misfit(ValueError):
         self.path: tuple[str | int, ...] = ()
 
     def within(self, place: str | int) -> "Misfit":
-        """Puts a name or an index before the path."""
+        """Prepends a name or an index to the path."""
         self.path = (place, *self.path)
         return self
 
     def under(self, name: str) -> str:
-        """Writes the path behind a name, as in `name.sizes[2]`, on one line."""
+        """Writes the path after a name, as in `name.sizes[2]`, on one line."""
         for place in self.path:
             name += f"[{place}]" if isinstance(place, int) else f".{repr(place[:MAX_SHOWN_CHARS])[1:-1]}"
         return name.removeprefix(".")
@@ -67,7 +67,7 @@ class Between:
 
 @dataclass(frozen=True)
 class HexOf:
-    """A check of texts: hex digits of `num_bytes` bytes, or of any number. A text may be a secret, and is not shown."""
+    """A check of texts: hex digits of `num_bytes` bytes, or of any number. Errors hide the text, maybe a secret."""
 
     num_bytes: int | None = None
 
@@ -88,7 +88,7 @@ def to_json(settings: Any) -> str:
 
 
 def from_json(cls: type[T], text: str, where: str) -> T:
-    """Reads settings of that class. Raises ConfigError for a missing, unknown, repeated or wrong key, by its path."""
+    """Reads settings of a class. Raises ConfigError, with the path, for a missing, unknown, repeated or wrong key."""
     try:
         raw = json.loads(text, object_pairs_hook=once)
     except Misfit as misfit:
@@ -113,21 +113,21 @@ def wrong(expected: str, value: object) -> Misfit:
 
 
 def shown(value: object) -> str:
-    """Writes the beginning of a value, on one line; an object or a list by its kind, an endless number in words."""
+    """Writes the beginning of a value on one line: an object or a list by its kind, an infinite number in words."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python would not write it out
         return "a number of more than 300 digits"
     return "an empty list" if value == [] else _KINDS.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of a parser's pairs. Raises Misfit for a name that stands twice."""
+    """Makes an object of a parser's pairs. Raises Misfit for a repeated name."""
     if len(named := dict(pairs)) != len(pairs):
         raise Misfit("twice").within(Counter(name for name, _ in pairs).most_common(1)[0][0])
     return named
 
 
 def by_name(kind: Any) -> Read:
-    """Reads a dataclass from an object of its fields, which has all without a default, and no other."""
+    """Reads a dataclass from an object, which has every field without a default, and no unknown field."""
     readers = {name: reader_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
     required = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
 
@@ -143,13 +143,18 @@ def by_name(kind: Any) -> Read:
 
 def by_place(kind: Any) -> Read:
     """Reads a dataclass from the list of its fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    return fields_of([hints[one.name] for one in fields(kind)], kind)
+    hints, names = get_type_hints(kind, include_extras=True), [one.name for one in fields(kind)]
+    make = (
+        kind
+        if len(kind.__match_args__) == len(names)
+        else lambda *values: kind(**dict(zip(names, values, strict=True)))
+    )
+    return fields_of([hints[name] for name in names], make)
 
 
 @cache
 def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
-    """Makes the function that reads a type. read_fields: makes that of a dataclass."""
+    """Makes the function that reads a type. read_fields: makes the function for a dataclass."""
     if isinstance(hint, NewType):
         return reader_of(hint.__supertype__, read_fields)
     if is_dataclass(hint):
@@ -196,7 +201,7 @@ def list_of(read_item: Read, make: Callable[[list[Any]], Any] = list) -> Read:
 
 
 def located(parts: Mapping[Any, tuple[Read, Any]]) -> dict[Any, Any]:
-    """Reads values under their names or indices. Raises Misfit, with that place in its path."""
+    """Reads values under their names or indices. Raises Misfit with the place in its path."""
     values = {}
     for place, (read, value) in parts.items():
         try:

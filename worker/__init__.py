@@ -1,1 +1,1 @@
-"""The parts that both roles of worker share: loop, service, line, gRPC server, Ray actor."""
+"""The common parts of both roles of worker: loop, service, line, gRPC server, Ray actor."""

@@ -1,4 +1,4 @@
-"""A worker as a Ray actor: a plain class, which `deploy` makes an actor of. Calls carry text and numbers only."""
+"""A worker as a Ray actor: a plain class, which `deploy` makes an actor. Calls carry text and numbers only."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TERMINATION_GRACE_S = 30
 BROKEN_EXIT_DELAY_S = 1.0
-"""The time for the last updates to reach routers."""
+"""Time for the last updates to reach routers."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class WorkerActor(ABC):
 
     @abstractmethod
     def make_behaviour(self, config: WorkerConfig) -> Behaviour:
-        """Makes the batcher and the jobs of the role."""
+        """Makes the role's batcher and jobs."""
 
     async def start(self) -> str:
-        """Loads the model and serves from now on. Returns its Addresses.
+        """Loads the model and begins to serve; returns the worker's Addresses.
 
-        Raises ModelError or ConfigError for a model that it cannot serve, StoreError without the node's directory.
+        Raises ModelError or ConfigError if the model cannot be served, StoreError without the node's directory.
         """
         leave_sigterm_to_the_main_thread()
         loop = asyncio.get_running_loop()

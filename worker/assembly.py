@@ -1,4 +1,4 @@
-"""A worker's parts, from the model to the service, made in the order in which they need one another."""
+"""The assembly of a worker, from the model to the service, in the order of dependencies."""
 
 import os
 import secrets
@@ -12,23 +12,24 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache
-from engine.core import EngineCore, PrefillMeter
+from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
+from engine.step.prefill_meter import PrefillMeter
 from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
 from kernels.selection import select_backend
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
+from kv_store.peers.block_reader import BlockReader
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.transfers import ThreadTransfers, Transfers
@@ -42,14 +43,14 @@ from worker.service import WorkerService
 from worker.store_control import AsyncStore
 
 PEER_TIMEOUT_S = 1.0
-"""For each part of an answer of another node: computing a block is quicker."""
+"""Bound on each part of another node's answer: computing a block is quicker."""
 
 _PROPOSERS: dict[str, Callable[[], Proposer | None]] = {"off": lambda: None, "ngram": NgramProposer}
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """A worker's ways to the tiers below its own pages. peer: makes the source of another node's blocks."""
+    """A worker's access to the tiers below its pages. peer: makes the source of another node's blocks."""
 
     arena: Arena
     directory: DirectoryPort
@@ -59,7 +60,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Threads:
-    """The parts of a worker that have threads beside its event loop, the clock of all, and that of engine steps."""
+    """The parts of a worker with threads besides its event loop, their clock, and the clock of engine steps."""
 
     clock: Callable[[], float] = time.monotonic
     new_inbox: Callable[[], Inbox] = Inbox
@@ -73,7 +74,7 @@ THREADS = Threads()
 
 @dataclass(frozen=True)
 class Assembly:
-    """A worker's service, which has not started, and its engine, transfers and description."""
+    """A worker's service, not started yet, and its engine, transfers and description."""
 
     info: worker_pb2.WorkerInfo
     engine: EngineCore
@@ -81,12 +82,12 @@ class Assembly:
     service: WorkerService
 
     def close(self) -> None:
-        """Ends the transfers, within bounds, once the service is closed. The rest goes with the process."""
+        """Ends the transfers, in bounded time, once the service is closed. The rest ends with the process."""
         self.transfers.close()
 
 
 def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[], None]) -> Assembly:
-    """Loads the model, joins the node's store, and assembles a worker on both. Blocks for as long as loading takes.
+    """Loads the model, joins the node's store, and assembles a worker on both. Blocks while it loads.
 
     Raises ModelError or ConfigError for a model that it cannot serve, StoreError without the node's directory.
     """
@@ -128,7 +129,7 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
 
 @contextmanager
 def _fitting(config: WorkerConfig) -> Iterator[None]:
-    """Turns a device's want of memory into ConfigError."""
+    """Turns a device's lack of memory into ConfigError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -139,7 +140,7 @@ def _fitting(config: WorkerConfig) -> Iterator[None]:
 
 
 def _load_draft(config: WorkerConfig, backend: Backend, weights: WeightCache) -> DraftModel | None:
-    """Loads the draft, with the threads of the model's own kernels. Raises ModelError for an unfit folder."""
+    """Loads the draft, with as many threads as the model's kernels. Raises ModelError for an unfit folder."""
     if config.speculation.draft is None:
         return None
     with naming_the_draft():
@@ -158,9 +159,9 @@ def assemble_on(
     draft: DraftModel | None = None,
     definition: Callable[[], str] = str,
 ) -> Assembly:
-    """Puts an engine over a model, its draft and a store, and a service over that. `on_broken` is WorkerService's.
+    """Makes an engine over a model, its draft and a store, and a service over the engine. on_broken: see WorkerService.
 
-    definition: reads the tokenizer, for the first grammar.
+    definition: reads the tokenizer, at the first grammar.
     """
     num_open = config.batch.num_open(model.layout.block_size)
     with _fitting(config):
@@ -191,9 +192,9 @@ def assemble_on(
 
 
 def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) -> None:
-    """Raises ModelError if the folder is not, or no longer, the model of the cluster: KV would be mixed up.
+    """Raises ModelError if the folder is not, or no longer, the cluster's model: KV would be mixed up.
 
-    Runs after loading, so that any earlier change shows. The digest cache spares reading unchanged files again.
+    Runs after loading, so that any earlier change shows. The digest cache avoids reading unchanged files again.
     """
     checkpoint = Checkpoint(Path(config.model.served.folder))
     if checkpoint.fingerprint(dtype, backend_version, DigestCache.of_user()) != config.model.served.fingerprint:
@@ -202,7 +203,7 @@ def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) 
 
 
 def _describe(config: WorkerConfig, model: CausalModel, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
-    """Describes this process, and draws its epoch."""
+    """Describes this process, with a newly drawn epoch."""
     return worker_pb2.WorkerInfo(
         worker_id=config.worker_id,
         role=config.role.value,

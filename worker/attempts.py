@@ -1,4 +1,4 @@
-"""The attempts of a worker, of all its lines: begun, ended, and given the outcomes of the engine's steps."""
+"""The attempts of a worker, on all its lines: begun, ended, and given the outcomes of the engine's steps."""
 
 import asyncio
 import logging
@@ -27,7 +27,9 @@ MAX_REQUEST_S = 600.0
 
 @dataclass(eq=False)
 class BegunAttempt:
-    """An attempt begun on a line. is_added: the engine has it; news before that are of an earlier one of its id.
+    """An attempt begun on a line. is_added: the engine has accepted it.
+
+    Events before that belong to an earlier attempt with this id.
 
     building: the task that builds the attempt's grammar, if it has one.
     """
@@ -44,9 +46,9 @@ class BegunAttempt:
 
 
 class Attempts:
-    """The attempts under way: their orders go to the engine's thread, and the outcomes of its steps to their jobs.
+    """The running attempts: passes their orders to the engine's thread, and the outcomes of its steps to their jobs.
 
-    An abort takes an attempt out of the engine before its next step, and so does the end of its time or of its line.
+    An abort, a deadline or the end of its line takes an attempt out of the engine before the next step.
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class Attempts:
         return WorkerState.DRAINING if self._is_draining else WorkerState.READY
 
     def begin(self, line: WorkerLine, begin: worker_pb2.Begin) -> None:
-        """Starts an attempt; it ousts an earlier attempt at the request, and any attempt of another line.
+        """Starts an attempt; aborts an earlier attempt at the request, and any attempt on another line.
 
-        Does nothing for an attempt that runs on its line already. Raises RequestExists while a later attempt runs
-        there, InvalidRequest, or Unavailable while the worker takes no attempts.
+        Does nothing if the attempt runs on its line already. Raises RequestExists while a later attempt runs there,
+        InvalidRequest, or Unavailable while the worker takes no attempts.
         """
         request = request_from_pb(begin, self._behaviour.request_class, self._vocab_size)
         if self.state is not WorkerState.READY:
@@ -103,27 +105,27 @@ class Attempts:
         self._is_idle.clear()
 
     def abort(self, line: WorkerLine, attempt_id: AttemptId) -> None:
-        """Ends an attempt of this line. Does nothing if there is none."""
+        """Ends an attempt on this line. Does nothing if there is none."""
         attempt = self._attempts.get(attempt_id)
         if attempt is not None and attempt.line is line:
             self._end(attempt, Cancelled("the router has aborted it", attempt_id=attempt_id))
 
     def end_choice(self, line: WorkerLine, attempt_id: AttemptId, index: int) -> None:
-        """Ends a choice of an attempt of this line. Does nothing if there is none."""
+        """Ends a choice of an attempt on this line. Does nothing if there is none."""
         attempt = self._attempts.get(attempt_id)
         if attempt is not None and attempt.line is line:
             self._loop.put(EndChoice(attempt_id, index))
 
     def end_line(self, line: WorkerLine) -> None:
-        """Ends the attempts of a line. Holds stay until they run out."""
+        """Ends the attempts of a line. Holds stay until they expire."""
         for attempt in tuple(self._attempts.values()):
             if attempt.line is line:
                 self._end(attempt, Cancelled("the line to the router has ended", attempt_id=attempt.id))
 
     async def drain(self, grace_s: float) -> int:
-        """Refuses new attempts, waits for running ones, and after the grace ends the rest with WorkerLeaving.
+        """Refuses new attempts, waits for running attempts, and after the grace ends the rest with WorkerLeaving.
 
-        Returns the number of attempts that it ends so; the router goes on with them elsewhere.
+        Returns the number of attempts that it ended; the router continues them elsewhere.
         """
         self._is_draining = True
         try:
@@ -141,7 +143,7 @@ class Attempts:
             self._end(attempt, error)
 
     def take(self, outcome: StepReport) -> list[AttemptId]:
-        """Takes the outcome of a step: news go to the jobs of their attempts, and updates of these to their lines.
+        """Takes the outcome of a step: passes its events to the attempts' jobs, and their updates to the lines.
 
         Returns the attempts whose holds are over.
         """
@@ -158,7 +160,7 @@ class Attempts:
         return released
 
     async def _add_constrained(self, attempt: BegunAttempt, request: EngineRequest) -> None:
-        """Hands an attempt to the engine once its grammar is built, on a thread; a fault of it ends the attempt."""
+        """Builds an attempt's grammar on a thread, then passes the attempt to the engine; a fault ends the attempt."""
         error: BatonError | None = None
         try:
             request = attempt.job.request = await asyncio.to_thread(self._grammars.prepare, request)
@@ -190,7 +192,7 @@ class Attempts:
             self._is_idle.set()
 
     def _tell(self, attempt_id: AttemptId, news: News, now_s: float) -> bool:
-        """Hands news to the job of their attempt, whose bugs end it alone. Tells whether its hold is over."""
+        """Passes events to an attempt's job; a bug there ends this attempt alone. Returns whether its hold is over."""
         attempt = self._attempts.get(attempt_id)
         if attempt is None or not attempt.is_added:
             return isinstance(news, HoldOrphaned)
@@ -208,7 +210,7 @@ class Attempts:
 
 
 def _news_of(outcome: StepReport) -> Iterator[tuple[AttemptId, News, float]]:
-    """Yields the news of a step, in order, with the attempt that it is of and the time at which it happened."""
+    """Yields the events of a step, in order, each with its attempt and its time."""
     output = outcome.output
     for event in (*outcome.events, *output.before):
         yield event.attempt_id, event, outcome.began_s

@@ -17,16 +17,16 @@ MAX_BLOCKS, MAX_THREADS, MAX_STEP_S = 1 << 40, 1024, 3600.0
 PROPOSERS = ("off", "ngram")
 MAX_DRAFT_LEN = 15
 MAX_SILENCE_S = 120.0
-"""Enough for a step of 2048 tokens of a small model on two busy cores."""
+"""Default bound on a step: enough for 2,048 tokens of a small model on two busy cores."""
 MIN_SILENCE_S = 3.0
-"""An engine without work is silent for a second at a time."""
+"""Least bound on a step: an engine without work is silent for a second at a time."""
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The model and its device. kernels: a CPU's; see `select_backend`. kv_dtype: of wire.layout.KV_DTYPES.
+    """The model and its device. kernels: a CPU's, see `select_backend`. kv_dtype: a key of wire.layout.KV_DTYPES.
 
-    weight_cache_bytes: of files of packed weights on the node; 0 for none.
+    weight_cache_bytes: bound on files of packed weights on the node; 0 for none.
     """
 
     served: ServedModel
@@ -41,15 +41,15 @@ class CheckpointSettings:
 
     @property
     def kv_policy(self) -> str:
-        """The policy of a request that names none."""
+        """The policy of a request that names no policy."""
         return self.served.kv_policies[0]
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """The socket of the node's directory, which knows the arena; the cold tiers, nearest first, and their MAC key.
+    """The node's store: the directory's socket, the cold tiers, nearest first, and their MAC key.
 
-    block_address: of the node's block port, by which other nodes read its arena; none where there is one node.
+    block_address: the node's block port, by which other nodes read its arena; empty with a single node.
     """
 
     directory_path: str
@@ -65,9 +65,9 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The port of the worker, a free port for 0; `token` is the cluster's.
+    """The worker's port, 0 for a free port; `token` is the cluster's.
 
-    identity: the worker's, towards routers and block ports of other nodes; without it none of them speaks TLS.
+    identity: the worker's, towards routers and other nodes' block ports; without it there is no TLS.
     """
 
     token: Annotated[str, not_empty]
@@ -92,15 +92,16 @@ class BatchSettings:
         require_setting(is_wide, "batch.max_step_tokens", "at least batch.max_running + batch.max_chunk_tokens")
 
     def num_open(self, block_size: int) -> int:
-        """Counts the blocks that running sequences and a step's chunks may write at once."""
+        """Counts the blocks that running sequences and a step's chunks can write at once."""
         return self.max_running + self.max_step_tokens // block_size
 
 
 @dataclass(frozen=True)
 class SpeculationSettings:
-    """Guesses of next tokens. proposer: of PROPOSERS. max_draft_len: guesses of one choice in one step.
+    """Speculation. proposer: a name of PROPOSERS. max_draft_len: guesses of one choice in one step.
 
-    draft: the folder of a draft model, which guesses in place of one. Text that grammars force is guessed always.
+    draft: the folder of a draft model, which guesses in place of a proposer. Text that grammars force is always
+    guessed.
     """
 
     proposer: str = "off"
@@ -117,10 +118,10 @@ class SpeculationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """The configuration of one worker.
+    """The configuration of a worker.
 
-    num_blocks: the worker's own pages. num_threads: that compute, in each process. max_silence_s: the longest that a
-    step of the engine may take.
+    num_blocks: the worker's pages. num_threads: computing threads of each process. max_silence_s: bound on a step of
+    the engine.
     """
 
     worker_id: Annotated[str, not_empty]

@@ -1,9 +1,8 @@
-"""Messages of a line: what a Begin asks of the engine, how an attempt ends, the state of the worker."""
+"""Messages of a line: from a Begin to the engine's request, an attempt's end, the worker's state."""
 
 import math
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from engine.events import EngineStats
@@ -11,7 +10,7 @@ from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.node.messages import KeepHint
-from kv_store.tiers.contents import Selection, Tally
+from kv_store.tiers.contents import Selection
 from wire.block_names import PublicPart, digest_of, session_of
 from wire.convert import (
     error_to_pb,
@@ -21,16 +20,16 @@ from wire.errors import BatonError, ConfigError, InvalidRequest, require
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_dropping
 from wire.pb import worker_pb2
-from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, LedgerCounts, Tier
+from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, Tier
 
 ROOT_BYTES = 32
 MAX_BLOCK_ADDRESSES = 16
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
-    """Makes the engine's request, under the attempt's own name; the engine checks its length.
+    """Makes the engine's request, named by the attempt; the engine checks its length.
 
-    Raises InvalidRequest for a field out of its range, which no router sends.
+    Raises InvalidRequest for a field out of range, which no router sends.
     """
     require(is_attempt_id(message.id), "id", "not an id that a router gives")
     require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
@@ -39,17 +38,17 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
     require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
-        AttemptId(message.id),
-        NamespaceRoot(message.namespace_root),
-        tuple(message.prompt.ids),
-        sampling_from_pb(message.sampling_params),
-        choices,
-        tuple(addresses),
-        message.computes_all,
-        message.num_scored,
-        _public_part(message),
-        _dropping(message.kv_policy),
-        _hint(message),
+        attempt_id=AttemptId(message.id),
+        root=NamespaceRoot(message.namespace_root),
+        prompt_ids=tuple(message.prompt.ids),
+        sampling=sampling_from_pb(message.sampling_params),
+        choices=choices,
+        peers=tuple(addresses),
+        computes_all=message.computes_all,
+        num_scored=message.num_scored,
+        public=_public_part(message),
+        dropping=_dropping(message.kv_policy),
+        hint=_hint(message),
     )
     _require_in_range(request, vocab_size)
     return request
@@ -85,28 +84,10 @@ def selection_from_pb(message: worker_pb2.BlockSelection) -> Selection:
     return Selection(tuple(map(BlockKey, message.keys)), frozenset(message.namespaces))
 
 
-def tally_to_pb(tally: Tally) -> worker_pb2.Holdings:
-    holdings = [
-        worker_pb2.Holding(
-            tier=one.tier,
-            namespace=one.namespace,
-            blocks=one.num_blocks,
-            bytes=one.num_bytes,
-            newest_s=one.newest_s,
-            oldest_s=one.oldest_s,
-            places=one.places,
-        )
-        for one in tally.holdings
-    ]
-    return worker_pb2.Holdings(holdings=holdings, problems=tally.problems)
-
-
 def events_to_pb(page: EventPage) -> worker_pb2.EventPage:
-    after, cursor = (worker_pb2.EventCursor(**asdict(place)) for place in (page.after, page.cursor))
-    message = worker_pb2.EventPage(after=after, cursor=cursor)
-    for one in page.events:
-        message.events.add(kind=one.kind, tier=one.tier, keys=one.keys)
-    return message
+    after, cursor = (worker_pb2.EventCursor(**vars(place)) for place in (page.after, page.cursor))
+    events = [worker_pb2.BlockEvents(**vars(one)) for one in page.events]
+    return worker_pb2.EventPage(after=after, cursor=cursor, events=events)
 
 
 def status_to_pb(
@@ -122,7 +103,7 @@ def status_to_pb(
         role=info.role,
         pid=info.pid,
         state=state,
-        blocks=_counts_to_pb(stats.blocks),
+        blocks=worker_pb2.BlockCounts(**vars(stats.blocks)),
         computed_prompt_tokens=stats.computed_prompt_tokens,
         cached_prompt_tokens=stats.cached_prompt_tokens,
         generated_tokens=stats.generated_tokens,
@@ -144,7 +125,7 @@ def status_to_pb(
 
 
 def _own_memory_bytes() -> int:
-    """Returns the memory of this process that no file or other process has."""
+    """Returns this process's private memory in bytes: no file's, and not shared."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * resource.getpagesize()
 
@@ -174,23 +155,19 @@ def _require_in_range(request: EngineRequest, vocab_size: int) -> None:
     require(highest < vocab_size, "prompt", "has a token that is not in the model's vocabulary")
 
 
-def _counts_to_pb(counts: LedgerCounts) -> worker_pb2.BlockCounts:
-    return worker_pb2.BlockCounts(**asdict(counts))
-
-
 def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
     message = worker_pb2.TierStatus(tier=Tier.HOST, block_bytes=store.block_bytes)
     directory = store.directory
     if directory is not None:
         message.epoch = directory.epoch
-        message.blocks.CopyFrom(_counts_to_pb(directory.counts))
+        message.blocks.MergeFrom(worker_pb2.BlockCounts(**vars(directory.counts)))
         counts = {"leases": directory.num_leases, "holds": directory.num_holds, "kept": directory.num_kept}
         message.counts.update(counts)
     return message
 
 
 def _cold_to_pb(tier: Tier, store: StoreStatus) -> worker_pb2.TierStatus:
-    """Joins what the worker finds, which reads, and what the node's service finds, which writes."""
+    """Joins the tier's states for the worker, which reads, and for the node's service, which writes."""
     found = next((status for status in store.cold if status.tier is tier), None)
     if found is None:
         return worker_pb2.TierStatus(tier=tier, state="off")

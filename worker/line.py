@@ -2,8 +2,8 @@
 
     StepOutput ─▶ Job.take ─▶ Update ─▶ WorkerLine.send ═ ConnectResponse ═▶ Line ─▶ Attempt ─▶ ChoiceStreams
 
-An update has one shape on its way back, the message: a job writes it, and the line joins it to unsent ones.
-However slowly the router reads, an attempt's updates here grow by tokens only. No step of the engine waits for a line.
+An update is one message all the way: a job writes it, and the line joins it to unsent updates. If the router reads
+slowly, an attempt's updates here grow only by tokens. No step of the engine waits for a line.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from wire.pb import worker_pb2
 from worker.convert import ended_with
 
 MAX_MESSAGE_TOKENS = 4096
-"""Of one message, about: with logprobs a token may take a kilobyte."""
+"""Approximate bound on the tokens of a message: with logprobs a token may take a kilobyte."""
 MAX_UPDATE_TOKENS = 512
-"""Of one attempt in one message. Their log-probabilities take the router some milliseconds."""
+"""Bound on an attempt's tokens in a message: their log-probabilities take the router some milliseconds."""
 MAX_BEGIN_BYTES = 64 << 20
 
 
 class AttemptOrders(Protocol):
-    """The orders of a router on attempts of its line. No call blocks; none fails for an attempt that has ended."""
+    """A router's orders about attempts on its line. No call blocks, or fails for an attempt that has ended."""
 
     def begin(self, line: "WorkerLine", begin: worker_pb2.Begin) -> None:
         """Begins an attempt. Raises BatonError if it cannot begin."""
@@ -37,7 +37,7 @@ class AttemptOrders(Protocol):
 
 
 class Orders(Protocol):
-    """The other orders of a router, on holds and the worker itself. No call blocks; errors go back on the line."""
+    """A router's other orders, about holds and the worker itself. No call blocks; errors go back on the line."""
 
     def renew(self, line: "WorkerLine", attempts: list[AttemptId]) -> None: ...
 
@@ -49,7 +49,7 @@ class Orders(Protocol):
 
 
 class PartialBegin:
-    """A Begin that comes in pieces. It keeps at most MAX_BEGIN_BYTES of them."""
+    """A Begin that comes in pieces, of which it keeps at most MAX_BEGIN_BYTES."""
 
     def __init__(self, attempt: AttemptId) -> None:
         self.attempt = attempt
@@ -62,7 +62,7 @@ class PartialBegin:
             self._data.extend(data)
 
     def parse(self) -> worker_pb2.Begin:
-        """Puts the message together. Raises InvalidRequest if it is too long, no Begin, or of another attempt."""
+        """Parses the joined message. Raises InvalidRequest if it is too long, no Begin, or another attempt's."""
         if self._num_bytes > MAX_BEGIN_BYTES:
             raise InvalidRequest("begin", f"has more than {MAX_BEGIN_BYTES} bytes")
         try:
@@ -75,7 +75,7 @@ class PartialBegin:
 
 
 class WorkerLine:
-    """A line of one router. Belongs to one event loop; gRPC, or the twin, calls `take` and `next` until `close`."""
+    """A line to one router. Belongs to one event loop; gRPC, or the twin, calls `take` and `next` until `close`."""
 
     def __init__(self, attempts: AttemptOrders, orders: Orders) -> None:
         self._attempts = attempts
@@ -87,7 +87,7 @@ class WorkerLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        """Carries out orders, ends before the others; errors go back on the line. Does nothing after its end."""
+        """Carries out orders, ends first; errors go back on the line. Does nothing after its end."""
         if self._is_closed:
             return
         for message in request.aborts:
@@ -106,7 +106,7 @@ class WorkerLine:
             self._take_piece(request.piece)
 
     def send(self, update: worker_pb2.Update) -> None:
-        """Joins an update to the unsent ones of its attempt. Does nothing after the end."""
+        """Joins an update to its attempt's unsent updates. Does nothing after the end."""
         if self._is_closed:
             return
         unsent = self._unsent.setdefault(update.id, [])
@@ -128,7 +128,7 @@ class WorkerLine:
             self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
-        """Returns all unsent updates, answers and ends of holds, once there are any; None after the end."""
+        """Returns unsent updates, answers and ends of holds, once there are any; None after the end."""
         while not (self._unsent or self._has_news or self._is_closed):
             self._changed.clear()
             await self._changed.wait()
@@ -155,7 +155,7 @@ class WorkerLine:
         return bool(self._news.answers or self._news.ended_holds)
 
     def _take_updates(self) -> Iterator[worker_pb2.Update]:
-        """Takes as much as a message may have, and one part of an attempt; the rest of it comes first in the next."""
+        """Takes updates for a message, at most one part of each attempt; the rest comes first in the next message."""
         num_tokens = 0
         while self._unsent and num_tokens < MAX_MESSAGE_TOKENS:
             attempt, (part, *rest) = self._unsent.popitem(last=False)
@@ -192,13 +192,13 @@ class WorkerLine:
 
 
 def _num_tokens(update: worker_pb2.Update) -> int:
-    """Counts the tokens of all choices, and the scored ones of the prompt."""
+    """Counts the tokens of all choices, and the scored tokens of the prompt."""
     num_scored = len(update.scores.logprobs) if update.HasField("scores") else 0
     return num_scored + sum([len(one.token_ids) for one in update.choices])
 
 
 def _parts(update: worker_pb2.Update) -> list[worker_pb2.Update]:
-    """Cuts long scores of a prompt into parts of one message each; all else is in the last part."""
+    """Cuts long scores of a prompt into parts of one message each; the last part has everything else."""
     parts: list[worker_pb2.Update] = []
     while update.HasField("scores") and len(update.scores.logprobs) > MAX_UPDATE_TOKENS:
         scores, first = update.scores, update.scores.first_position
@@ -210,7 +210,7 @@ def _parts(update: worker_pb2.Update) -> list[worker_pb2.Update]:
 
 
 def join(update: worker_pb2.Update, later: worker_pb2.Update) -> None:
-    """Appends news of the same attempt that follow directly. Takes `later` apart."""
+    """Appends the next update of the same attempt. Modifies `later`."""
     for tokens in list(later.choices):
         earlier = next((one for one in update.choices if one.index == tokens.index), None)
         if earlier is None:

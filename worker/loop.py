@@ -1,4 +1,4 @@
-"""The thread that owns the engine: take commands, step, hand the outcome over.
+"""The thread that owns the engine: takes commands, steps, delivers the outcome.
 
 Attempts ─ Add, Abort, EndChoice ─┐
 WorkerService ─ Consult ──────────┴─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
@@ -29,10 +29,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ENGINE_NICENESS = 10
-"""Where cores are few, threads that only pass tokens on come before threads that compute them."""
+"""With few cores, threads that pass tokens on come before threads that compute tokens."""
 MAX_IDLE_S = 1.0
 MAX_FAILED_STEPS = 4
-"""Steps that fail, with no token in between, until the engine is given up: then it is not the requests."""
+"""Failed steps in a row, without a token, after which the engine counts as broken: the requests are not to blame."""
 LOOK_EVERY_S = 0.5
 
 
@@ -60,13 +60,13 @@ class EndChoice:
 
 @dataclass(frozen=True)
 class Consult(Generic[T]):
-    """The command to do short work with the engine, between two steps."""
+    """The command to run short work with the engine, between two steps."""
 
     work: Callable[[EngineCore], T]
     answer: Future[T]
 
     def obey(self, engine: EngineCore) -> None:
-        """Answers, with the error of work that fails. Does nothing if nothing awaits the answer any more."""
+        """Runs the work; its result or error is the answer. Does nothing if the caller has gone."""
         if self.answer.set_running_or_notify_cancel():
             try:
                 self.answer.set_result(self.work(engine))
@@ -82,7 +82,7 @@ Command = Add | Abort | EndChoice | Consult[Any]
 
 
 class Inbox:
-    """Commands in order of arrival, and a bell. Safe to use from any thread; one thread takes."""
+    """Commands in order of arrival, and a wake-up signal. Thread-safe; one thread takes."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -105,7 +105,7 @@ class Inbox:
             self._condition.notify()
 
     def take(self, timeout_s: float) -> list[Command]:
-        """Takes all commands, after a command, the bell or `close`; blocks at most `timeout_s`."""
+        """Takes all commands, once there is a command, a `ring` or `close`; blocks at most `timeout_s`."""
         with self._condition:
             self._condition.wait_for(lambda: self._commands or self._rung or self._closed, timeout_s)
             commands = list(self._commands)
@@ -114,7 +114,7 @@ class Inbox:
             return commands
 
     def close(self) -> None:
-        """Closes the inbox for further commands; `take` still returns earlier ones."""
+        """Closes the inbox to further commands; `take` still returns earlier commands."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -122,12 +122,12 @@ class Inbox:
 
 @dataclass
 class StepReport:
-    """The commands that the loop obeyed, and the engine's step after them.
+    """The report of an iteration: the commands obeyed, and the engine's step after them.
 
-    Events of commands and of `output.before` are of `began_s`; tokens and `output.after` are of `ended_s`.
+    Commands' events and `output.before` happened at `began_s`, tokens and `output.after` at `ended_s`.
 
-    added: requests that commands brought; one that the engine refused has a Failed event here. aborted: attempts taken
-    out of the engine, by command or for the failure. failure: every attempt that was added so far ends with it.
+    added: new requests; a request that the engine refused also has a Failed event. aborted: attempts taken out of the
+    engine, by command or for the failure. failure: ends every attempt added so far.
     """
 
     began_s: float
@@ -144,15 +144,15 @@ class StepReport:
 
 
 class WorkerLoop:
-    """The driver of an engine. Any thread may use `put`, which does not block.
+    """The driver of an engine. `put` is thread-safe and does not block.
 
-    A request that the engine fails ends alone. A step that fails ends all attempts with Unavailable, so that the router
-    tries elsewhere, and the loop goes on if the engine's books are in order.
+    A request that the engine fails ends alone. A failed step ends all attempts with Unavailable, so that the router
+    tries elsewhere; the loop goes on if the engine's invariants hold.
 
-    deliver: takes the outcome of a step, on the engine's thread; must not block.
-    on_broken: runs on the engine's thread, after the last delivery, if the loop broke.
-    is_broken: the engine's books are wrong, or it fails again and again; this process is of no use any more.
-    num_steps: steps so far, idle ones too, at least one every MAX_IDLE_S, unless a step takes longer or hangs.
+    deliver: takes the outcome of a step, on the engine's thread; must not block. on_broken: runs on the engine's
+    thread, after the last delivery, if the loop broke. is_broken: the engine's invariants are violated, or it fails
+    again and again, so that this process must end. num_steps: steps so far, idle steps included, at least one every
+    MAX_IDLE_S, unless a step takes longer or hangs.
     """
 
     def __init__(
@@ -179,30 +179,30 @@ class WorkerLoop:
 
     @property
     def num_attempts(self) -> int:
-        """Attempts at the engine."""
+        """Attempts in the engine."""
         return len(self._engine.attempts)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends all attempts and the thread; returns False if a step takes longer than `timeout_s`."""
+        """Ends all attempts and the thread; returns False if a step outlasts `timeout_s`."""
         self.is_running = False
         self._inbox.ring()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Gives the loop up, though its thread may hang: it takes no command any more, and winds up should it go on."""
+        """Abandons the loop, whose thread may hang: it takes no more commands, and winds up if the thread goes on."""
         self._break()
         self._inbox.close()
 
     def put(self, command: Command) -> bool:
-        """Gives a command, which is obeyed before the next step. Returns False if the loop has ended."""
+        """Adds a command, to be obeyed before the next step. Returns False if the loop has ended."""
         return self._inbox.put(command)
 
     def run_once(self) -> None:
-        """Obeys commands, steps the engine once, and delivers the outcome. Blocks up to MAX_IDLE_S without work."""
+        """Obeys commands, steps the engine once, and delivers the outcome. Without work blocks up to MAX_IDLE_S."""
         self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
         outcome = StepReport(self._clock())
         try:
@@ -222,7 +222,7 @@ class WorkerLoop:
         self.num_steps += 1
 
     def run_or_wind_up(self) -> bool:
-        """Runs once while the loop runs; then answers all that waits for it, and returns False."""
+        """Runs once; after the loop's end answers everything that waits for it, and returns False."""
         try:
             if self.is_running:
                 self.run_once()
@@ -269,7 +269,7 @@ class WorkerLoop:
             self._break()
 
     def _abort_all(self, outcome: StepReport) -> list[str]:
-        """Takes every attempt out of the engine, whatever state this is in; returns the problems."""
+        """Takes every attempt out of the engine, in whatever state it is; returns the problems."""
         problems = []
         for attempt in list(self._engine.attempts):
             outcome.aborted.append(attempt)
@@ -306,10 +306,10 @@ class WorkerLoop:
 
 
 class EngineWatch:
-    """A watch that compares the engine's number of finished steps with the number at its last look.
+    """A watch over the engine: compares its number of finished steps with the number at the last look.
 
-    It counts silence in looks and not by a clock: a stop of the whole process holds up the count as well, and does not
-    pass for an engine that hangs.
+    It counts silence in looks, not by a clock: a stop of the whole process stops the count, too, and is not taken for a
+    hang.
     """
 
     def __init__(self, num_steps: Callable[[], int], max_silence_s: float) -> None:
@@ -319,13 +319,13 @@ class EngineWatch:
         self._num_steps_seen = num_steps()
 
     async def wait_for_silence(self) -> None:
-        """Waits until the engine has not finished a step for `max_silence_s`."""
+        """Waits until the engine has finished no step for `max_silence_s`."""
         while self.silent_s < self._max_silence_s:
             await asyncio.sleep(LOOK_EVERY_S)
             self.look()
 
     def look(self) -> None:
-        """Compares once. Belongs in a loop of LOOK_EVERY_S."""
+        """Compares once. Call it every LOOK_EVERY_S."""
         num_steps = self._num_steps()
         self.silent_s = self.silent_s + LOOK_EVERY_S if num_steps == self._num_steps_seen else 0.0
         self._num_steps_seen = num_steps

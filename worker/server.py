@@ -43,7 +43,7 @@ class WorkerServer:
         return address
 
     async def refuse_new_work(self) -> None:
-        """Turns health to NOT_SERVING."""
+        """Sets health to NOT_SERVING."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
@@ -53,7 +53,7 @@ class WorkerServer:
 
 
 class ServedLine(Protocol):
-    """A worker's end of a line, as a call serves it; see WorkerLine."""
+    """A worker's end of a line, served by a call; see WorkerLine."""
 
     def take(self, request: worker_pb2.ConnectRequest) -> None: ...
 
@@ -69,7 +69,7 @@ class WorkerApi(WorkerServicer):
         self._connect = connect
 
     async def Connect(self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: Context) -> None:  # noqa: N802
-        """Serves a line. Writes to its context: a generator that gRPC drops half-way is no place to clean up."""
+        """Serves a line. Writes through its context, since gRPC may drop a generator without cleaning up."""
         line = self._connect()
         reading = asyncio.create_task(_read(requests, line))
         try:
@@ -86,7 +86,7 @@ class WorkerApi(WorkerServicer):
 
 
 async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: ServedLine) -> None:
-    """Feeds a line until its router writes no more. Raises InvalidRequest for a message that is no ConnectRequest."""
+    """Passes messages to a line until its router closes. Raises InvalidRequest for another kind of message."""
     try:
         async for request in requests:
             line.take(request)

@@ -11,12 +11,12 @@ from engine.core import EngineCore
 from engine.grammar.grammars import NO_GRAMMARS, Grammars
 from wire import errors
 from wire.convert import error_to_pb
-from wire.errors import BatonError, Unavailable, Unsupported
+from wire.errors import Unavailable, Unsupported
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
 from wire.tier import Tier
 from worker.attempts import Attempts
-from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb, tally_to_pb
+from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb
 from worker.job import Behaviour
 from worker.line import WorkerLine
 from worker.loop import Consult, EngineWatch, Inbox, StepReport, WorkerLoop
@@ -46,9 +46,9 @@ class WorkerService:
         new_loop: Callable[..., WorkerLoop] = WorkerLoop,
         grammars: Grammars = NO_GRAMMARS,
     ) -> None:
-        """Takes the parts. max_silence_s: a longer step of the engine's thread passes for a hang.
+        """Takes the parts. max_silence_s: a longer step of the engine counts as a hang.
 
-        on_broken: runs on any thread when the worker is of no use any more; again if a thread that hung goes on.
+        on_broken: called on any thread when the worker must end, and again if a hung thread goes on.
         """
         self.info = info
         self._store = store
@@ -62,13 +62,13 @@ class WorkerService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Starts the engine's thread. Comes once, before anything else."""
+        """Starts the engine's thread. Call it once, first."""
         self._event_loop = asyncio.get_running_loop()
         self._loop.start()
         self._begin_task(self._watch_engine())
 
     async def close(self) -> None:
-        """Ends all attempts with Unavailable, the engine's thread, and then the lines."""
+        """Ends all attempts with Unavailable, then the engine's thread, then the lines."""
         for task in self._tasks:
             task.cancel()
         if not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S):
@@ -88,7 +88,7 @@ class WorkerService:
         return line
 
     def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
-        """Lets the holds of these attempts live on; the line hears of holds that have ended."""
+        """Renews the holds of these attempts; tells the line about holds that have ended."""
         self._store.renew_soon(attempts, line.send_ended_holds)
 
     def release(self, attempts: list[AttemptId]) -> None:
@@ -96,11 +96,11 @@ class WorkerService:
         self._store.release_soon(attempts)
 
     def answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
-        """Answers a question on the line, in a task of its own."""
+        """Answers a question on the line, in a task."""
         self._begin_task(self._answer(line, ask))
 
     def line_ended(self, line: WorkerLine) -> None:
-        """Forgets a line, and ends its attempts. Holds stay until they run out."""
+        """Forgets a line, and ends its attempts. Holds stay until they expire."""
         self._lines.discard(line)
         self.attempts.end_line(line)
 
@@ -113,7 +113,7 @@ class WorkerService:
         )
 
     def check(self) -> list[str]:
-        """Lists attempts under way; empty once all have ended."""
+        """Lists running attempts; empty once all have ended."""
         counts = {"attempts": len(self.attempts), "attempts at the engine": self._loop.num_attempts}
         return [f"{what}: {count}" for what, count in counts.items() if count]
 
@@ -123,31 +123,34 @@ class WorkerService:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
-        answer = worker_pb2.WorkerReply(number=ask.number)
         try:
-            match ask.WhichOneof("question"):
-                case "info":
-                    answer.info.CopyFrom(self.info)
-                case "status":
-                    answer.status.CopyFrom(await self.status(ask.status.check))
-                case "events":
-                    page = await self._store.events(cursor_from_pb(ask.events.after))
-                    answer.events.CopyFrom(events_to_pb(page))
-                case "count":
-                    answer.holdings.CopyFrom(tally_to_pb(await self._store.count(selection_from_pb(ask.count))))
-                case "clear":
-                    answer.holdings.CopyFrom(tally_to_pb(await self._store.clear(selection_from_pb(ask.clear))))
-                case "drop_pages":
-                    keys = selection_from_pb(ask.drop_pages).keys
-                    num_dropped = await self._consult(lambda engine: engine.drop_cached(keys))
-                    answer.holdings.holdings.add(tier=Tier.DEVICE, blocks=num_dropped)
-                case _:
-                    raise Unsupported("this worker does not know that question")
-        except BatonError as error:
-            answer.error.CopyFrom(error_to_pb(error))
-        except Exception as bug:  # the router waits for an answer
-            answer.error.CopyFrom(error_to_pb(errors.report(bug)))
-        line.send_answer(answer)
+            reply = await self._reply(ask)
+        except Exception as error:  # a bug, too: the router waits for an answer
+            reply = worker_pb2.WorkerReply(error=error_to_pb(errors.known(error)))
+        reply.number = ask.number
+        line.send_answer(reply)
+
+    async def _reply(self, ask: worker_pb2.Ask) -> worker_pb2.WorkerReply:
+        match ask.WhichOneof("question"):
+            case "info":
+                return worker_pb2.WorkerReply(info=self.info)
+            case "status":
+                return worker_pb2.WorkerReply(status=await self.status(ask.status.check))
+            case "events":
+                page = await self._store.events(cursor_from_pb(ask.events.after))
+                return worker_pb2.WorkerReply(events=events_to_pb(page))
+            case "count":
+                return worker_pb2.WorkerReply(holdings=await self._store.count(selection_from_pb(ask.count)))
+            case "clear":
+                return worker_pb2.WorkerReply(holdings=await self._store.clear(selection_from_pb(ask.clear)))
+            case "drop_pages":
+                keys = selection_from_pb(ask.drop_pages).keys
+                dropped = worker_pb2.Holding(
+                    tier=Tier.DEVICE, blocks=await self._consult(lambda engine: engine.drop_cached(keys))
+                )
+                return worker_pb2.WorkerReply(holdings=worker_pb2.Holdings(holdings=[dropped]))
+            case _:
+                raise Unsupported("this worker does not know that question")
 
     async def _watch_engine(self) -> None:
         await self.watch.wait_for_silence()
@@ -163,7 +166,7 @@ class WorkerService:
             return [error.message]
 
     async def _consult(self, work: Callable[[EngineCore], T]) -> T:
-        """Has the engine's thread do short work between two steps. Raises Unavailable."""
+        """Has the engine's thread run short work between two steps. Raises Unavailable."""
         answer: Future[T] = Future()
         if not self._loop.put(Consult(work, answer)):
             raise Unavailable("the engine's thread has ended")
@@ -176,7 +179,7 @@ class WorkerService:
             raise Unavailable("the engine's thread has ended") from error
 
     def _deliver(self, outcome: StepReport) -> None:
-        """Hands a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
+        """Passes a step's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
         if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, outcome)
 

@@ -1,4 +1,4 @@
-"""SIGTERM as a callback on an event loop that runs beside the main thread."""
+"""SIGTERM as a callback on an event loop outside the main thread."""
 
 import asyncio
 import faulthandler
@@ -11,19 +11,19 @@ from collections.abc import Callable
 def leave_sigterm_to_the_main_thread() -> None:
     """Blocks SIGTERM on this thread, and on all that it starts later. Does nothing on the main thread.
 
-    Comes before the thread starts any. A thread that just begins may take a signal that was meant for the main thread,
-    and Python does not know it by then: `on_sigterm` would hear nothing of the signal.
+    Call it before the thread starts others. A thread that just begins may take the main thread's signal before Python
+    knows the thread: `on_sigterm` would miss it.
     """
     if threading.current_thread() is not threading.main_thread():
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def on_sigterm(callback: Callable[[], None]) -> None:
-    """Calls `callback` on the running event loop when this process first gets SIGTERM; nothing else happens then.
+    """Calls `callback` on the running event loop at this process's first SIGTERM, which has no other effect.
 
-    Ray runs an actor's event loop beside the main thread, and only that may set Python's signal handlers, which Ray has
-    done by then. So faulthandler takes the signal, which may be registered anywhere: what it writes wakes the loop.
-    The pipe it writes to stays open for as long as the process lives.
+    Ray runs an actor's event loop outside the main thread, and only the main thread may set Python's signal handlers,
+    which Ray has done by then. So faulthandler, which any thread may register, takes the signal: its output wakes the
+    loop. Its pipe stays open as long as the process lives.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

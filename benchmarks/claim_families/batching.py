@@ -33,7 +33,7 @@ from wire.block_names import BlockName
 from wire.ids import PageId
 
 BATCHED_SHAPE, SHARING_SHAPE = (1024, 4), (512, 6)
-"""Hidden size and layers: of a model whose steps are mostly reads of weights, and of a quick one."""
+"""Hidden size and layers of two models: the steps of the first mostly read weights, the second is quick."""
 BATCH = 8
 NUM_REQUESTS = 32
 MAX_RUNNING = 16
@@ -145,9 +145,9 @@ def measure_sharing(inputs: Inputs) -> Report:
 
 
 def batch_at_slo(scratch: Path, num_contiguous: int, num_paged: int, context_len: int) -> Finding:
-    """Finds the largest batches whose steps keep within a gap between tokens, where memory has room for so many.
+    """Finds the largest batches that fit in memory and whose steps keep within a gap between tokens.
 
-    context_len: of each request, over LENGTH_DIVISOR.
+    context_len: tokens of each request, divided by LENGTH_DIVISOR.
     """
     batches = sorted({*(size for size in SLO_BATCHES if size < num_paged), num_contiguous, num_paged})
     with one_thread():

@@ -1,8 +1,8 @@
 """Contiguous reservation beside pages, on a published trace: exact bookkeeping of a KV memory under a full queue.
 
 A contiguous allocator gives a request one extent for its whole life, first fit, as servers before paged attention did.
-The paged one is Baton's own: `Ledger` for pages, `ContinuousBatcher` for admission, growth and preemption. A step gives
-every running request a token; prompts take one step. Source of the contiguous policies: vLLM, arXiv 2309.06180.
+The paged allocator is Baton's own: `Ledger` for pages, `ContinuousBatcher` for admission, growth and preemption. A step
+gives every running request a token; prompts take one step. Source of the contiguous policies: vLLM, arXiv 2309.06180.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass
 class Run:
-    """A request in memory. num_known: of prompt and output; the rest is its place, as its allocator gave it."""
+    """A request in memory. num_known: tokens of prompt and output. The other fields: its place in memory."""
 
     row: TraceRow
     num_known: int
@@ -71,7 +71,7 @@ class Memory(Protocol):
 
 
 class Contiguous:
-    """Extents of free memory; a request takes one of `reserve` tokens, first fit over the free extents."""
+    """Extents of free memory. A request takes an extent of `reserve` tokens, first fit."""
 
     def __init__(self, capacity: int, reserve: Callable[[TraceRow], int]) -> None:
         self._free = [(0, capacity)]

@@ -14,11 +14,11 @@ from kv_store.eviction.hit_density import HitDensity
 from kv_store.eviction.order import EvictionOrder, StartFirst
 from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.arena import Arena
-from kv_store.node.block_server import BlockServer
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
+from kv_store.peers.block_server import BlockServer
 from kv_store.tiers.cold_tiers import open_tiers
+from kv_store.tiers.cold_writer import ColdWriter
 from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses, Drained, Shares
 from wire.typed_reader import from_json, to_json

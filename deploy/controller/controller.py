@@ -1,7 +1,7 @@
 """The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it.
 
-It is the only actor that Ray restarts. A new controller finds the other actors by their names and in its predecessor's
-records, and goes on with them: no request notices.
+It is the only actor that Ray restarts. A new controller finds the other actors by name and in its predecessor's
+records, and takes them over: no request notices.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ RENEW_EVERY_S = 3600.0
 
 
 class Predecessor:
-    """The actors and records in a run folder. Made before the controller that takes over records itself there."""
+    """The actors and records in a run folder. Made before the new controller writes its own record there."""
 
     def __init__(self, run_dir: Path, host: ActorHost, events: EventLog) -> None:
         self.pools_record = AtomicFile(run_dir / "pools.json")
@@ -49,7 +49,7 @@ class Predecessor:
         self.problem = ""
 
     def pools(self, planned: PoolSizes) -> Pools:
-        """Returns the recorded pools; by the workers found where the record is damaged or lost."""
+        """Returns the recorded pools; rebuilt from the workers found if the record is damaged or lost."""
         if (recorded := self.pools_record.recall(Pools.from_json)) is not None:
             return recorded
         pools = Pools.recovered(planned, self._left, self._known)
@@ -59,10 +59,10 @@ class Predecessor:
         return pools
 
     def authority(self) -> Authority:
-        """Returns the cluster's authority; the first controller makes it, in a file that its user alone can read.
+        """Returns the cluster's authority; the first controller makes it, in a file private to its user.
 
-        Makes another where that file is damaged or lost, which the processes of before do not trust: that is an event,
-        and the `problem` from then on. Raises OSError for a first one that cannot be written.
+        If that file is damaged or lost, makes a new authority, which earlier processes do not trust: an event, and the
+        `problem` from then on. Raises OSError if the first authority cannot be written.
         """
         if (known := self._authority_record.recall(_usable_authority)) is not None:
             return known
@@ -78,14 +78,14 @@ class Predecessor:
 
 
 def _usable_authority(text: str) -> Authority:
-    """Reads an authority that can certify. Raises ConfigError or ValueError for any other."""
+    """Reads an authority. Raises ConfigError or ValueError if it cannot certify."""
     authority = from_json(Authority, text, "authority")
     authority.issue(CONTROLLER, LOOPBACK)
     return authority
 
 
 class Controller:
-    """The actor's object. Its calls carry text only: JSON of `wire.pools`, or the id of a worker."""
+    """The controller's object in its actor. Calls carry text only: JSON of `wire.pools`, or the id of a worker."""
 
     def __init__(self, plan_json: str, host: ActorHost) -> None:
         """Raises ConfigError. host: as it was when the cluster started, for each controller of the cluster."""
@@ -125,17 +125,17 @@ class Controller:
         return to_json(self._frontends.addresses)
 
     async def scale(self, sizes_json: str) -> str:
-        """Takes an order, SizesAsked; returns its OrderNumbers, for `scaled`."""
+        """Takes an order, SizesAsked; returns the OrderNumbers to pass to `scaled`."""
         asked = from_json(SizesAsked, sizes_json, "sizes")
         return to_json(OrderNumbers(await self._fleet.resize(asked.prefill, asked.decode)))
 
     async def scaled(self, order_json: str) -> str:
-        """Returns PoolSizes, the workers there are, when the order, OrderNumbers, is carried out."""
+        """Waits until the order, OrderNumbers, is carried out; returns the present PoolSizes."""
         order = from_json(OrderNumbers, order_json, "order")
         return to_json(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
 
     async def drain(self, name: str) -> None:
-        """Begins to take out a worker, by its id, or all of a node, by its name; no others take their place."""
+        """Begins to drain a worker, by id, or all workers of a node, by name, without replacement."""
         node = await self._nodes.find(name)
         if node is None:
             self._fleet.drain(WorkerId(name))
@@ -143,7 +143,7 @@ class Controller:
             await self._fleet.drain_node(node)
 
     async def drained(self, name: str) -> None:
-        """Returns when the worker, or every worker of the node, has finished its requests and is gone.
+        """Waits until the worker, or every worker of the node, has finished its requests and ended.
 
         A node's service goes last.
         """
@@ -164,14 +164,14 @@ class Controller:
         return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems))))
 
     async def reload_keys(self) -> None:
-        """Returns when router, gateways and nodes go by the keys in the file.
+        """Waits until router, gateways and nodes use the keys in the file.
 
-        Raises ConfigError or Unavailable, and tries again until they do.
+        Raises ConfigError or Unavailable, and tries again in the background until they do.
         """
         await self._keys.reload()
 
     async def shutdown(self) -> None:
-        """Begins to end every actor of the cluster, this one last; returns before that."""
+        """Begins to end every actor of the cluster, the controller last; does not wait."""
         self._tasks.cancel()
         self._tasks.begin(self._end())
 
@@ -184,7 +184,7 @@ class Controller:
         self._watch()
 
     async def _open_only_node(self) -> None:
-        """Starts a node's service beside its workers, where there is no choice of nodes."""
+        """Starts the only node's service while its workers start."""
         if self._plan.is_alone:
             await asyncio.gather(*(self._nodes.join(node) for node in await self._means.host.nodes()))
 
@@ -199,7 +199,7 @@ class Controller:
             self._tasks.begin(self._nodes.watch())
 
     def _introduce(self, name: str) -> None:
-        """Announces the workers to a new router; gives a new door the keys, which may have changed meanwhile."""
+        """Announces the workers to a new router; gives a new router or gateway the keys, which may have changed."""
         if name == ROUTER:
             self._fleet.introduce()
         self._begin_telling_keys(name)

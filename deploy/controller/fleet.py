@@ -22,7 +22,7 @@ NOT_YET = "the pools do not have the size asked for yet"
 
 @dataclass
 class Fleet:
-    """The workers of both pools, brought to their sizes by the task of `run`, and the record of the pools."""
+    """The workers of both pools, which the task of `run` brings to their sizes, and the record of the pools."""
 
     pools: Pools
     plan: ClusterPlan
@@ -40,24 +40,24 @@ class Fleet:
 
     @property
     def is_settled(self) -> bool:
-        """True when both pools are as asked, and the router has all of their workers."""
+        """Whether both pools have their requested sizes, and the router has all of their workers."""
         return self.pools.are_as_asked and self._members.are_announced
 
     async def run(self) -> None:
-        """Looks after the workers until cancelled."""
+        """Supervises the workers until cancelled."""
         await repeat("the care for the workers", self._step, self.means.events)
 
     async def settle(self, timeout_s: float) -> None:
-        """Returns when all is as asked. Raises Unavailable, with the reason, after one more failed start."""
+        """Waits until the pools are settled. Raises Unavailable, with the reason, after one more failed start."""
         failures, num_failures = self.workers.failures, len(self.workers.failures)
         await self._wait_for(lambda: self.is_settled or len(failures) > num_failures, timeout_s, NOT_YET)
         if not self.is_settled:
             raise Unavailable(failures[-1])
 
     async def resize(self, prefill: int | None, decode: int | None) -> dict[str, int]:
-        """Takes an order, None leaving a pool as it is; returns its numbers, for `scaled`.
+        """Takes an order, None leaving a pool as it is; returns the order's numbers, for `scaled`.
 
-        Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
+        Raises InvalidRequest, or ConfigError for workers that do not fit, and then changes nothing.
         """
         if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
             nodes = await self.workers.nodes()
@@ -73,28 +73,28 @@ class Fleet:
         return numbers
 
     async def scaled(self, numbers: dict[str, int], timeout_s: float) -> PoolSizes:
-        """Returns the number of ready workers once the orders of `resize` are carried out, in the router too.
+        """Waits until the orders of `resize` are carried out, in the router, too; returns the number of ready workers.
 
-        Raises Overtaken, Unavailable with the reason for an order that was given up, or DeadlineExceeded.
+        Raises Overtaken, Unavailable with the reason for an abandoned order, or DeadlineExceeded.
         """
         await self._wait_for(lambda: self.pools.have_done(numbers) and self._members.are_announced, timeout_s, NOT_YET)
         return self.pools.num_ready
 
     def drain(self, worker_id: WorkerId) -> None:
-        """Begins to take a worker out. Raises WorkerNotFound, or InvalidRequest for the last decode worker."""
+        """Begins to drain a worker. Raises WorkerNotFound, or InvalidRequest for the last decode worker."""
         worker = self.pools.release(worker_id)
         self._pools_changed()
         if worker is not None:
             self.workers.begin(worker)
 
     async def drained(self, worker_id: WorkerId, timeout_s: float) -> None:
-        """Returns when the worker is gone. Raises DeadlineExceeded."""
+        """Waits until the worker is gone. Raises DeadlineExceeded."""
         await self._wait_for(lambda: worker_id not in self.pools, timeout_s, f"worker {worker_id} is still draining")
 
     async def drain_node(self, node: RayNode) -> None:
-        """Begins to take out all workers of a node, which gets no others.
+        """Begins to drain all workers of a node, which gets no new workers.
 
-        Raises InvalidRequest where no decode worker would stay on another node.
+        Raises InvalidRequest if no decode worker would remain on another node.
         """
         did_leave = node.id in self.pools.leaving
         self.pools.leaving.add(node.id)  # before the look, so that no worker starts here unseen
@@ -110,12 +110,12 @@ class Fleet:
                 self.drain(worker_id)
 
     async def drained_node(self, node: RayNode, timeout_s: float) -> None:
-        """Returns when no worker is on the node. Raises DeadlineExceeded."""
+        """Waits until no worker is on the node. Raises DeadlineExceeded."""
         for worker_id in await self.workers.on_node(node.id):
             await self.drained(worker_id, timeout_s)
 
     def introduce(self) -> None:
-        """Announces all workers to a router that knows of none."""
+        """Announces all workers to a new router."""
         self._members.are_announced = False
         self._wake.set()
 
@@ -141,7 +141,10 @@ class Fleet:
         require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
 
     def _require_room_on(self, rooms: Sequence[tuple[RayNode, Machine | None]], after: PoolSizes) -> None:
-        """Passes over a role for which a node without workers has the resources: its first one finds out."""
+        """Raises ConfigError if new workers do not fit on any node.
+
+        Skips a role that a node without workers can host: the start of its first worker finds out.
+        """
         for role in Role:
             machines = [machine for node, machine in rooms if node.has(self.plan.resources(role))]
             known = [machine for machine in machines if machine is not None]
@@ -151,21 +154,21 @@ class Fleet:
                 raise ConfigError(f"{problem}: at most {most} do")
 
     async def _room(self, node: RayNode) -> tuple[RayNode, Machine | None]:
-        """Returns the node with its memory as its service sees it; None without a service."""
+        """Returns the node with the memory that its service reports; None without a service."""
         try:
             return node, await self.means.host.inspect(node.service)
         except Unavailable:
             return node, None
 
     def _pools_changed(self) -> None:
-        """Records a change before it is acted on, and wakes the loop, which announces it."""
+        """Records a change before acting on it, and wakes the loop, which announces it."""
         self._members.are_announced = False
         self._write_record()
         self._wake.set()
         self._notify()
 
     def _write_record(self) -> None:
-        """Writes the pools down. If that fails, work goes on, and the next step tries again."""
+        """Writes the record of the pools. If that fails, work goes on, and the next step tries again."""
         is_recorded = self.record.try_write(self.pools.to_json().encode())
         if self._is_recorded and not is_recorded:
             self.means.events.note(
@@ -174,7 +177,7 @@ class Fleet:
         self._is_recorded = is_recorded
 
     async def _wait_for(self, holds: Callable[[], bool], timeout_s: float, problem: str) -> None:
-        """Looks after each change. Raises DeadlineExceeded with limit and problem."""
+        """Waits until `holds()` is true, asking after each change. Raises DeadlineExceeded with limit and problem."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not holds():
@@ -183,6 +186,6 @@ class Fleet:
             raise DeadlineExceeded(f"after {timeout_s:.0f} s {problem}: see `baton status`") from error
 
     def _notify(self) -> None:
-        """Wakes everything that waits for a change."""
+        """Wakes all tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()

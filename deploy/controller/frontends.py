@@ -1,4 +1,4 @@
-"""The doors of a cluster: the router, and gateways alike behind one HTTP port."""
+"""The frontends of a cluster: the router, and equal gateways behind one HTTP port."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ GATEWAY_TARGET = "gateway.actor:GatewayActor"
 
 
 class Frontends:
-    """The router and the gateways, kept. A door that starts again takes the port that it had; gateways join theirs."""
+    """The router and the gateways, restarted when lost. A restart takes the earlier port; gateways share a port."""
 
     def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision) -> None:
         self.plan = plan
@@ -35,37 +35,37 @@ class Frontends:
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses of the doors that serve, or served last."""
+        """The addresses of router and gateways, present or last."""
         return replace(self._router.answer or Addresses(), http=self._http_address)
 
     async def start_router(self) -> None:
-        """Raises as `KeptActor.serve` does."""
+        """Starts the router. Raises the errors of `KeptActor.serve`."""
         await self._router.serve()
 
     async def start_gateways(self) -> None:
-        """Starts the first gateway, which takes the port, and then the others. Raises as `KeptActor.serve` does."""
+        """Starts the first gateway, which takes the port, then the others. Raises the errors of `KeptActor.serve`."""
         for gateway in self._gateways[:1]:
             await gateway.serve()
         await asyncio.gather(*(gateway.serve() for gateway in self._gateways[1:]))
 
     async def take_over(self, on_found: Callable[[str], None]) -> None:
-        """Goes on with the doors that were left, the router first; calls `on_found` with the name of each."""
+        """Takes over the running frontends, the router first; calls `on_found` with the name of each."""
         for doors in ([self._router], self._gateways):
             await asyncio.gather(*(door.take_over() for door in doors))
             for door in doors:
                 on_found(door.name)
 
     def keep(self, tasks: Tasks, on_restart: Callable[[str], None]) -> None:
-        """Begins to replace each door that is lost; calls `on_restart` with the name of one that serves again."""
+        """Begins to restart lost frontends; calls `on_restart` with the name of each that serves again."""
         for door in self._doors:
             tasks.begin(door.keep(partial(on_restart, door.name)))
 
     async def tell_keys(self) -> None:
-        """Lets callers in by the plan's keys at every door. Raises as `ActorHost.call` does."""
+        """Gives the plan's keys to router and gateways. Raises the errors of `ActorHost.call`."""
         await asyncio.gather(*(self.tell_keys_to(door.name) for door in self._doors))
 
     async def tell_keys_to(self, name: str) -> None:
-        """Raises as `ActorHost.call` does."""
+        """Gives the plan's keys to one frontend. Raises the errors of `ActorHost.call`."""
         await self._host.call(name, "set_keys", to_json(self.plan.router.keys), timeout_s=KEYS_AT_DOOR_S)
 
     async def end(self) -> None:
@@ -101,7 +101,7 @@ class Frontends:
 
 
 def _ports(**addresses: str) -> dict[str, Any]:
-    """Returns the ports of the addresses that are known, to be had again."""
+    """Returns the ports of known addresses, to be taken again."""
     return {f"{name}_port": _port(address) for name, address in addresses.items() if address}
 
 

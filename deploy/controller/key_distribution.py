@@ -1,4 +1,4 @@
-"""The keys of callers on their way from the cluster's file to every part that admits callers."""
+"""The distribution of callers' keys, from the cluster's file to every part that admits callers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,10 +10,10 @@ from wire.trust.key_ring import NO_CALLER, KeyList
 
 
 class KeyDistribution:
-    """Reads the keys of the file and applies them, one change at a time, again each second while that fails.
+    """Reads the keys of the file and applies them, one change at a time; retries each second after a failure.
 
-    `apply` returns when all parts go by the keys, and raises BatonError otherwise. problem: the reason why the keys of
-    the file are not in force; "" where they are.
+    `apply` returns once all parts use the keys, and raises BatonError otherwise. problem: the reason why the file's
+    keys are not in force, else "".
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class KeyDistribution:
         self.problem = ""
 
     def first(self) -> KeyList:
-        """Returns the keys of the file; the keys that a predecessor read last, if the file cannot be used."""
+        """Returns the keys of the file; if it is unusable, the keys that the last controller read."""
         try:
             return self._keys.read()
         except ConfigError as error:
@@ -37,7 +37,7 @@ class KeyDistribution:
             return recalled
 
     async def reload(self) -> None:
-        """Returns when the keys of the file are in force. Raises ConfigError or Unavailable, and tries again."""
+        """Waits until the keys of the file are in force. Raises ConfigError or Unavailable, and goes on trying."""
         try:
             await self._distribute()
         except BatonError as error:

@@ -1,4 +1,4 @@
-"""The nodes that host workers: each has a service, which comes with its first worker and is forgotten with the node."""
+"""The nodes that host workers: each has a service, from its first worker until Ray loses the node."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,8 +21,8 @@ TARGET = "deploy.actors.node:NodeActor"
 class NodeService:
     """The service of one node, kept from `open` or `reopen` to `end`.
 
-    plan: of its next start. opening: the task that opens it. baseline: with the address of the last start; None before
-    the machine is known.
+    plan: the plan for its next start. opening: the task that opens it. baseline: has the address of the last start;
+    None before the machine is known.
     """
 
     opening: "asyncio.Task[None]"
@@ -43,7 +43,7 @@ class NodeService:
         return self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None
 
     async def open(self) -> None:
-        """Starts the service. Raises ConfigError where nothing fits, and as `KeptActor.serve` does."""
+        """Starts the service. Raises ConfigError if nothing fits, and the errors of `KeptActor.serve`."""
         try:
             self._actor.prepare()
             machine = self.plan.machine or await self._means.host.inspect(self.node.service)
@@ -55,16 +55,16 @@ class NodeService:
         self._keep()
 
     async def reopen(self) -> None:
-        """Goes on with the service that an earlier controller has left, or with another in its place.
+        """Takes over the service of an earlier controller, or starts a new service in its place.
 
-        One that fails leaves the arena, which workers may use.
+        If it fails, the arena stays, for workers may use it.
         """
         self._actor.prepare()
         await self._actor.take_over()
         self._keep()
 
     async def share(self) -> None:
-        """Shares the arena among tenants as the plan says. Raises as `ActorHost.call` does."""
+        """Shares the arena among tenants by the plan. Raises the errors of `ActorHost.call`."""
         shares = to_json(Shares(self.plan.shares))
         await self._means.host.call(self.node.service, "set_shares", shares, timeout_s=KEYS_AT_DOOR_S)
 
@@ -81,7 +81,7 @@ class NodeService:
         self._tasks.begin(persist(f"sharing {self.node.service}", self.share, self._means.events))
 
     def _note_address(self) -> None:
-        """Lets workers to come know the port of the service, which may be another one after a restart."""
+        """Notes the service's port for later workers; it may change with a restart."""
         if self.baseline is not None and self._actor.answer is not None:
             self.baseline = replace(self.baseline, block_address=self._actor.answer.public)
             self._record.try_write(to_json(self.baseline).encode())
@@ -92,7 +92,7 @@ class NodeService:
 
 
 class Nodes:
-    """The services of nodes, by the ids of these."""
+    """The services of nodes, by node id."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Nodes:
         means: Supervision,
         on_leaving: Callable[[RayNode], Awaitable[None]] | None = None,
     ) -> None:
-        """on_leaving: drains a node that Ray drains and that has a service; called again while it raises BatonError."""
+        """on_leaving: drains a node with a service that Ray drains; called again while it raises BatonError."""
         self._plan = plan
         self._means = means
         self._events = means.events
@@ -110,9 +110,9 @@ class Nodes:
         self._services: dict[str, NodeService] = {}
 
     async def join(self, node: RayNode) -> NodeBaseline:
-        """Returns a node's baseline once its service serves; makes the service if there is none.
+        """Waits until a node's service serves, started if there is none; returns the node's baseline.
 
-        Raises ConfigError, naming the node, where nothing fits; Unavailable if the service does not start.
+        Raises ConfigError, naming the node, if nothing fits; Unavailable if the service does not start.
         """
         if node.id not in self._services:
             service = NodeService(node, self._plan, self._means)
@@ -126,7 +126,7 @@ class Nodes:
         return service.baseline
 
     async def find(self, name: str) -> RayNode | None:
-        """Finds a node that has a service by its name, which has an `@`; waits for services that are opened now."""
+        """Finds a node with a service by its name, which has an `@`; waits for services that are starting."""
         if "@" not in name or not self._services:
             return None
         services = list(self._services.values())
@@ -134,12 +134,12 @@ class Nodes:
         return next((one.node for one in services if one.is_open and one.node.name == name), None)
 
     async def close(self, node: RayNode) -> None:
-        """Ends the service of a node that hosts no worker any more."""
+        """Ends the service of a node without workers."""
         await self._forget(node.id)
         self._events.note(f"node {node.name} is drained: its Ray can be stopped")
 
     async def share(self, plan: ClusterPlan) -> None:
-        """Shares the arenas among tenants as a new plan says; a service that starts again does, too.
+        """Shares the arenas among tenants by a new plan, also for later restarts.
 
         Raises Unavailable for a service that does not answer.
         """
@@ -149,7 +149,7 @@ class Nodes:
         await asyncio.gather(*(one.share() for one in self._services.values() if one.is_open))
 
     def take_over(self) -> None:
-        """Goes on with the services that an earlier controller has left."""
+        """Takes over the services of an earlier controller."""
         for path in self._means.run_dir.glob(f"*{SUFFIX}"):
             known = AtomicFile(path).recall(lambda text: from_json(NodeBaseline, text, "baseline"))
             if known is not None:  # else the node's next worker makes another
@@ -194,7 +194,7 @@ class Nodes:
                 self._tasks.begin(self._drain(node, self._on_leaving))
 
     async def _drain(self, node: RayNode, drain: Callable[[RayNode], Awaitable[None]]) -> None:
-        """Drains a node; tries again while its workers cannot be spared, and notes the first refusal."""
+        """Drains a node; retries while its workers cannot be spared, and logs the first refusal as an event."""
         self._events.note(f"Ray drains node {node.name}")
         is_refused = False
         while node.id in self._services:

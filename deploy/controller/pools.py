@@ -25,10 +25,10 @@ _WORKER_NAME = re.compile(r"(prefill|decode)-([0-9]{1,9})")
 
 @dataclass(frozen=True)
 class Order:
-    """The last order that a pool got; the numbers of its orders grow.
+    """The last order of a pool; order numbers grow.
 
-    reached: the number of workers that were ready at once, at most the size asked for; the size of an order given up.
-    failure: the reason for giving it up.
+    reached: the most workers that were ready at once, at most the requested size; an abandoned order ends at it.
+    failure: the reason for abandoning it.
     """
 
     role: Role
@@ -39,11 +39,11 @@ class Order:
 
 @dataclass(frozen=True)
 class PoolsRecord:
-    """The knowledge of the pools that a controller needs to take over from a dead one.
+    """The record from which a new controller takes over the pools.
 
-    A controller writes it ahead of its actions, so that it names every worker that there may be; some may have died, or
-    not started yet. num_named: of each role, the number of names given so far; no name is given twice. orders: none in
-    records of version 1. leaving: the ids of nodes that drain, and get no workers.
+    A controller writes it before it acts, so that it names every worker that may exist; some may have died, or not
+    started yet. num_named: the number of names given so far, for each role; no name is given twice. orders: none in
+    records of version 1. leaving: ids of draining nodes, which get no workers.
     """
 
     sizes: PoolSizes
@@ -55,7 +55,7 @@ class PoolsRecord:
 
 
 class Pools:
-    """Both pools. Has no clock: `now_s` are readings of one monotonic clock."""
+    """Both pools. Pure: `now_s` is always a reading of one monotonic clock."""
 
     def __init__(self, record: PoolsRecord) -> None:
         self.sizes = record.sizes
@@ -69,7 +69,7 @@ class Pools:
 
     @classmethod
     def from_json(cls, text: str) -> "Pools":
-        """Reads a PoolsRecord. Raises ConfigError for one of a later version, or for no record at all."""
+        """Reads a PoolsRecord. Raises ConfigError for a malformed record, or for a later version."""
         record = from_json(PoolsRecord, text, "pools")
         if not 1 <= record.version <= VERSION:
             raise ConfigError(f"pools.version: must be between 1 and {VERSION}")
@@ -77,10 +77,10 @@ class Pools:
 
     @classmethod
     def recovered(cls, planned: PoolSizes, living: Sequence[str], known: Sequence[str] = ()) -> "Pools":
-        """Makes pools of the workers that live, for a controller that has no record of them.
+        """Makes pools from the living workers, for a controller without a record.
 
-        They are started once more, which changes nothing in one that serves. A pool without any gets its planned size.
-        known: names given before; none is given again.
+        The workers are started once more, which changes nothing for a serving worker. A pool without workers gets its
+        planned size. known: names given before, which are not reused.
         """
         workers, num_named = [], dict.fromkeys(Role, 0)
         for index, name in enumerate((*living, *known)):
@@ -109,12 +109,12 @@ class Pools:
         return self._workers[worker_id]
 
     def has(self, worker_id: WorkerId, state: WorkerState) -> bool:
-        """True if the worker is there, and in this state."""
+        """Whether the worker exists and is in this state."""
         return worker_id in self and self[worker_id].state is state
 
     @property
     def are_as_asked(self) -> bool:
-        """True when each pool has its size, all workers are ready, and no worker is left that should go."""
+        """Whether each pool has its size, all workers are ready, and none drains."""
         return all(self._is_as_asked(role) for role in Role)
 
     @property
@@ -122,7 +122,7 @@ class Pools:
         return PoolSizes(len(self._ready(Role.PREFILL)), len(self._ready(Role.DECODE)))
 
     def resized(self, prefill: int | None = None, decode: int | None = None) -> PoolSizes:
-        """Returns the sizes that an order asks for; None leaves a pool as it is. Raises InvalidRequest."""
+        """Returns the sizes after an order; None leaves a pool as it is. Raises InvalidRequest."""
         given = {role: size for role, size in (("prefill", prefill), ("decode", decode)) if size is not None}
         for role, size in given.items():
             if problem := range_problem(f"pools.{role}", size):
@@ -130,16 +130,16 @@ class Pools:
         return replace(self.sizes, **given)
 
     def resize(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
-        """Takes an order; returns its number for each pool that it names. Raises InvalidRequest, and changes nothing.
+        """Takes an order; returns its number for each pool that it names. Raises InvalidRequest.
 
-        An order for the size that a pool has been asked for already keeps its number.
+        An order that repeats a pool's requested size keeps the last order's number.
         """
         sizes = self.resized(prefill, decode)
         named = [role for role, size in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if size is not None]
         return {role.value: self._order(role, sizes[role]) for role in named}
 
     def have_done(self, numbers: Mapping[str, int]) -> bool:
-        """True when the orders of `resize` are carried out. Raises Overtaken, or Unavailable for one given up."""
+        """Whether the orders of `resize` are carried out. Raises Overtaken, or Unavailable for an abandoned order."""
         for role, number in numbers.items():
             order = self._orders[Role(role)]
             if order.number != number:
@@ -149,7 +149,7 @@ class Pools:
         return all(self._is_as_asked(Role(role)) for role in numbers)
 
     def release(self, worker_id: WorkerId) -> Worker | None:
-        """Shrinks a worker's pool by that worker; returns it to be dismissed, or None if it drains already.
+        """Shrinks a worker's pool by this worker; returns the worker to drain, or None if it drains already.
 
         Raises WorkerNotFound, or InvalidRequest if the pool cannot spare it.
         """
@@ -172,18 +172,18 @@ class Pools:
             self._orders[worker.role] = replace(order, reached=max(order.reached, num_ready))
 
     def finished(self, worker_id: WorkerId) -> None:
-        """Marks a draining worker as one without requests: it has no address any more."""
+        """Marks a draining worker as without requests, by removing its address."""
         self._change(self[worker_id], address="")
 
     def forget(self, worker_id: WorkerId) -> None:
-        """Drops a worker that is gone, and counts no failure of its role."""
+        """Drops a worker that has ended, without counting a failure of its role."""
         self._workers.pop(worker_id, None)
 
     def lost(self, worker_id: WorkerId, now_s: float, reason: str = "") -> str:
-        """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time.
+        """Drops a worker that died or did not start. Each further failure makes the next start wait longer.
 
-        After three in a row an order for more workers fails: the size goes back to the number reached. Returns the
-        reason, or "".
+        After three failures in a row an order for more workers is abandoned: the size becomes the number reached.
+        Returns the reason, or "".
         """
         worker = self._workers.pop(worker_id, None)
         if worker is None or worker.state is not WorkerState.STARTING:
@@ -200,9 +200,9 @@ class Pools:
         return failure
 
     def plan(self, now_s: float) -> list[Worker]:
-        """Returns the start and drain actions due now: STARTING workers and DRAINING ones.
+        """Returns the workers to start and to drain now, as STARTING and DRAINING.
 
-        Books them as under way: the next plan is empty unless something changes.
+        Notes the actions as begun: the next plan is empty unless something changes.
         """
         return [worker for role in Role for worker in self._plan(role, now_s)]
 
@@ -232,7 +232,7 @@ class Pools:
         return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
 
     def _dispensable(self, role: Role) -> list[Worker]:
-        """Sorts the workers that can go, the least knowing first: not yet ready, then the youngest."""
+        """Sorts the workers that can be drained: first not yet ready, then the youngest."""
         return sorted(self._of(role), key=lambda worker: worker.state is not WorkerState.READY)[::-1]
 
     def _hire(self, role: Role) -> Worker:

@@ -4,8 +4,8 @@ in   run folder, and Ray's address where it joins one, as arguments; a ClusterPl
      before the answer: give up
 out  HeadAnswer with Ray's address, then one with the cluster's; a failure in place of either
 
-A Ray cluster that it has started ends with it, whatever its own end; one that it joined goes on without it. The end of
-one of Ray's own services is recorded in the run folder: the cluster has crashed, though it may serve for a minute more.
+A Ray cluster that the process started ends with it, however it ends; a joined Ray cluster goes on. If one of its own
+Ray's services ends, the run folder records a crash, though the cluster may serve for a minute more.
 """
 
 import logging
@@ -33,12 +33,12 @@ from wire.pools import Addresses, HeadAnswer
 from wire.typed_reader import from_json, to_json
 
 OBJECT_STORE_BYTES = 80 << 20
-"""About the least that Ray takes: no KV goes through it."""
+"""Size of Ray's object store, about its minimum: no KV passes through it."""
 LOOK_EVERY_S = 0.2
 SERVICES = ("gcs_server", "raylet")
-"""Without these programs Ray ends, at once or within a minute."""
+"""Programs of Ray; without any of them it ends, at once or within a minute."""
 ACTORS_NICENESS = "0"
-"""Ray's default of 15 would leave the router waiting behind whatever else the machine does."""
+"""Niceness of actors; with Ray's default of 15 the router would wait for all other work of the machine."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def main(folder: str, address: str | None = None) -> int:
 
 
 def _take_stdin() -> Connection:
-    """Returns the connection that this process has as its stdin; its children get none of it."""
+    """Returns the connection that is this process's stdin; children do not inherit it."""
     line = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -87,7 +87,7 @@ def _connect(folder: Path, address: str | None) -> str:
 
 
 def require_free_name(folder_name: str) -> None:
-    """Raises ConfigError where the controller of another cluster of the name is in this Ray."""
+    """Raises ConfigError if this Ray runs the controller of another cluster with the name."""
     name = run_dir.cluster_of(folder_name)
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"] == CONTROLLER and run_dir.cluster_of(actor["namespace"]) == name:
@@ -97,7 +97,7 @@ def require_free_name(folder_name: str) -> None:
 
 
 def _launch(line: Connection, folder: Path) -> Addresses:
-    """Makes the controller, and through it everything else. Raises EOFError once the line is closed."""
+    """Starts the controller, which starts everything else. Raises EOFError once stdin is closed."""
     options = actor_options(CONTROLLER, Resources(), ray.get_runtime_context().get_node_id()) | {"max_restarts": -1}
     controller: Any = ray.remote(Controller).options(**options).remote(line.recv_bytes().decode(), RayHost(folder))
     started = controller.start.remote()
@@ -123,7 +123,7 @@ def _wait_for_end(folder: Path) -> None:
 
 
 def watch_services(folder: Path) -> None:
-    """Blocks until one of Ray's services has ended, and records that as a crash in the run folder."""
+    """Blocks until one of Ray's services has ended, and records a crash in the run folder."""
     watched: dict[int, str] = {}
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess, OSError):  # a helper that has ended, or a system without pidfd

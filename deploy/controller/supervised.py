@@ -4,9 +4,9 @@
                 ^                                          |
                 +--- back off, under the same name <-------+   KeptActor: router, gateways, services of nodes
 
-A worker has one life: `Pools` backs off by the same rule, and names another worker for its place. The answer to a
-start of a kept actor is recorded, so that a controller that takes over knows its address. Tasks outlive the calls that
-began them; `repeat` and `persist` try a step again, and note its failures as events.
+A worker is never restarted: `Pools` backs off by the same rule, and names a new worker. A KeptActor's answer to its
+start is recorded, so that a new controller knows its address. Tasks outlive the calls that began them; `repeat` and
+`persist` retry a step, and note failures as events.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class EventLog:
 
 
 class Tasks:
-    """The tasks begun here that have not ended yet. A failure is logged; waiting for the tasks does not raise it."""
+    """The running tasks that were begun here. A failure is logged, and `wait` does not raise it."""
 
     def __init__(self) -> None:
         self._unended: set[asyncio.Task[None]] = set()
@@ -63,12 +63,12 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
-        """Cancels all tasks. Does not wait for their end."""
+        """Cancels all tasks, without waiting for their end."""
         for task in self._unended:
             task.cancel()
 
     async def wait(self) -> None:
-        """Returns when all tasks that are under way now have ended, in whatever way."""
+        """Waits until all tasks that run now have ended, in any way."""
         if self._unended:
             await asyncio.wait(self._unended)
 
@@ -79,15 +79,15 @@ class Tasks:
 
 
 async def repeat(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
-    """Takes one step after another, until cancelled; notes failures as `persist` does, and goes on a second later."""
+    """Runs a step again and again, until cancelled; notes failures as `persist` does, and continues a second later."""
     while True:
         await persist(what, step, events)
 
 
 async def persist(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
-    """Takes the same step until it succeeds, and tries again a second after a failure.
+    """Runs a step until it succeeds, with a second after each failure.
 
-    Notes a failure as an event unless it is for the reason of the one before.
+    Notes a failure as an event, unless it repeats the last reason.
     """
     noted = ""
     while True:
@@ -120,7 +120,7 @@ class SupervisedActor:
     """An actor under a name, on one node. `target` is MODULE:CLASS."""
 
     def __init__(self, name: str, target: str, means: Supervision, node_id: str = "") -> None:
-        """node_id: of the only node for it; "" lets Ray choose one."""
+        """node_id: the actor's node; "" lets Ray choose."""
         self.name = name
         self._target = target
         self._means = means
@@ -129,16 +129,16 @@ class SupervisedActor:
         self._detector = FailureDetector()
 
     def launch(self, resources: Resources = NO_RESOURCES, not_on: Sequence[str] = ()) -> None:
-        """Begins the actor's process, unless there is one."""
+        """Begins the actor's process if there is none."""
         self._host.launch(self.name, self._target, resources, self._node_id or None, not_on)
 
     async def node_id(self, timeout_s: float) -> str:
-        """Returns the id of the actor's node, once its process is there. Raises as `ActorHost.where` does."""
+        """Returns the id of the actor's node, once its process runs. Raises the errors of `ActorHost.where`."""
         self._node_id = self._node_id or await self._host.where(self.name, timeout_s)
         return self._node_id
 
     async def start(self, config_json: str, timeout_s: float) -> Addresses:
-        """Raises as `ActorHost.start` does."""
+        """Starts the actor. Raises the errors of `ActorHost.start`."""
         self._detector = FailureDetector()
         return from_json(Addresses, await self._host.start(self.name, config_json, timeout_s), self.name)
 
@@ -147,14 +147,15 @@ class SupervisedActor:
         return self._detector.judge(await self._host.probe(self.name), self._means.clock())
 
     async def end(self) -> None:
-        """Returns when the process is gone."""
+        """Ends the actor; returns once the process is gone."""
         await self._host.end(self.name)
 
 
 class KeptActor(SupervisedActor):
-    """An actor in whose place another starts under the same name, after longer and longer pauses, when it is lost.
+    """An actor that is restarted under the same name when it is lost, after longer and longer pauses.
 
-    config: makes the settings of each start. answer: to the last start, under an earlier controller too; None before.
+    config: makes the settings of each start. answer: the answer to the last start, also under an earlier controller;
+    else None.
     """
 
     def __init__(
@@ -171,23 +172,23 @@ class KeptActor(SupervisedActor):
         self.answer = self._record.recall(lambda text: from_json(Addresses, text, name))
 
     def prepare(self) -> None:
-        """Adopts the actor that an earlier controller has left; launches one where there is none."""
+        """Adopts the actor of an earlier controller; launches it if there is none."""
         if not self._host.adopt(self.name):
             self.launch()
 
     async def serve(self) -> None:
-        """Starts the actor, and records its answer. Raises as `ActorHost.start` does."""
+        """Starts the actor, and records its answer. Raises the errors of `ActorHost.start`."""
         self.launch()
         self.answer = await self.start(self._config(), SERVICE_START_S)
         self._record.try_write(to_json(self.answer).encode())
 
     async def take_over(self) -> None:
-        """Goes on with the actor that was left; returns when it serves, or another in its place."""
+        """Takes over a running actor; returns once it serves, or its replacement does."""
         if not await self._attempt():
             await self._replace()
 
     async def keep(self, on_restart: Callable[[], None]) -> None:
-        """Replaces the actor whenever it is lost, until cancelled; calls `on_restart` when it serves again."""
+        """Restarts the actor whenever it is lost, until cancelled; calls `on_restart` when it serves again."""
         await repeat(f"the care for the {self.name}", lambda: self._step(on_restart), self._means.events)
 
     async def _step(self, on_restart: Callable[[], None]) -> None:
@@ -206,7 +207,7 @@ class KeptActor(SupervisedActor):
         self._means.events.note(f"the {self.name} is back")
 
     async def _attempt(self) -> bool:
-        """Returns whether the actor serves; after a failure ends its process, which may answer probes still."""
+        """Returns whether the actor serves; after a failure ends its process, which may still answer probes."""
         try:
             await self.serve()
         except Exception as error:

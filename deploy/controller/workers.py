@@ -1,4 +1,4 @@
-"""The processes of the pools' workers: each is placed, started, probed while it is READY, let finish, and ended."""
+"""The processes of the pools' workers: each is placed, started, probed while READY, drained, and ended."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterMembers:
-    """Announces the pools to the router. `are_announced` becomes False at every change of them."""
+    """Announces the pools to the router. `are_announced` becomes False at each change."""
 
     def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
         self._pools = pools
@@ -38,9 +38,9 @@ class RouterMembers:
         self.are_announced = False
 
     async def announce(self) -> None:
-        """Sends the sizes of the pools, and the workers that serve or drain.
+        """Sends the sizes of the pools, and the serving and draining workers.
 
-        `are_announced` stays False if the router does not answer, or refuses one.
+        `are_announced` stays False if the router does not answer, or refuses a worker.
         """
         async with self._announcing:
             self.are_announced = True  # a change during the call makes it False again
@@ -68,9 +68,9 @@ class RouterMembers:
 
 
 class Workers:
-    """The actors of the pools. Each start and each drain is a task of its own; `on_change` follows each of the pools.
+    """The actors of the pools. Each start and each drain is a task; `on_change` follows each change of the pools.
 
-    join: returns a node's baseline once its service serves.
+    join: waits for a node's service, and returns the node's baseline.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Workers:
         self.failures: list[str] = []
 
     async def take_over(self) -> None:
-        """Goes on with the workers that an earlier controller has left, and forgets lost ones."""
+        """Takes over the workers of an earlier controller, and forgets lost workers."""
         are_there = {worker: await asyncio.to_thread(self._means.host.adopt, worker.id) for worker in self._pools}
         for worker, is_there in are_there.items():
             if not is_there:
@@ -115,18 +115,18 @@ class Workers:
         return [one for one in await self._means.host.nodes() if not (one.is_leaving or one.id in leaving)]
 
     async def on_node(self, node_id: str) -> list[WorkerId]:
-        """Lists the workers on a node, draining ones too; a worker without an answer is on none."""
+        """Lists the workers on a node, also draining workers; a worker that does not answer is on no node."""
         workers = [worker.id for worker in self._pools]
         places = await asyncio.gather(*map(self._node_of, workers))
         return [worker_id for worker_id, place in zip(workers, places, strict=True) if place == node_id]
 
     def begin(self, worker: Worker) -> None:
-        """Begins to start a STARTING worker, or to drain and end a DRAINING one."""
+        """Begins to start a STARTING worker, or to drain and end a DRAINING worker."""
         act = self._start if worker.state is WorkerState.STARTING else self._dismiss
         self._tasks.begin(act(worker))
 
     async def probe(self, worker_id: WorkerId) -> None:
-        """Probes a READY worker, and drops it once it is lost; the tasks of others find out by themselves."""
+        """Probes a READY worker, and drops it once it is lost; STARTING and DRAINING workers report by their tasks."""
         if not self._pools.has(worker_id, WorkerState.READY):
             return
         reason = await self._actor(worker_id).judge()
@@ -134,7 +134,7 @@ class Workers:
             self._lose(self._pools[worker_id], f"worker {worker_id} {reason}")
 
     async def end(self) -> None:
-        """Ends all workers, whatever they do."""
+        """Ends all workers, without draining."""
         self._tasks.cancel()
         for worker in self._pools:
             self._endings[worker.role].begin(self._means.host.end(worker.id))
@@ -147,7 +147,7 @@ class Workers:
         return self._actors[worker_id]
 
     async def _node_of(self, worker_id: WorkerId) -> str:
-        """Returns the id of a worker's node; "" where it does not answer."""
+        """Returns the id of a worker's node; "" if the worker does not answer."""
         with suppress(BatonError):
             return await self._actor(worker_id).node_id(WHERE_TIMEOUT_S)
         return ""
@@ -186,9 +186,9 @@ class Workers:
         return (await actor.start(to_json(config), WORKER_START_S)).public
 
     async def _dismiss(self, worker: Worker) -> None:
-        """Lets a worker finish its requests, if it serves, and ends it.
+        """Drains a worker, if it serves, and ends it.
 
-        A worker of a node that drains stays until the node's blocks are fetched or copied: decode finds them by it.
+        A draining node's worker stays until the node's blocks are fetched or copied, for decode finds them through it.
         """
         if worker.address:
             await self._members.announce()
@@ -208,7 +208,7 @@ class Workers:
         self._events.note(f"worker {worker.id} has left")
 
     async def _drain(self, name: str, until_s: float) -> Drained:
-        """Drains an actor; notes the loss of one that does not answer."""
+        """Drains an actor; if it does not answer, notes its loss."""
         grace_s = max(0, int(until_s - self._clock()))
         try:
             return await ask(

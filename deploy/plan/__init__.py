@@ -1,1 +1,1 @@
-"""The plan of a cluster: settings, model, machine and sizes that it follows from."""
+"""The plan of a cluster, and its inputs: settings, model, machine and sizes."""

@@ -1,4 +1,4 @@
-"""The cluster's own certificate authority: one key, and a certificate for each process that other nodes speak to."""
+"""The cluster's certificate authority: a key, and a certificate for each process that other nodes speak to."""
 
 import datetime
 import ipaddress
@@ -25,7 +25,7 @@ VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True)
 class Authority:
-    """The key and the certificate under which all processes of a cluster know one another, as PEM."""
+    """The key and the certificate by which a cluster's processes prove themselves to one another, as PEM."""
 
     key_pem: str = field(repr=False)
     certificate_pem: str
@@ -37,7 +37,7 @@ class Authority:
         return cls(_pem_of(key), own.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode())
 
     def issue(self, name: str, host: str) -> Identity:
-        """Draws a key for a process, and certifies its name and the host at which it listens."""
+        """Draws a key for a process, and certifies the process's name and host."""
         key, own_key = ec.generate_private_key(ec.SECP256R1()), load_pem_private_key(self.key_pem.encode(), None)
         names = x509.SubjectAlternativeName([x509.DNSName(name), _name_of(host)])
         unsigned = _certificate(name, NAME, key.public_key()).add_extension(names, critical=False)

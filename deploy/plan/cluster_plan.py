@@ -1,4 +1,4 @@
-"""The plan of a cluster, which starts its controller, and the configuration of each process by it. Pure."""
+"""The plan of a cluster, which starts its controller, and the configuration of each process. Pure."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,9 +30,9 @@ MAX_SILENCE_ON_GPU_S = 30.0
 class NodeConfig:
     """The configuration of a node's service. The workers of the node share `store`.
 
-    model: its folder must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
-    one; empty where there are none. token: the cluster's, which readers know. identity: the service's, for TLS.
-    shares: of tenants in the arena, by the digests of their namespace roots, in hex. keeps: bounds on hints.
+    model: a folder that must exist. block_address: HOST:PORT from which other nodes read the arena, port 0 for a free
+    port; empty without other nodes. token: the cluster's. identity: the service's, for TLS. shares: a tenant's share of
+    the arena, by the digest of its namespace root, in hex. keeps: bounds on hints.
     """
 
     store: StoreSettings
@@ -48,9 +48,9 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class NodeBaseline:
-    """A node that hosts workers, and its machine as it was before any of them: all sizes follow from it again.
+    """A node that hosts workers, and its machine as it was before them, from which all sizes follow.
 
-    block_address: of its service; empty before that has started, and where no other node can read its arena.
+    block_address: the service's block port; empty before the service starts, and if no other node reads the arena.
     """
 
     node: RayNode
@@ -62,9 +62,9 @@ class NodeBaseline:
 class ClusterPlan:
     """All decisions of `baton up`.
 
-    machine: that of the only node; None for a Ray cluster that was joined: each node is inspected. cold: the tiers
-    of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor. authority: it
-    certifies an identity for each configuration; None without TLS. key_file: has the keys of callers.
+    machine: the only node's; None for a joined Ray cluster, where each node is inspected. cold: the head's cold tiers.
+    run_dir: the cluster's folder on the head, with the controller's records for its successor. authority: certifies an
+    identity for each configuration; None without TLS. key_file: the file of callers' keys.
     """
 
     config: ClusterConfig
@@ -84,7 +84,7 @@ class ClusterPlan:
 
     @property
     def is_alone(self) -> bool:
-        """True where no node but the head can ever be."""
+        """Whether the head is the only node for ever."""
         return self.machine is not None
 
     @property
@@ -96,14 +96,14 @@ class ClusterPlan:
         return not self.is_alone and self.config.ray.plain_network is None
 
     def under(self, authority: Authority) -> "ClusterPlan":
-        """Returns the plan of the same cluster with TLS between its nodes."""
+        """Returns this plan with TLS between the nodes."""
         access = replace(self.router.cluster, identity=authority.issue(ROUTER, LOOPBACK))
         return replace(self, authority=authority, router=replace(self.router, cluster=access))
 
     def with_keys(self, listed: KeyList) -> "ClusterPlan":
-        """Returns the plan of the same cluster whose router and gateways go by these keys.
+        """Returns this plan with these keys for router and gateways.
 
-        Without any, a door that other machines reach lets no caller in, unless it was made so with `insecure`.
+        Without keys, a port that other machines reach admits no caller, unless `insecure` allows it.
         """
         if not listed.keys and self.config.is_public and not self.config.insecure:
             listed = NO_CALLER
@@ -123,7 +123,7 @@ class ClusterPlan:
         return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
 
     def sizes(self, role: Role, baseline: NodeBaseline) -> Sizes:
-        """Returns the shares of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
+        """Returns the sizes of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
         num_workers = len(every) if self.is_alone else num_fitting(baseline.node, every)
         try:
@@ -134,13 +134,13 @@ class ClusterPlan:
             raise ConfigError(f"node {baseline.node.name}: {error.message}") from error
 
     def num_more(self, role: Role, machine: Machine) -> int:
-        """Counts the further workers of a role for which a node, one of several, has memory now."""
+        """Counts the further workers of a role for which a node has memory now."""
         return num_more(self._config_of(role), self._model_of(role), machine)
 
     def node_config(self, baseline: NodeBaseline) -> NodeConfig:
         """Returns the configuration of a node's service.
 
-        Raises ConfigError for a node on which nothing fits, or that is not in the network for ports without TLS.
+        Raises ConfigError if nothing fits on the node, or if it is outside the network for ports without TLS.
         """
         self._require_network(baseline.node)
         return NodeConfig(
@@ -156,7 +156,7 @@ class ClusterPlan:
         )
 
     def worker_config(self, worker: Worker, baseline: NodeBaseline) -> WorkerConfig:
-        """Returns the configuration of a worker on a node. Raises as `node_config` does."""
+        """Returns the configuration of a worker on a node. Raises the errors of `node_config`."""
         settings, sizes = self.config.model, self.sizes(worker.role, baseline)
         # On a GPU only the first steps take more than a second, which compile kernels.
         default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
@@ -186,22 +186,22 @@ class ClusterPlan:
         return self.authority.issue(name, host) if self.authority else None
 
     def _config_of(self, role: Role) -> ClusterConfig:
-        """Returns the settings as workers of a role have them."""
+        """Returns the settings for workers of a role."""
         worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
         return replace(self.config, worker=worker)
 
     def _model_of(self, role: Role) -> ModelFacts:
-        """Returns the model as workers of a role have it: prefill workers have no draft."""
+        """Returns the model for workers of a role: prefill workers have no draft."""
         return self.model if role is Role.DECODE else replace(self.model, draft=DraftFacts())
 
     def _store(self, baseline: NodeBaseline) -> StoreSettings:
-        """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""
+        """Describes a node's store: the socket of its directory, in its service's folder, and the reachable tiers."""
         cold = tuple(one for one in self.cold if baseline.node.is_head or not one.place.startswith("unix:"))
         return StoreSettings(f"{self.run_dir}.{baseline.node.label}/directory.sock", self.mac_key_hex, cold)
 
 
 def namespace(run_dir: str) -> str:
-    """Returns the Ray namespace of a cluster's actors: that of no other cluster, whatever its name."""
+    """Returns the Ray namespace of a cluster's actors, which no other cluster has, even of the same name."""
     return Path(run_dir).name
 
 
@@ -243,7 +243,7 @@ def make_plan(
 
 
 def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSettings, ...]:
-    """Lists the cold tiers, nearest first. redis_url: of the server that there is, None without one."""
+    """Lists the cold tiers, nearest first. redis_url: the URL of the Redis server, None without one."""
     redis, files = config.redis, config.files
     write = redis.write or (Write.DEMOTED if redis.url == "own" else Write.ALL)
     tiers = (

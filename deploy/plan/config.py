@@ -30,12 +30,11 @@ _NAME = Rule(
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model to serve. Without a path it is the demo model; without a served_name, one or several, clients know it
-    by its folder's name.
+    """The model to serve, by default the demo model. served_name: names for clients, by default the folder's.
 
-    generation_config: "auto" where that file's sampling completes requests, or "off". max_chat_tokens: of an answer in
-    a chat that gives no max_tokens. tool_format, reasoning_format: "auto" where the chat
-    template tells them. weight_cache_bytes: of packed weights in the user's cache, on each node.
+    generation_config: "auto" takes sampling defaults from that file, "off" does not. max_chat_tokens: the most tokens
+    of a chat's answer without max_tokens. tool_format, reasoning_format: "auto" reads them off the chat template.
+    weight_cache_bytes: bound on packed weights in the user's cache, on each node.
     """
 
     path: str | None = None
@@ -54,19 +53,19 @@ class ModelSettings:
 
     @property
     def kv_policies(self) -> tuple[str, ...]:
-        """The policies that a request may have, each once; first the deployment's own."""
+        """The policies that a request may name, without repeats; the deployment's own is first."""
         return tuple(dict.fromkeys((self.kv_policy, *self.allowed_kv_policies)))
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """The names that were given, each once."""
+        """The given names, without repeats."""
         given = (self.served_name,) if isinstance(self.served_name, str) else self.served_name or ()
         return tuple(dict.fromkeys(given))
 
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """The share of each worker of one role, where it is another than that of all workers."""
+    """The settings of one role's workers where they differ from WorkerSettings."""
 
     num_threads: int | None = None
     num_gpus: float | None = None
@@ -77,9 +76,9 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The share of each worker. The machine decides where a setting is None.
+    """The resources of each worker. For None the machine decides.
 
-    num_gpus, num_cpus, memory_bytes, resources: asked of Ray, which places the worker on a node that has them.
+    num_gpus, num_cpus, memory_bytes, resources: requested from Ray, which places the worker on a node that has them.
     """
 
     pool_bytes: int | None = None
@@ -95,14 +94,14 @@ class WorkerSettings:
     decode: RoleSettings = field(default_factory=RoleSettings)
 
     def of(self, role: Role) -> "WorkerSettings":
-        """Returns the settings for one role: its own ones in place of the common ones."""
+        """Returns the settings for one role, whose own settings override the common settings."""
         own = {name: value for name, value in vars(getattr(self, role.value)).items() if value not in (None, {})}
         return replace(self, **own)
 
 
 @dataclass(frozen=True)
 class ArenaSettings:
-    """The host tier: blocks in shared memory, one arena a node. max_keep_s, keep_share: of KeepLimits."""
+    """The host tier: blocks in shared memory, one arena a node. max_keep_s, keep_share: see KeepLimits."""
 
     size_bytes: int | None = None
     max_keep_s: float = 600.0
@@ -111,10 +110,10 @@ class ArenaSettings:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """The tier `redis`: `own` starts a server, `off` goes without, a URL uses a server that is there.
+    """The tier `redis`: `own` starts a server, `off` has no such tier, a URL names a running server.
 
-    write: of `wire.tier.Write`; None is "demoted" for an own server, which ends with the cluster, "all" for another.
-    ttl_s: of a block, since its last use; None for no end.
+    write: a value of `wire.tier.Write`; None means "demoted" for the own server, which ends with the cluster, and "all"
+    for another. ttl_s: time to live since a block's last use; None for no end.
     """
 
     url: str = "own"
@@ -126,7 +125,7 @@ class RedisSettings:
 
 @dataclass(frozen=True)
 class FilesSettings:
-    """The tier `files`, off without a folder. write: of `wire.tier.Write`. ttl_s: as of RedisSettings."""
+    """The tier `files`, off without a folder. write: a value of `wire.tier.Write`. ttl_s: see RedisSettings."""
 
     folder: str | None = None
     max_bytes: int = 16384 * MIB
@@ -137,9 +136,10 @@ class FilesSettings:
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """The port of the gateways, at `router.host`: 0 is any free one, `off` starts no gateway.
+    """The port of the gateways, at `router.host`: 0 takes a free port, `off` starts no gateway.
 
-    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names, cors_origins: of GatewayConfig.
+    None means DEFAULT_HTTP_PORT, or a free port if `router.grpc_port` is 0. host_names, cors_origins: see
+    GatewayConfig.
     """
 
     port: int | str | None = None
@@ -150,7 +150,7 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class TlsSettings:
-    """TLS at the ports for clients: paths of PEM files, as of `wire.trust.certificates.TlsFiles`; off without them."""
+    """TLS at the ports for clients, off without paths of PEM files; see `wire.trust.certificates.TlsFiles`."""
 
     certificate: str | None = None
     key: str | None = None
@@ -166,9 +166,9 @@ class TlsSettings:
 
 @dataclass(frozen=True)
 class RaySettings:
-    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster.
+    """The Ray cluster to join. Without an address, Baton starts its own on this machine.
 
-    plain_network: the trusted network in which ports between nodes speak no TLS; None: TLS everywhere.
+    plain_network: the trusted network in which ports between nodes have no TLS; None: TLS everywhere.
     """
 
     address: str | None = None
@@ -177,9 +177,9 @@ class RaySettings:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The settings of a cluster: valid once made, and never changed afterwards.
+    """The settings of a cluster, validated when made and immutable.
 
-    insecure: allows settings that leave a port open to strangers.
+    insecure: permits settings that leave a port open to strangers.
     """
 
     name: str = "default"
@@ -218,7 +218,7 @@ class ClusterConfig:
 
     @property
     def is_public(self) -> bool:
-        """True where other machines may reach the ports for clients."""
+        """Whether other machines can reach the ports for clients."""
         return not is_within(self.router.host, "127.0.0.0/8")
 
     @property
@@ -230,7 +230,7 @@ class ClusterConfig:
         return default if self.http.port is None else self.http.port
 
     def _require_closed(self) -> None:
-        """Raises ConfigError for a port that is open to strangers, where that is not allowed."""
+        """Raises ConfigError for a port that is open to strangers, unless that is permitted."""
         host, network = self.router.host, self.ray.plain_network
         if not self.insecure and self.is_public and self.tls.files is None:
             problem = "without TLS, keys, prompts and answers can be read on the wire: give --tls-cert and --tls-key"
@@ -240,13 +240,13 @@ class ClusterConfig:
 
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
-        """Reads a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
+        """Reads a TOML file, if given; the nested table `flags` overrides it. Raises ConfigError."""
         table = _merge(_read(file) if file is not None else {}, flags)
         return from_object(cls, {name: _count_bytes(value, name) for name, value in table.items()}, "")
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
+    """Returns the name of a cluster, which is part of paths. Raises ConfigError if it cannot be."""
     _NAME.require("name", name[:64])
     return name
 
@@ -280,7 +280,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_bytes(value: Any, name: str) -> Any:
-    """Turns each text under a key that ends in `_bytes` into a number, as deep as settings go. Raises ConfigError."""
+    """Turns each text under a key that ends in `_bytes` into a number, in nested tables, too. Raises ConfigError."""
     if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
         return {key: _count_bytes(each, f"{name}.{key}") for key, each in value.items()}
     return parse_bytes(value, name) if name.endswith("_bytes") and isinstance(value, str) else value

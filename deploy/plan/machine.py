@@ -1,4 +1,4 @@
-"""Machines, for sizing: memory, cores and GPUs of this one, Ray's nodes, and the resources that actors ask for."""
+"""Machines, for sizing: memory, cores and GPUs of this machine, Ray's nodes, and the resources that actors request."""
 
 import os
 import resource
@@ -26,16 +26,16 @@ LIMITS = {
     resource.RLIMIT_NPROC: ("processes and threads", "-u", 1024, 1),
     resource.RLIMIT_FSIZE: ("bytes of a file", "-f", 1 << 30, 1 << 10),
 }
-"""Limits of a process: the name, the flag and the unit of `ulimit`, and the least with which a cluster starts."""
+"""Limits of a process: name, `ulimit` flag and unit, and the least value with which a cluster starts."""
 SERVICE_PREFIX = "node-"
 MEMORY = "memory"
 RESERVED = ("CPU", "GPU", MEMORY)
-"""Ray's own names, which have settings of their own."""
+"""Ray's own resource names; these have separate settings."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory to be had, free shared memory (which is memory too), cores of this process, and free bytes of each GPU."""
+    """Available memory, free shared memory (part of it), cores of this process, and free bytes of each GPU."""
 
     memory_bytes: int
     shared_bytes: int
@@ -44,7 +44,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Looks at the machine; blocks for a second where there is a GPU. Raises ConfigError for a GPU without answer."""
+    """Inspects the machine; blocks for a second if it has a GPU. Raises ConfigError if a GPU does not answer."""
     shared = os.statvfs(SHARED_MEMORY)
     return Machine(
         memory_bytes=_free_memory(),
@@ -55,7 +55,7 @@ def inspect_machine() -> Machine:
 
 
 def require_limits() -> None:
-    """Raises ConfigError for a limit of this process, and so of its children, with which no cluster starts."""
+    """Raises ConfigError if a limit of this process, which its children inherit, is too low for a cluster."""
     for limit, (name, flag, least, unit) in LIMITS.items():
         soft, hard = resource.getrlimit(limit)
         most = hard if limit == resource.RLIMIT_NOFILE else soft  # Ray raises that of files itself
@@ -66,7 +66,7 @@ def require_limits() -> None:
 
 
 def _free_memory() -> int:
-    """Returns the memory that may be taken yet, of the machine and of its container; files in memory can go."""
+    """Returns the memory available on the machine and in its container; cached files count as available."""
     system = psutil.virtual_memory()
     free = [system.available - system.total // RAYS_SHARE]
     with suppress(OSError, ValueError):  # no container, or `max`
@@ -91,7 +91,7 @@ def _free_on_gpus() -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources that an actor asks Ray for."""
+    """The resources that an actor requests from Ray."""
 
     num_cpus: float = 0.0
     num_gpus: float = 0.0
@@ -100,14 +100,14 @@ class Resources:
 
     @property
     def asked(self) -> dict[str, float]:
-        """All of them under Ray's names; none that is zero."""
+        """All resources by Ray's names, without zeros."""
         own = zip(RESERVED, (self.num_cpus, self.num_gpus, self.memory_bytes), strict=True)
         return {name: amount for name, amount in (*own, *self.custom.items()) if amount}
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node of the Ray cluster: its id, its address, all its resources. The head has controller and router.
+    """A living node of the Ray cluster: its id, its address, all its resources. The head runs controller and router.
 
     is_leaving: Ray drains it, after `ray drain-node` or by an autoscaler.
     """
@@ -125,7 +125,7 @@ class RayNode:
 
     @property
     def name(self) -> str:
-        """Its name to people, of several on one machine too."""
+        """The node's name for people, distinct for nodes on one machine, too."""
         return f"{self.label}@{self.host}"
 
     @property
@@ -133,7 +133,7 @@ class RayNode:
         return service_of(self.id)
 
     def has(self, resources: Resources) -> bool:
-        """True where the node could give these resources if nothing else ran on it."""
+        """Whether the node could give these resources if nothing else ran on it."""
         return all(self.resources.get(name, 0) >= amount for name, amount in resources.asked.items())
 
 
@@ -143,7 +143,7 @@ def service_of(node_id: str) -> str:
 
 
 def require_node(resources: Resources, nodes: Sequence[RayNode]) -> None:
-    """Raises ConfigError, naming the resources, where no node has them: Ray would wait for ever for one."""
+    """Raises ConfigError, naming the resources, if no node has them: Ray would wait for ever."""
     if not any(node.has(resources) for node in nodes):
         asked = ", ".join(_amount(*one) for one in resources.asked.items())
         problem = f"none of the {len(nodes)} Ray nodes has {asked}, which a worker asks for"
@@ -151,7 +151,7 @@ def require_node(resources: Resources, nodes: Sequence[RayNode]) -> None:
 
 
 def num_fitting(node: RayNode, workers: Iterable[Resources]) -> int:
-    """Counts the workers, at least one, that the resources of a node allow, taking each that fits in turn."""
+    """Counts the workers, at least one, that a node's resources allow, tried in order."""
     left, count = dict(node.resources), 0
     for worker in workers:
         if RayNode(node.id, node.host, left).has(worker):

@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class DraftFacts:
-    """A checked folder of a draft model, and the bytes of a page of its KV; without one there is no folder."""
+    """A checked folder of a draft model, None without a draft, and the bytes of a block of its KV."""
 
     folder: str | None = None
     weight_bytes: int = 0
@@ -38,8 +38,8 @@ class DraftFacts:
 class ModelFacts:
     """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there.
 
-    weight_bytes: of weights as the kernels keep them. draft: of decode workers, which has as many pages as they have.
-    is_mapped: where all workers of a node map one file of weights.
+    weight_bytes: bytes of weights in the kernels' format. draft: the decode workers' draft model, with as many pages as
+    theirs. is_mapped: all workers of a node map one file of weights.
     """
 
     served: ServedModel
@@ -61,14 +61,14 @@ class ModelFacts:
         return Window(layout).num_needed(self.served.max_context_len) * layout.block_bytes
 
     def worker_bytes(self, pool_bytes: int) -> int:
-        """Sums what a worker has to itself: pages of KV, its draft's, and weights that it does not share."""
+        """Sums a worker's private memory: pages of KV, its draft's pages, and weights that it does not share."""
         num_blocks = pool_bytes // self.served.layout.block_bytes
         weight_bytes = self.weight_bytes + self.draft.weight_bytes - self.node_bytes
         return weight_bytes + pool_bytes + num_blocks * self.draft.block_bytes
 
 
 def require_folders(model: str | None, draft: str | None) -> None:
-    """Raises ModelError for a path that is no model's or draft's, in milliseconds; trusts a name on the hub."""
+    """Raises ModelError for a path without a model or a draft, in milliseconds; does not check a hub's name."""
     for setting, path in (("", model), ("speculation.draft: ", draft)):
         try:
             if path is not None:
@@ -92,9 +92,9 @@ def _require_model(name: str) -> None:
 def inspect_model(
     settings: ModelSettings, device: str, cpu_kernels: str = "auto", draft: str | None = None
 ) -> ModelFacts:
-    """Finds, checks and hashes a model, and finds and checks its draft; reads no unchanged file again to hash it.
+    """Finds, checks and hashes a model, and finds and checks its draft; does not hash unchanged files again.
 
-    Blocks for as long as a download or the hashing takes. Raises ModelError for an unfit folder.
+    Blocks while it downloads or hashes. Raises ModelError for an unfit folder.
     """
     # torch takes a second to import, which the other commands need not wait for.
     import torch
@@ -150,13 +150,13 @@ def inspect_model(
 
 
 def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:
-    """Notes whether the cache of packed weights has room for model and draft."""
+    """Returns the facts, with `is_mapped` if the cache of packed weights has room for model and draft."""
     num_bytes = facts.weight_bytes + facts.draft.weight_bytes
     return replace(facts, is_mapped=facts.device == "cpu" and num_bytes <= weight_cache_bytes)
 
 
 def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") -> None:
-    """Raises ConfigError for a policy that drops KV by worth where this cannot be done."""
+    """Raises ConfigError for a policy that drops KV by attention, if the model cannot have it."""
     has_windows = any(window is not None for window in attention.windows)
     for text in settings.kv_policies:
         if has_windows and isinstance(parse_kv_policy(text), Dropping):

@@ -22,10 +22,7 @@ from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings
 
 MIB = 1 << 20
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
 WEIGHTS = ("auto", "int8", "int4")
-BLOCK_SIZES = (8, 16, 32, 64, 128)
-MAX_WORKERS = 64
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
 TEXTS = (
     *("model.path", "speculation.draft", "model.served_name", "redis.url", "ray.address", "files.folder"),
@@ -36,14 +33,6 @@ MAX_TEXT_CHARS = 4096
 """The most that a path may have."""
 MAX_NAME_CHARS = 256
 TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
-_REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+")
-_RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_ORIGIN = re.compile(
-    r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
-)
-_COLLECTOR = re.compile(r"https?://[^\s/?#@]+/?")
-_RAY_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -84,8 +73,8 @@ def _texts_of(value: Any) -> list[str]:
 RANGES: dict[str, tuple[float, float]] = {
     "model.max_chat_tokens": (1, 1 << 20),
     "model.weight_cache_bytes": (0, 1 << 50),
-    "pools.prefill": (0, MAX_WORKERS),
-    "pools.decode": (1, MAX_WORKERS),
+    "pools.prefill": (0, 64),
+    "pools.decode": (1, 64),
     "worker.pool_bytes": (MIB, 1 << 50),
     **{f"{each}.num_threads": (1, 1024) for each in WORKER_TABLES},
     **{f"{each}.num_gpus": (0, 1) for each in WORKER_TABLES},
@@ -123,7 +112,7 @@ def _is_made(make: Callable[[str], object], text: str) -> bool:
 
 
 def _names_a_host(url: str) -> bool:
-    """Tells whether a URL names a host, and no port that there cannot be. One of a Unix socket need not name a host."""
+    """Tells whether a URL names a host and, if any, a valid port. A Unix socket's URL needs no host."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("", "unix") or (bool(parts.hostname) and parts.port != 0)
@@ -143,11 +132,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("model.dtype", _one_of(DTYPES)),
     ("model.weights", _one_of(WEIGHTS)),
     ("model.kv_dtype", _one_of(KV_DTYPES)),
-    ("model.block_size", _one_of(BLOCK_SIZES)),
+    ("model.block_size", _one_of((8, 16, 32, 64, 128))),
     ("model.generation_config", _one_of((AUTO, OFF))),
     ("model.tool_format", _one_of((AUTO, OFF, *CALL_FORMATS))),
     ("model.reasoning_format", _one_of((AUTO, OFF, *CHANNELS))),
-    ("worker.cpu_kernels", _one_of(CPU_KERNELS)),
+    ("worker.cpu_kernels", _one_of(("auto", "avx512", "avx2", "portable", "torch"))),
     ("speculation.proposer", _one_of(PROPOSERS)),
     ("router.metrics_compat", _one_of((OFF, *METRICS_COMPAT))),
     ("redis.write", _one_of(Write)),
@@ -158,7 +147,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
         for name in WORKER_TABLES
         for rule in (
             Rule(
-                lambda amounts: all(_RESOURCE.fullmatch(key) and key not in RESERVED for key in amounts),
+                lambda amounts: all(
+                    re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key) and key not in RESERVED for key in amounts
+                ),
                 f"names of letters, digits and ._-, other than {RESERVED}",
                 shows=False,
             ),
@@ -172,7 +163,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (
         "redis.url",
         Rule(
-            lambda url: _REDIS_URL.fullmatch(url) and _names_a_host(url),
+            lambda url: (
+                re.fullmatch(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+", url)
+                and _names_a_host(url)
+            ),
             "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH",
             shows=False,  # it may have a password
         ),
@@ -181,22 +175,32 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (
         "ray.address",
         Rule(
-            lambda address: _RAY_ADDRESS.fullmatch(address) and _names_a_host(f"ray://{address}"),
+            lambda address: re.fullmatch(r"auto|[^\s/]+:[0-9]+", address) and _names_a_host(f"ray://{address}"),
             "HOST:PORT or auto (without it, Ray is started)",
         ),
     ),
     (
         "http.cors_origins",
         Rule(
-            lambda origins: all(_ORIGIN.fullmatch(one) and _names_a_host(one) for one in origins),
+            lambda origins: all(
+                re.fullmatch(
+                    r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?",
+                    one,
+                )
+                and _names_a_host(one)
+                for one in origins
+            ),
             "* or origins as browsers write them, like https://chat.example.org: lower case, no path, no default port",
         ),
     ),
-    ("http.host_names", Rule(lambda names: all(map(_HOST_NAME.fullmatch, names)), "names without ports")),
+    (
+        "http.host_names",
+        Rule(lambda names: all(map(re.compile(r"[A-Za-z0-9._-]{1,253}").fullmatch, names)), "names without ports"),
+    ),
     (
         "traces.endpoint",
         Rule(
-            lambda url: _COLLECTOR.fullmatch(url) and _names_a_host(url),
+            lambda url: re.fullmatch(r"https?://[^\s/?#@]+/?", url) and _names_a_host(url),
             "a URL without a path: http://HOST:PORT, https://HOST:PORT",
         ),
     ),

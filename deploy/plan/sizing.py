@@ -1,4 +1,4 @@
-"""Memory and threads of each part. Pure: from the settings, the model and the machine to numbers."""
+"""Memory and threads of each process, computed from settings, model and machine. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +13,19 @@ from wire.pools import PoolSizes
 MAX_DEFAULT_ARENA_BYTES = 1 << 30
 MAX_DEFAULT_POOL_BYTES = 512 << 20
 MAX_DEFAULT_CONTEXTS = 64
-"""More full contexts than this are not kept by default: a small model then takes little memory, and starts quickly."""
+"""The most full contexts that default sizes have room for: a small model then takes little memory, and starts quickly.
+"""
 GPU_RESERVE_BYTES = 2 << 30
-"""Of each GPU, for activations and libraries."""
+"""Memory of each GPU for activations and libraries."""
 WORKER_BYTES = 256 << 20
-"""Of a worker's process beside weights and pages: 190 MiB as measured on a CPU, and room for activations."""
+"""Memory of a worker's process besides weights and pages: 190 MiB as measured on a CPU, and room for activations."""
 MIN_BLOCKS = 8
 MORE_SHARED = "--shm-size gives a container more"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The share of each worker and of the node; `notes` are for the user."""
+    """The sizes of each worker and of the node; `notes` are for the user."""
 
     num_pool_blocks: int
     num_arena_slots: int
@@ -34,7 +35,7 @@ class Sizes:
 
 
 def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers: int) -> Sizes:
-    """Divides a machine among workers and arena. Raises ConfigError for what cannot fit, saying what to change."""
+    """Divides a machine among workers and arena. Raises ConfigError, with the way out, if they do not fit."""
     num_gpus = (1.0 if machine.gpus else 0.0) if config.worker.num_gpus is None else config.worker.num_gpus
     _require_gpus(num_gpus * num_workers, machine)
     layout, open_bytes = model.served.layout, _open_bytes(config, model)
@@ -58,10 +59,10 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
 def require_room(
     before: PoolSizes, after: PoolSizes, used_bytes: Sequence[int], num_gpus: float, machine: Machine
 ) -> None:
-    """Raises ConfigError where pools that grow would not fit, saying how many workers would.
+    """Raises ConfigError if growing pools would not fit, with the number of workers that would.
 
-    num_gpus: of all workers together. used_bytes: the memory of each process that it shares with no other. The largest
-    tells what a worker takes; workers that are asked for already, but have not started yet, count like ready ones.
+    num_gpus: GPUs of all workers together. used_bytes: private memory of each process; the largest stands for a new
+    worker. Workers that were requested but have not started count like ready workers.
     """
     num_before, num_after = before.prefill + before.decode, after.prefill + after.decode
     _require_gpus(num_gpus, machine)
@@ -71,9 +72,9 @@ def require_room(
 
 
 def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
-    """Counts the further workers for which a machine has memory now; a default of `worker.pool_bytes` shrinks with it.
+    """Counts the further workers for which a machine has memory now; a default `worker.pool_bytes` shrinks with it.
 
-    config: with the role's settings. GPUs are Ray's to count.
+    config: has the role's settings. Ray counts GPUs.
     """
     worker = config.worker
     pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine, _open_bytes(config, model))
@@ -82,14 +83,14 @@ def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
 
 
 def _open_bytes(config: ClusterConfig, model: ModelFacts) -> int:
-    """Sums the blocks of a worker that are open at once, which its pool has room for beside its pages."""
+    """Sums the bytes of a worker's open blocks, which its pool has besides its pages."""
     layout = model.served.layout
     num_open = config.batch.num_open(layout.block_size) if layout.has_open_blocks else 0
     return num_open * replace(layout, quantization="none").payload_bytes
 
 
 def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine, open_bytes: int) -> int:
-    """Takes what weights and activations leave of a GPU, and a small share of memory: a laptop stays usable."""
+    """Returns the rest of a GPU after weights and activations; on a CPU a small share of memory, for laptops."""
     if num_gpus:
         free_bytes = int(min(machine.gpus) * num_gpus) - model.worker_bytes(0) - GPU_RESERVE_BYTES
         block_bytes = model.served.layout.block_bytes
@@ -141,7 +142,7 @@ def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
 
 
 def _shared_memory_note(config: ClusterConfig, model: ModelFacts, machine: Machine) -> tuple[str, ...]:
-    """Returns a note where /dev/shm, as a container's, makes the default arena smaller than memory would."""
+    """Returns a note if /dev/shm, as in a container, makes the default arena smaller than memory would."""
     arena_bytes = _default_arena_bytes(model, machine)
     roomy = replace(machine, shared_bytes=machine.memory_bytes)
     if config.arena.size_bytes or arena_bytes == _default_arena_bytes(model, roomy):

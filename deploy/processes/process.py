@@ -118,7 +118,7 @@ def _inherited() -> list[int]:
 
 
 def end_session(leader: ProcessRef, grace_s: float) -> None:
-    """Ends a session: SIGTERM to the leader, after its end or the grace SIGKILL to the rest. Blocks until it is empty.
+    """Ends a session: SIGTERM to its leader; once that has ended, or after the grace, SIGKILL to the rest. Blocks.
 
     Raises TimeoutError if something survives SIGKILL for 10 s.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.grammar.matcher import Matcher
+from engine.model.matcher import Matcher
 from engine.request import EngineRequest
 from text.grammar import PARAM, new_matcher, require_library
 from wire.errors import Unsupported

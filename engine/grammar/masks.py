@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.grammar.matcher import Matcher
+from engine.model.matcher import Matcher
 from engine.model.sampler import Draw, Masks
 from text.grammar import PARAM
 from wire.errors import BatonError, InvalidRequest

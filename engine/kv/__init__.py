@@ -1,1 +1,1 @@
-"""The pages of a sequence: its block table, and the rule by which KV stays in them."""
+"""The KV of one sequence: its block table, the rule by which KV stays in it, and the read of its prefix."""

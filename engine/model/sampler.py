@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.grammar.matcher import Matcher
+from engine.model.batch import argmax
+from engine.model.matcher import Matcher
 from wire.errors import BatonError
 from wire.sampling import Logprobs, SamplingParams
 
@@ -180,11 +181,6 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     best = logits.argmax(-1)
     span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
     return torch.where(span < torch.inf, best, -1)
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Finds the place of the greatest value of each row [R, V], int64 [R]; numpy is ten times as fast on a CPU."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
 
 
 @torch.inference_mode()

@@ -17,10 +17,10 @@ from itertools import accumulate, chain, takewhile
 import numpy as np
 import torch
 
-from engine.decode_rows import Ints
 from engine.kv.retention import BlockTable
 from engine.model.batch import Batch, DraftModel
 from engine.sequence import Sequence
+from engine.step.work import Ints
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 

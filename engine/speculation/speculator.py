@@ -21,10 +21,10 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.decode_rows import DecodeRows, Ints
 from engine.events import Drafted
 from engine.sequence import Sequence
-from engine.work import NO_DRAFTS, Drafts
+from engine.step.decode_rows import DecodeRows
+from engine.step.work import NO_DRAFTS, Drafts, Ints
 
 log = logging.getLogger(__name__)
 

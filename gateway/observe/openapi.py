@@ -72,6 +72,7 @@ _ERROR = {
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": "string"},
+                "timeline": {"type": "object"},
             },
         }
     },

@@ -52,7 +52,7 @@ def in_groups(matrix: Quantized) -> Quantized:
 
 
 def is_packable(matrix: Quantized, dtype: torch.dtype) -> bool:
-    """Tells whether the kernels widen to a dtype with the bits of `dequantize`."""
+    """Tells whether the kernels can widen a matrix to a dtype bit by bit as `dequantize` does."""
     if matrix.group not in _BITS_TO_GROUPS[matrix.bits] or not _rounds_once(matrix, dtype):
         return False
     if matrix.scales.dtype is torch.float32 and (matrix.offsets is not None or matrix.bits == 6):

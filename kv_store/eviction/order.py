@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
-from kv_store.eviction.policy import EvictionPolicy
 from wire.ids import BlockKey
 
 Page = TypeVar("Page", bound=int)
@@ -37,6 +36,33 @@ class Priority(IntEnum):
 
 
 _PRIORITIES = tuple(Priority)
+
+
+class EvictionPolicy(Protocol):
+    """The queues of a pool's pages, the position of each page in its own, and the choice between the queues' heads.
+
+    queues, positions: by page; the lowest position of a queue is its head. Every call takes constant time, amortised.
+    """
+
+    name: str
+    num_queues: int
+    queues: "array[int]"
+    positions: "array[int]"
+
+    def index(self, page: int, key: BlockKey) -> None:
+        """Notes that a page holds a block from now on."""
+
+    def unindex(self, page: int, key: BlockKey) -> None:
+        """Notes that a page holds a block no longer: evicted, or withdrawn."""
+
+    def touch(self, page: int) -> None:
+        """Counts a use of a page."""
+
+    def inherit(self, parent: int, child: int) -> None:
+        """Gives a parent at least the position of a child that it outlives."""
+
+    def choose(self, heads: Sequence[int]) -> int:
+        """Returns the page to evict, among the heads of queues that have one."""
 
 
 class EvictionOrder(Generic[Page]):

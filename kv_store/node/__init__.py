@@ -1,1 +1,1 @@
-"""A node's arena: its directory, its server and client, and the writer to the cold tier."""
+"""A node's arena: its directory, with server and client, and the claims on its slots."""

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_store.eviction.order import EvictionOrder
-from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kv_store.eviction.order import EvictionOrder, EvictionPolicy
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import NUM_PLACES

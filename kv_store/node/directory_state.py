@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from kv_store.eviction.order import EvictionOrder, Priority
-from kv_store.eviction.policy import EvictionPolicy
+from kv_store.eviction.order import EvictionOrder, EvictionPolicy, Priority
 from kv_store.frame import CHECKSUM_BYTES
 from kv_store.ledger import Ledger
 from kv_store.node.claims import Claims

@@ -8,7 +8,7 @@ declared type before it is used. A call waits if an argument is declared as `Wai
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
@@ -140,8 +140,7 @@ def _checked(body: bytes, read: Read) -> Any:
 
 
 def _plain(value: Any) -> list[Any]:
-    names = getattr(value, "__match_args__", None)  # a dataclass's fields, in order
-    return list(value) if names is None else [getattr(value, name) for name in names]
+    return list(vars(value).values()) if is_dataclass(value) else list(value)  # a dataclass's fields, in order
 
 
 _read_bool, _read_str = reader_of(bool, by_place), reader_of(str, by_place)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_store.ledger import Ledger
-from kv_store.node.claims import Expiring, Ranking
 from kv_store.node.copies import Copies
+from kv_store.node.expiring import Expiring, Ranking
 from kv_store.node.messages import KeepHint
 from wire.ids import SlotId
 

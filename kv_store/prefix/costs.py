@@ -44,8 +44,7 @@ class SourceCosts:
 
     def note_reads(self, took_s: Sequence[float]) -> None:
         """Learns from the times that successive blocks took."""
-        if took_s:
-            self.first.learn(took_s[0])
+        self.first.learn(took_s[0])
         if len(took_s) > 1:
             self.rest.learn(sum(took_s[1:]) / (len(took_s) - 1))
 
@@ -127,22 +126,25 @@ class Costs:
         self._rest(costs, took_s)
         return found
 
-    def timed(self, source: BlockSource, checksums: Generator[bytes, None, None]) -> Generator[bytes, None, None]:
-        """Passes on the blocks of a source, and learns from the times that it took over them."""
+    def timed(
+        self, source: BlockSource, checksums: Generator[bytes, None, None], is_late: Callable[[], bool]
+    ) -> Generator[bytes, None, None]:
+        """Yields the source's checksums until it is late, and records the time of each block."""
         took_s: list[float] = []
         costs = self.of(source)
         try:
             with closing(checksums):
                 checksum: bytes | None = b""
-                while checksum is not None:
+                while checksum is not None and not is_late():
                     began_s = self._clock()
                     checksum = next(checksums, None)
                     took_s.append(self._clock() - began_s)
                     if checksum is not None:
                         yield checksum
         finally:
-            costs.note_reads(took_s)
-            self._rest(costs, sum(took_s))
+            if took_s:
+                costs.note_reads(took_s)
+                self._rest(costs, sum(took_s))
 
     def _rest(self, costs: SourceCosts, took_s: float) -> None:
         costs.due_s = self._clock() + _REST_PER_PROBE * took_s

@@ -1,10 +1,10 @@
-"""The plan of a prefix: found blocks, their sources and costs in, ordered steps out. Pure.
+"""The plan of a prefix: found blocks, their sources and costs in, steps out. Pure.
 
-    whole    Read 0:k   Compute k:n
-    split    Read 0:h   Compute h:n   Read h:n      the last step in groups, from its end on, while blocks are computed
+    whole    Read 0:k   then k:n is computed
+    split    Read 0:h   then h:n is computed, beside a Read h:n in groups, from its end on
 
-h counts the first blocks of the arena, k the blocks from the front that are worth reading. A step that follows a
-Compute of the same blocks is carried out beside it: what it has read when computing gets there is not computed.
+h counts the first blocks of the arena, k the blocks from the front that are worth reading. A block that is read before
+computing gets there is not computed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -14,7 +14,6 @@ from itertools import takewhile
 from kv_store.prefix.costs import MOST_OF_UNSPLIT, SLACK_S, Costs
 from kv_store.tiers.cold_tier import BlockSource
 from wire.block_names import BlockName
-from wire.tier import Cause, Miss
 
 _PROBED_BLOCKS = 2
 _GROUP_S = 0.2
@@ -135,35 +134,27 @@ class Read:
         return costs.rest.mean_s if has_begun else costs.first.mean_s
 
 
-@dataclass(frozen=True)
-class Compute:
-    """A step that computes blocks, though they were found."""
-
-    num_blocks: int
-
-    @property
-    def misses(self) -> list[Miss]:
-        return [Miss(Cause.CHEAPER)] * self.num_blocks
+Plan = tuple[Read, Read | None]
+"""The blocks to read first, and the blocks to read while all others are computed."""
 
 
-def plan_whole(found: Read, probes: Collection[BlockSource]) -> tuple[Read, Compute]:
-    """Reads the front that is worth it, and computes the rest."""
-    num_first = found.num_worth_reading(probes)
-    return found.part(0, num_first), Compute(len(found.names) - num_first)
+def plan_whole(found: Read, probes: Collection[BlockSource]) -> Plan:
+    """Reads the front that is worth it; the rest is computed."""
+    return found.part(0, found.num_worth_reading(probes)), None
 
 
-def plan_split(found: Read, probes: Collection[BlockSource]) -> tuple[Read, Compute, Read] | tuple[Read, Compute]:
+def plan_split(found: Read, probes: Collection[BlockSource]) -> Plan:
     """Reads the first blocks of the arena, and the others while they are computed; a tail is computed in any case.
 
     Does so where it beats all else by 10 ms and a tenth, and plans the whole elsewhere.
     """
     num_blocks, num_here, compute_s = len(found.names), found.num_here, found.costs.compute_s
-    whole = plan_whole(found, probes)
-    whole_s = [0.0, *found.reads_s(found.sources)][len(whole[0].names)] + whole[1].num_blocks * compute_s
+    whole, _ = plan_whole(found, probes)
+    num_read = len(whole.names)
+    whole_s = [0.0, *found.reads_s(found.sources)][num_read] + (num_blocks - num_read) * compute_s
     back_s = [0.0, *found.reads_s(reversed(found.sources[num_here:]))]
     split_s = min(max((num_blocks - num_here - num) * compute_s, took_s) for num, took_s in enumerate(back_s))
     if split_s >= min(whole_s - SLACK_S, MOST_OF_UNSPLIT * whole_s):
-        return whole
-    front, rest = found.part(0, num_here), Compute(num_blocks - num_here)
+        return whole, None
     back = found.part(num_here, num_blocks - found.names[-1].is_tail)
-    return (front, rest, back) if back.names else (front, rest)
+    return found.part(0, num_here), back if back.names else None

@@ -1,1 +1,1 @@
-"""Tiers beyond the arena, which are cold ones and other nodes; a library's tiers; lists of what tiers hold."""
+"""Tiers beyond the arena: cold ones and their writer, the tiers of a library, lists of what tiers hold."""

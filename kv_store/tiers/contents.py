@@ -1,13 +1,12 @@
 """Lists of the blocks in a node's tiers, by namespace, and their clearing; in pages of keys, so that no call is long.
 
-    ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for ─▶ Tally
+    ListableTier.key_pages ─▶ describe ─▶ the blocks of a Selection ─▶ clear, where that is asked for
 
 Stores know tenants and models only by the digest of their namespace root; no token, text or root is read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kv_store.node.directory_port import DirectoryPort
@@ -96,44 +95,6 @@ class HostTier:
 
     def sweep(self, shares: Mapping[bytes, float]) -> None:
         """Does nothing: an arena evicts at each write."""
-
-
-@dataclass
-class Holding:
-    """The blocks of one namespace in one tier. places: their indices among the keys of a selection.
-
-    newest_s, oldest_s: seconds since the last use of the most and of the least recently used block.
-    """
-
-    tier: Tier
-    namespace: bytes
-    num_blocks: int = 0
-    num_bytes: int = 0
-    newest_s: float = inf
-    oldest_s: float = 0.0
-    places: list[int] = field(default_factory=list)
-
-
-class Tally:
-    """A selection's blocks, summed by tier and namespace; and problems of tiers."""
-
-    def __init__(self, selection: Selection) -> None:
-        self.problems: list[str] = []
-        self._place_of = {key: place for place, key in enumerate(selection.keys)}
-        self._holdings: dict[tuple[Tier, bytes], Holding] = {}
-
-    def add(self, tier: Tier, blocks: Sequence[StoredBlock]) -> None:
-        for one in blocks:
-            holding = self._holdings.setdefault((tier, one.namespace), Holding(tier, one.namespace))
-            holding.num_blocks += 1
-            holding.num_bytes += one.num_bytes
-            holding.newest_s = min(holding.newest_s, one.idle_s)
-            holding.oldest_s = max(holding.oldest_s, one.idle_s)
-            holding.places += [self._place_of[one.key]] if one.key in self._place_of else []
-
-    @property
-    def holdings(self) -> list[Holding]:
-        return [*self._holdings.values()]
 
 
 def _pages(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:

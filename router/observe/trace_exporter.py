@@ -1,4 +1,4 @@
-"""The way of traces out of the router: a bounded queue, and a thread that sends them by OTLP over HTTP."""
+"""The exporter of traces: a bounded queue, and a thread that sends them by OTLP over HTTP."""
 
 import http.client
 import logging
@@ -16,11 +16,11 @@ from wire.pb import otlp_pb2 as otlp
 SERVICE = "baton"
 PATH = "/v1/traces"
 MAX_WAITING = 2048
-"""Bound on the traces that wait; later ones are lost."""
+"""Bound on the waiting traces; further traces are lost."""
 MAX_BATCH = 128
 """Traces of one call."""
 GATHER_S = 1.0
-"""How long a trace waits for others to go with it: the thread wakes once for all of them."""
+"""Time that a trace waits for others, so that the thread wakes once for all of them."""
 TIMEOUT_S = 5.0
 LAST_SEND_S = 1.0
 MAX_ANSWER_BYTES = 64 << 10
@@ -29,11 +29,11 @@ WARN_EVERY_S = 60.0
 log = logging.getLogger(__name__)
 
 MakeSpans = Callable[[], Iterable[otlp.TraceSpan]]
-"""Makes the spans of a trace; called on the exporter's thread."""
+"""A function that makes the spans of a trace, called on the exporter's thread."""
 
 
 class TraceExporter:
-    """Sends traces from `start` to `stop`. One that the collector does not take is lost, with a warning a minute."""
+    """Sends traces from `start` to `stop`. A trace that the collector refuses is lost, with a warning a minute."""
 
     def __init__(self, endpoint: str) -> None:
         """endpoint: http://HOST:PORT of a collector."""
@@ -52,7 +52,7 @@ class TraceExporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Sends the traces that wait; blocks for LAST_SEND_S at most."""
+        """Sends the waiting traces; blocks for LAST_SEND_S at most."""
         self._is_stopping.set()
         self._are_waiting.set()
         self._thread.join(LAST_SEND_S)
@@ -81,7 +81,7 @@ class TraceExporter:
             self._lose(len(traces), str(error) or type(error).__name__)
 
     def _send(self, spans: Sequence[otlp.TraceSpan]) -> None:
-        """Raises OSError, ValueError, HTTPException or DecodeError where the collector takes not all of them."""
+        """Sends traces. Raises OSError, ValueError, HTTPException or DecodeError unless all are taken."""
         if not spans:
             return
         message = otlp.ExportTraceServiceRequest()  # filled in place: a message within another is a copy

@@ -1,4 +1,4 @@
-"""Traces of requests in OpenTelemetry's form, written when a request is over, from its timeline.
+"""Traces of requests in OpenTelemetry's form, written at a request's end, from its timeline.
 
     chat MODEL                                    the request, with GenAI's names
       router.check, router.tokenize               spans of its timeline before any attempt
@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import randbytes, random
 
-from router.observe.metrics import CANCELLED, OK
-from router.observe.record import RequestRecord
+from router.observe.journal import CANCELLED, OK, RequestJournal
 from router.observe.trace_exporter import TraceExporter
-from router.requests.checks import ValidRequest
 from text.chat import Chat
+from wire.ids import TraceContext
 from wire.pb import otlp_pb2 as otlp
 from wire.sampling import SamplingParams
-from wire.trace_context import TraceContext
 
 TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
 NS_PER_MS = 1_000_000
@@ -34,25 +32,25 @@ Value = str | float | Sequence[str] | None
 
 
 class Traces:
-    """Chooses the requests to trace. ratio: of requests whose caller sends no trace."""
+    """The choice of requests to trace. ratio: the traced share of requests whose caller sends no trace."""
 
     def __init__(self, ratio: float, model: str, exporter: TraceExporter) -> None:
         self._ratio = ratio
         self._model = model
         self._exporter = exporter
 
-    def begin(self, valid: ValidRequest, traceparent: str) -> "RequestTrace | None":
-        """Begins the trace of a request if its caller samples it, or the ratio does; None if not."""
+    def begin(self, prompt: object, sampling: SamplingParams, traceparent: str) -> "RequestTrace | None":
+        """Begins the trace of a request if its caller or the ratio samples it; else returns None."""
         parent = TraceContext.parse(traceparent)
         if not (random() < self._ratio if parent is None else parent.is_sampled):
             return None
-        operation = "chat" if isinstance(valid.prompt, Chat) else "text_completion"
-        return RequestTrace(operation, self._model, valid.sampling, parent, self._exporter)
+        operation = "chat" if isinstance(prompt, Chat) else "text_completion"
+        return RequestTrace(operation, self._model, sampling, parent, self._exporter)
 
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """The part of a traced request that its record lacks. parent: the caller's span, None without one."""
+    """The part of a traced request that its journal lacks. parent: the caller's span, None without one."""
 
     operation: str
     model: str
@@ -60,22 +58,19 @@ class RequestTrace:
     parent: TraceContext | None
     exporter: TraceExporter
 
-    def end(self, record: RequestRecord, attempts_ms: Sequence[float]) -> None:
-        """Has the spans of the request, which is over now, made and sent; never waits.
-
-        attempts_ms: when each attempt began, on the clock of the record's timeline.
-        """
+    def end(self, journal: RequestJournal) -> None:
+        """Queues the ended request's spans to be made and sent; never waits."""
         ended_ns = time.time_ns()
-        self.exporter.put(lambda: self.spans(record, attempts_ms, ended_ns))
+        self.exporter.put(lambda: self.spans(journal, ended_ns))
 
-    def spans(self, record: RequestRecord, attempts_ms: Sequence[float], ended_ns: int) -> list[otlp.TraceSpan]:
-        """Makes the spans of a request that was over at `ended_ns`, since 1970: request, attempts, timeline."""
-        timeline, parent = record.timeline, self.parent
+    def spans(self, journal: RequestJournal, ended_ns: int) -> list[otlp.TraceSpan]:
+        """Makes the spans of a request that ended at `ended_ns` since 1970: request, attempts, timeline."""
+        timeline, attempts_ms, parent = journal.timeline, journal.attempts_ms, self.parent
         draft = SpanDrafts(
             randbytes(TRACE_ID_BYTES) if parent is None else parent.trace_id,
             ended_ns - int(timeline.total_ms * NS_PER_MS),
         )
-        root = draft.span(f"{self.operation} {self.model}", 0.0, timeline.total_ms, self._attributes(record))
+        root = draft.span(f"{self.operation} {self.model}", 0.0, timeline.total_ms, self._attributes(journal))
         root.parent_span_id = b"" if parent is None else parent.span_id
         root.kind = otlp.SPAN_KIND_SERVER
         spans = [root]
@@ -85,8 +80,8 @@ class RequestTrace:
                 attempt.links.add(trace_id=attempt.trace_id, span_id=spans[-1].span_id)
             attempt.status.code = otlp.STATUS_CODE_ERROR if number < len(attempts_ms) else otlp.STATUS_CODE_UNSET
             spans.append(attempt)
-        for one in (spans[0], spans[-1]) if record.outcome not in (OK, CANCELLED) else ():
-            one.status.CopyFrom(otlp.Status(code=otlp.STATUS_CODE_ERROR, message=record.message))
+        for one in (spans[0], spans[-1]) if journal.outcome not in (OK, CANCELLED) else ():
+            one.status.CopyFrom(otlp.Status(code=otlp.STATUS_CODE_ERROR, message=journal.message))
         for span in timeline.spans:
             attributes: dict[str, Value] = {"baton.process": span.worker, "error.type": span.error or None}
             attributes |= {f"baton.{name}": number for name, number in span.counts.items()}
@@ -94,30 +89,30 @@ class RequestTrace:
             spans.append(draft.span(span.name, span.start_ms, span.start_ms + span.duration_ms, attributes, above))
         return spans
 
-    def _attributes(self, record: RequestRecord) -> Mapping[str, Value]:
-        summary, cached = record.summary, record.summary.cached or {}
+    def _attributes(self, journal: RequestJournal) -> Mapping[str, Value]:
+        cached = journal.cached
         return {
             "gen_ai.operation.name": self.operation,
             "gen_ai.provider.name": "baton",
             "gen_ai.request.model": self.model,
             "gen_ai.response.model": self.model,
-            "gen_ai.response.id": record.request_id,
+            "gen_ai.response.id": journal.request_id,
             **{f"gen_ai.request.{name}": getattr(self.sampling, name) for name in REQUEST_SETTINGS},
             "gen_ai.request.choice.count": self.sampling.n,
-            "gen_ai.usage.input_tokens": summary.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": summary.num_output_tokens,
+            "gen_ai.usage.input_tokens": journal.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": journal.num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": sum(cached.values()),
-            "gen_ai.response.finish_reasons": record.finish_reasons or None,
-            "gen_ai.response.time_to_first_chunk": record.ttft_s,
-            "error.type": record.reason or None,
-            "rpc.response.status_code": record.outcome,
+            "gen_ai.response.finish_reasons": journal.finish_reasons or None,
+            "gen_ai.response.time_to_first_chunk": journal.ttft_s,
+            "error.type": journal.reason or None,
+            "rpc.response.status_code": journal.outcome,
             **{f"baton.cached_tokens.{tier}": number for tier, number in cached.items()},
         }
 
 
 @dataclass(frozen=True)
 class SpanDrafts:
-    """The spans of one trace in the making. arrived_ns: the time that their milliseconds count from."""
+    """The unfinished spans of a trace. arrived_ns: the time from which their milliseconds count."""
 
     trace_id: bytes
     arrived_ns: int
@@ -143,7 +138,7 @@ class SpanDrafts:
 
 
 def _any(value: str | float | Sequence[str]) -> dict[str, object]:
-    """Describes an AnyValue; a message takes half as long to make from descriptions as from messages."""
+    """Describes an AnyValue; making a message from descriptions takes half as long as from messages."""
     match value:
         case str():
             return {"string_value": value}

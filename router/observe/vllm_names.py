@@ -13,14 +13,14 @@ from wire.tier import Tier
 
 PREFIX = "vllm"
 TOTAL = "0"
-"""The label `engine` of a metric that the router measures for all workers together."""
+"""The label `engine` of metrics that the router measures for all workers together."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A metric of Baton. where: the values that samples must have. labels: the labels that stay, by vLLM's name.
+    """A metric of Baton. where: label values that samples must have. labels: the labels that stay, by vLLM's name.
 
-    Samples that differ in other labels only are added up.
+    Samples that differ only in other labels are summed.
     """
 
     name: str
@@ -52,11 +52,11 @@ SOURCES: Mapping[str, Source] = {
     "spec_decode_num_draft_tokens": Source("spec_decode_num_draft_tokens", labels=WORKER),
     "spec_decode_num_accepted_tokens": Source("spec_decode_num_accepted_tokens", labels=WORKER),
 }
-"""By vLLM's name, without prefix and `_total`. `time_per_output_token_seconds` is of its version 0.10 and before."""
+"""Sources by vLLM's name, without prefix and `_total`. vLLM up to 0.10 has `time_per_output_token_seconds`."""
 
 
 class VllmNames(Collector):
-    """All metrics of a registry, then the ones of SOURCES again under vLLM's names and labels."""
+    """A collector of all metrics of a registry, then of SOURCES again, under vLLM's names and labels."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

@@ -1,6 +1,6 @@
-"""Metrics of workers and tiers, from the last status that the router has read: one scrape covers the whole cluster.
+"""Metrics of workers and tiers, from the router's last status: one scrape covers the whole cluster.
 
-A worker that is gone is in no status, and so in no metric; nothing here waits for a worker.
+A worker that is gone is in no status and so in no metric; a scrape waits for no worker.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ Row = tuple[Sequence[str], float]
 
 
 class WorkerCollector(Collector):
-    """`read_last` may be called on any thread, and must not block."""
+    """The collector of worker metrics. read_last: returns the last status, on any thread, without blocking."""
 
     def __init__(self, read_last: Callable[[], cluster_pb2.ClusterStatus]) -> None:
         self._read_last = read_last
@@ -104,7 +104,7 @@ def _of_blocks(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
 
 
 def _of_tiers(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
-    """Of cold tiers; one that is switched off has no metrics."""
+    """Yields the metrics of cold tiers; a tier that is off has none."""
     tiers = [((*_ids(worker), worker.node_id, tier.tier), tier) for worker in workers for tier in worker.tiers]
     tiers = [(ids, tier) for ids, tier in tiers if _is_on(tier)]
     if not tiers:

@@ -1,1 +1,1 @@
-"""The gRPC ports of a router: clients, the operator, and bounds on what arrives."""
+"""The gRPC ports of a router, for clients and the operator, and bounds on arriving messages."""

@@ -11,13 +11,12 @@ from router.config import StreamBounds
 from router.ports.interceptors import CALLER
 from router.requests.dispatch import Dispatcher, OpenRequest
 from wire.errors import Cancelled, Overloaded
-from wire.ids import RequestId
+from wire.ids import TRACEPARENT, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
 from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
 from wire.rpc_status import to_status
 from wire.served_model import ServedModel
-from wire.trace_context import TRACEPARENT
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ _ABORT_TIMEOUT_S = 5.0
 
 
 class InferenceApi(InferenceServicer):
-    """Serves the callers that KeyInterceptor lets in. The server's interceptor makes statuses of what it raises."""
+    """The public service, for callers that KeyInterceptor admits; ErrorInterceptor turns errors into statuses."""
 
     def __init__(self, model: ServedModel, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
         self._model = model
@@ -34,7 +33,7 @@ class InferenceApi(InferenceServicer):
         self._max_stall_s = bounds.max_stall_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Writes to its context: gRPC may drop a generator half-way, without its `finally`."""
+        """Answers a request. Writes through its context: gRPC may drop a generator without running its `finally`."""
         traceparent = str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
         opened = self._dispatcher.open(request, context.time_remaining(), CALLER.get(), traceparent)
         watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
@@ -77,9 +76,9 @@ class InferenceApi(InferenceServicer):
 async def _watch_reader(
     request: OpenRequest, context: Context, max_stall_s: float, writer: asyncio.Task[Any] | None
 ) -> None:
-    """Ends a stream whose `writer` has been stuck in one write for `max_stall_s`.
+    """Ends a stream whose `writer` has been in one write for `max_stall_s`.
 
-    gRPC takes some megabytes before it makes a writer wait, so what a stream may hold in memory is that and the outbox.
+    gRPC buffers some megabytes before a writer waits, so a stream holds at most these and its outbox in memory.
     """
     clock = asyncio.get_running_loop().time
     while True:

@@ -1,7 +1,7 @@
 """The beginning and the end of each call at the router's gRPC servers.
 
-A message is bounded in number and time, and parsed here. Errors become statuses: a handler's bug becomes INTERNAL with
-an opaque id; the log has the rest.
+Messages are parsed here, within bounds on number and time. Errors become statuses: a handler's bug becomes INTERNAL
+with an incident number, and the log has the rest.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ from wire.trust.key_ring import Key, KeyRing, Scope, bearer, page_key
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Arriving = Callable[[], AbstractAsyncContextManager[None]]
-"""A context in which a message is waited for and parsed."""
+"""A context in which a message is awaited and parsed."""
 
 MAX_ARRIVAL_S = 10.0
-"""How long a call may take to send its message."""
+"""Bound on the time in which a call sends its message."""
 MAX_ARRIVING = 64
-"""Calls whose message is not there yet: each may hold as much memory as a message may have bytes."""
+"""Bound on calls whose message has not arrived: each may take as much memory as the longest message."""
 MAX_LISTED_BYTES = 64 << 10
-"""Unknown fields of more bytes are not listed: a million of them would hold up the event loop for a second."""
+"""Unknown fields of more bytes are not listed: a million of them would block the event loop for a second."""
 MAX_NAMED = 4
 MAX_UNPACED_BYTES = 256 << 10
 PACE_BYTES_PER_S = 64 << 20
-"""The event loop takes 10 to 20 ms for a message of 4 MiB, and may do so 16 times a second."""
+"""Rate at which messages are parsed: the event loop takes 10 to 20 ms for 4 MiB, at most 16 times a second."""
 _PACKAGE = inference_pb2.DESCRIPTOR.package
 
 
 class ArrivalLimit:
-    """Bounds the messages on their way to one port. A message of `generate` needs room for a request too."""
+    """A bound on the messages on their way to one port. A message of `generate` needs room for a request, too."""
 
     def __init__(self, dispatcher: Dispatcher, generate: str) -> None:
         self._dispatcher = dispatcher
@@ -55,13 +55,13 @@ class ArrivalLimit:
 
     @asynccontextmanager
     async def arriving(self, method: str) -> AsyncIterator[None]:
-        """Has a unit taken while a message for that path is waited for. Raises Overloaded at once."""
+        """Takes a unit while a message for a path is awaited. Raises Overloaded at once."""
         with self._dispatcher.arriving() if method == self._generate else nullcontext(), self.messages.taken():
             yield
 
 
 async def take_one(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> Any:
-    """The only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
+    """Returns the only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
     async with arriving():
         async with _in_time():
             first = await context.read()
@@ -74,7 +74,7 @@ async def take_one(parse: Any, arriving: Arriving, pace: Pace, context: Context)
 
 
 async def take_all(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> AsyncIterator[Any]:
-    """The messages of a call, as they come. Going through them raises as above."""
+    """Yields the messages of a call as they come. Raises the errors of `take_one`."""
     return _each(parse, arriving, pace, context)
 
 
@@ -94,7 +94,7 @@ async def _next(parse: Any, arriving: Arriving, pace: Pace, context: Context) ->
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Bounds the wait for a message; gRPC itself would wait for ever for one that never comes."""
+    """Bounds the wait for a message, which gRPC itself does not."""
     try:
         async with asyncio.timeout(MAX_ARRIVAL_S):
             yield
@@ -105,7 +105,7 @@ async def _in_time() -> AsyncIterator[None]:
 
 
 def _parse(parse: Any, data: bytes) -> Any:
-    """Parses a message; one of ours may have no unknown field. Raises InvalidRequest."""
+    """Parses a message; a message of Baton's services may have no unknown field. Raises InvalidRequest."""
     try:
         message = parse(data)
     except Exception as error:
@@ -122,7 +122,7 @@ def _parse(parse: Any, data: bytes) -> Any:
 
 
 def _refusal_of_unknown(message: Message) -> errors.InvalidRequest:
-    """Names the unknown fields of a message, or of the first message within it that has some."""
+    """Names the unknown fields of a message, or of the first nested message with such fields."""
     at_fault = next(one for one in _messages_of(message) if len(UnknownFieldSet(one)))
     kind, unknown = at_fault.DESCRIPTOR, UnknownFieldSet(at_fault)
     numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
@@ -138,7 +138,7 @@ def _refusal_of_unknown(message: Message) -> errors.InvalidRequest:
 
 
 def reserved_names(kind: type[Message]) -> dict[int, str]:
-    """Pairs the numbers that a message's .proto reserves with the names, which are in the same order there."""
+    """Pairs the field numbers that a message's .proto reserves with the names, which have the same order there."""
     proto = DescriptorProto()
     kind.DESCRIPTOR.CopyToProto(proto)
     numbers = [number for one in proto.reserved_range for number in range(one.start, one.end)]
@@ -157,13 +157,13 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 CALLER: ContextVar[Key] = ContextVar("caller")
-"""The key of the running call; without a value for a call that no KeyInterceptor has let in, or that showed a token."""
+"""The key of the running call; unset for a call without KeyInterceptor, or with a token."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses calls without a key of its scope, before their message is there. Health needs none.
+    """An interceptor that refuses calls without a key of its scope, before their message. Health checks need no key.
 
-    token: opens the port, too, and so does its `page_key`.
+    token: the token and its `page_key` open the port, too.
     """
 
     def __init__(self, keys: KeyRing, scope: Scope, token: str = "") -> None:
@@ -187,7 +187,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def credentials_of(metadata: Metadata | None) -> list[str]:
-    """Returns the `authorization` fields of a call; a correct one has one."""
+    """Returns the `authorization` fields of a call; a correct call has exactly one."""
     return [str(value) for name, value in metadata or () if name == "authorization"]
 
 
@@ -196,11 +196,11 @@ async def _refuse(status: Any, _messages: Any, context: Context) -> None:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses. Nothing else leaves a server: no exception text, no UNKNOWN.
+    """An interceptor that turns handlers' exceptions into statuses; no exception text and no UNKNOWN leaves a server.
 
-    To gRPC every handler takes a stream, so that messages are waited for, counted and parsed here.
+    Every handler takes a stream from gRPC, so that messages are awaited, counted and parsed here.
 
-    arriving: of a method's path, a context in which each message of such a call is waited for; may refuse by raising.
+    arriving: makes, for a method's path, the context in which each message is awaited; may refuse by raising.
     """
 
     def __init__(self, arriving: Callable[[str], AbstractAsyncContextManager[None]] = lambda _: nullcontext()) -> None:
@@ -252,10 +252,10 @@ def _guard_stream(method: Any, take: Any) -> Any:
 
 
 def _status_of(error: Exception) -> Any:
-    """Makes the status of an error, and lets go of the frames that the error came through, with the message in them.
+    """Makes the status of an error, and drops the error's frames, which refer to the message.
 
-    The call keeps the status's own exception: raised within `except`, it would keep this error and these frames.
+    The call keeps the status's exception: raised within `except`, that would keep the error and its frames.
     """
-    reported = error if isinstance(error, BatonError) else errors.report(error)
+    reported = errors.known(error)
     error.__traceback__ = None
     return rpc_status.to_status(to_status(reported))

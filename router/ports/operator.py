@@ -18,13 +18,14 @@ from wire.pools import Addresses
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SUBSCRIBERS = 8
-"""Of block events; each has its own reader, which looks at every node's directory up to 60 times a second."""
+"""Bound on subscribers to block events; each has a reader, which asks every node's directory up to 60 times a second.
+"""
 NOWHERE = worker_pb2.EventCursor()
 MAX_CURSORS, MAX_EPOCH_CHARS = 1024, 64
 
 
 class ClusterApi(ClusterServicer):
-    """Serves the operator. The server's interceptor makes statuses of what it raises."""
+    """The operator's service. The server's interceptor turns errors into statuses."""
 
     def __init__(self, router: Router, addresses: Addresses) -> None:
         self._router = router
@@ -38,7 +39,7 @@ class ClusterApi(ClusterServicer):
         status.model = self._router.config.model.name
         status.address = self._addresses.public
         status.metrics_address = self._addresses.metrics
-        status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache.total)
+        status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache)
         status.uncached_blocks.update(router.dispatcher.recent.uncached_blocks)
         await self._add_report(status)
         return status
@@ -119,7 +120,7 @@ class ClusterApi(ClusterServicer):
         return await self._router.administration.compare(request)
 
     async def _add_report(self, status: cluster_pb2.ClusterStatus) -> None:
-        """A cluster whose controller is gone still serves, and its status can still be read."""
+        """Adds the controller's report to a status; without a controller the cluster still serves, and has a status."""
         events = self._router.watch.events
         try:
             report = await self._port.report()

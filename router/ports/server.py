@@ -20,7 +20,7 @@ from router.ports.interceptors import ArrivalLimit, ErrorInterceptor, KeyInterce
 from router.ports.operator import ClusterApi
 from router.router import Router
 from wire import errors
-from wire.errors import BatonError, ConfigError, Unavailable
+from wire.errors import ConfigError, Unavailable
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
@@ -31,14 +31,14 @@ from wire.trust.key_ring import KeyRing, Scope
 
 STOP_GRACE_S = 1.0
 MAX_SCRAPE_S = 5.0
-"""How long a scraper waits for its page, the pages of others before it included."""
+"""Bound on a scraper's wait for its page, earlier scrapers' pages included."""
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _GENERATE = f"/{_INFERENCE}/Generate"
 _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
 class RouterServer:
-    """Serves from `start` to `stop`, with health and maybe reflection on both ports; the operator's wants the token."""
+    """The servers of a router, from `start` to `stop`, with health checks; the operator's port needs the token."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -52,11 +52,11 @@ class RouterServer:
 
     @property
     def num_arriving(self) -> int:
-        """Messages that are on their way to the public port."""
+        """Messages on their way to the public port."""
         return self._arrivals.messages.num_used
 
     async def start(self) -> Addresses:
-        """Raises ConfigError if a port is in use; nothing is left running then."""
+        """Opens the ports. Raises ConfigError if a port is in use, and then leaves nothing running."""
         try:
             addresses = await self._bind()
         except ConfigError:
@@ -75,7 +75,7 @@ class RouterServer:
         return addresses
 
     async def stop(self) -> None:
-        """Takes no new requests, ends the open ones with Unavailable, and closes the ports."""
+        """Refuses new requests, ends open requests with Unavailable, and closes the ports."""
         await self._health.enter_graceful_shutdown()
         await self._router.stop()
         await self._public.stop(STOP_GRACE_S)
@@ -109,9 +109,9 @@ class RouterServer:
 
 
 class MetricsServer:
-    """A registry's page over HTTP, in Prometheus' formats, made on a thread of its own, one at a time.
+    """The server of a registry's page, in Prometheus' formats; pages are made one at a time, on a separate thread.
 
-    Wants a key with the scope `metrics`, where there are keys.
+    If there are keys, a scraper needs a key with the scope `metrics`.
     """
 
     def __init__(self, registry: CollectorRegistry, keys: KeyRing) -> None:
@@ -121,7 +121,7 @@ class MetricsServer:
         self._thread = ThreadPoolExecutor(1, "metrics")
 
     async def start(self, host: str, port: int) -> str:
-        """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
+        """Opens the port, for 0 a free port; returns the address. Raises ConfigError if the port is taken."""
         return await self._server.start(host, port)
 
     async def stop(self) -> None:
@@ -133,7 +133,7 @@ class MetricsServer:
         try:
             status, (kind, page), more = HTTPStatus.OK, await self._page(scope), []
         except Exception as failure:  # of whatever kind a collector may raise
-            error = failure if isinstance(failure, BatonError) else errors.report(failure)
+            error = errors.known(failure)
             status, kind, page = HTTPStatus(error.status.http), "application/json", envelope(error)
             more = headers(error)
         head = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]
@@ -141,7 +141,7 @@ class MetricsServer:
         await send({"type": "http.response.body", "body": page, "more_body": False})
 
     async def _page(self, scope: HttpScope) -> tuple[str, bytes]:
-        """Returns the type and the text. Raises Unauthenticated, PermissionDenied, HttpError or Unavailable."""
+        """Returns content type and text. Raises Unauthenticated, PermissionDenied, HttpError or Unavailable."""
         given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
         self._keys.admit([value for name, value in given if name == b"authorization"], Scope.METRICS)
         if scope["method"] not in ("GET", "HEAD"):
@@ -156,7 +156,7 @@ class MetricsServer:
 
 
 def _choose_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """Chooses the format that a client asks for; plain text where its words cannot be read."""
+    """Chooses the format that a client asks for; plain text if its `accept` cannot be parsed."""
     try:
         return choose_encoder(accept)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Admission of requests: limits on open and queued ones, and the use of keys against their allowances. Pure."""
+"""Admission of requests: limits on open and queued requests, and the use of keys against their allowances. Pure."""
 
 import sys
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Admission:
             bounds.max_queued_bytes, "bytes of requests may be queued", "router.max_queued_bytes", retry_after_s
         )
         self._queued_bytes: dict[QualifiedId, int | None] = {}
-        """None for a request that runs: it is open, and not queued."""
+        """None for a running request, which is open but not queued."""
 
     @property
     def num_queued(self) -> int:
@@ -34,12 +34,12 @@ class Admission:
         return self._open.num_used - self._queued.num_used
 
     def require_room(self) -> None:
-        """Raises Overloaded if no request may come in, however small it is."""
+        """Raises Overloaded if not even the smallest request can be admitted."""
         self._open.require()
         self._queued.require()
 
     def admit(self, request_id: QualifiedId, num_bytes: int) -> None:
-        """Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
+        """Admits a request. Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
         if request_id in self._queued_bytes:
             raise RequestExists("a request of that id is running", request_id=request_id)
         self.require_room()
@@ -49,7 +49,7 @@ class Admission:
         self._queued_bytes[request_id] = num_bytes
 
     def started(self, request_id: QualifiedId) -> None:
-        """Takes a request that has its first token out of the queue."""
+        """Takes a request out of the queue at its first token."""
         num_bytes = self._queued_bytes.get(request_id)
         if num_bytes is not None:
             self._bytes.release(num_bytes)
@@ -63,7 +63,7 @@ class Admission:
         self._open.release()
 
     def check(self) -> list[str]:
-        """Returns violated invariants: each limit counts the requests or bytes that the tables hold."""
+        """Lists violated invariants: each limit must count the requests or bytes in the tables."""
         queued = [num_bytes for num_bytes in self._queued_bytes.values() if num_bytes is not None]
         counts = (
             ("requests are counted as open", self._open, len(self._queued_bytes)),
@@ -77,7 +77,7 @@ MINUTE_S = 60.0
 
 
 class Budget:
-    """An amount that refills to `per_minute` within a minute. Times are of one monotonic clock."""
+    """An amount that refills to `per_minute` within a minute. Times are readings of one monotonic clock."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -105,7 +105,7 @@ class _Use:
 
 
 class Quotas:
-    """The use of each key since its first request. retry_after_s: for a key with too many requests open."""
+    """The use of each key since its first request. retry_after_s: told to a key with too many open requests."""
 
     def __init__(self, retry_after_s: float) -> None:
         self._retry_after_s = retry_after_s
@@ -125,21 +125,21 @@ class Quotas:
         use.open.require()
 
     def enter(self, key: Key, now_s: float) -> None:
-        """Begins a request of the key."""
+        """Counts the begin of a key's request."""
         use = self._use(key, now_s)
         use.open.take()
         if use.requests is not None:
             use.requests.take(1, now_s)
 
     def leave(self, key: Key, num_tokens: int, now_s: float) -> None:
-        """Ends a request of the key, and charges its tokens of prompt and answer."""
+        """Counts the end of a key's request, and charges its tokens of prompt and answer."""
         use = self._use(key, now_s)
         use.open.release()
         if use.tokens is not None:
             use.tokens.take(num_tokens, now_s)
 
     def check(self, num_open: int) -> list[str]:
-        """Returns violated invariants, given the number of all open requests."""
+        """Lists violated invariants, given the number of open requests."""
         num_counted = sum(use.open.num_used for use in self._uses.values())
         return [] if num_counted == num_open else [f"{num_counted} requests are counted for keys, {num_open} are open"]
 

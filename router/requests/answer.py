@@ -1,4 +1,4 @@
-"""The answer to one request, as its client has it: the choices, each with its tokens, its text, and how it ended."""
+"""The answer to a request, as its client has it: the choices, each with its tokens, its text and its end."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,9 +15,9 @@ MAX_PART_TOKENS = 512
 
 
 class ChoiceStream:
-    """A choice. Positions decide which tokens are new, whatever worker they come from.
+    """The answer of a choice. Positions tell which tokens are new, whichever worker sends them.
 
-    includes_stop: a token that ends it has text, too. frame: says with what its text opens, and where it reasons.
+    includes_stop: the text includes what ended it. frame: has the text's opening, and its reasoning channel.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class ChoiceStream:
 
     @property
     def so_far(self) -> worker_pb2.UnfinishedChoice:
-        """The choice as a worker needs it to go on."""
+        """The choice, for a worker to continue it."""
         return worker_pb2.UnfinishedChoice(index=self.index, output=pb.TokenIds(ids=self.token_ids))
 
     def accept(self, tokens: worker_pb2.ChoiceTokens) -> pb.Chunk | None:
-        """Takes the tokens that are new; returns the chunk for the client, if there is one. Raises WireError for a gap.
+        """Takes new tokens; returns the chunk for the client, if any. Raises WireError for a gap.
 
-        Tokens after a stop string are left out, and nothing is taken once the choice has ended.
+        Drops tokens after a stop string, and all tokens after the choice's end.
         """
         if self.finish is not None:
             return None
@@ -71,7 +71,7 @@ class ChoiceStream:
         return chunk
 
     def _feed(self, token_ids: Sequence[int]) -> Piece:
-        """Feeds tokens, one by one while they may be reasoning, and counts these."""
+        """Feeds tokens, one by one while they may be reasoning, which is counted."""
         texts, num_tokens = "", 0
         while self._may_reason and num_tokens < len(token_ids):
             piece = self._text.feed(token_ids[num_tokens : num_tokens + 1])
@@ -85,7 +85,7 @@ class ChoiceStream:
         return Piece(texts + rest.text, rest.matched_stop, num_tokens + rest.num_tokens)
 
     def _end(self, tokens: worker_pb2.ChoiceTokens, piece: Piece) -> str:
-        """Decides whether and how the choice has ended; the text that was held back until its end."""
+        """Decides whether and how the choice has ended; returns the text held back until its end."""
         if piece.matched_stop is None and tokens.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
             return ""
         last = self._text.flush()
@@ -103,7 +103,7 @@ class ChoiceStream:
 class PromptAnswer:
     """The prompt's part of an answer: echo, log-probabilities, or neither. Pure.
 
-    num_sent: tokens of the prompt that the client was sent. Positions decide which scores are new, as with choices.
+    num_sent: prompt tokens sent to the client. Positions tell which scores are new, as with choices.
     """
 
     def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, codec: TextCodec, echo: str) -> None:
@@ -116,11 +116,11 @@ class PromptAnswer:
 
     @property
     def num_scored(self) -> int:
-        """Tokens that a worker need not score, as Begin has it: 0 if it need not score any."""
+        """Tokens that a worker need not score, in the form of Begin: 0 if none is to be scored."""
         return self.num_sent if self._is_scored and self.num_sent < len(self._prompt_ids) else 0
 
     def first_parts(self) -> Iterator[pb.PromptPart]:
-        """Yields the parts that need no scores: the text and the first token, or all."""
+        """Yields the parts that need no scores: the text and the first token, or everything."""
         num_known = self._is_wanted and (1 if self._is_scored else len(self._prompt_ids))
         while self.num_sent < num_known:
             ids = self._prompt_ids[self.num_sent : min(self.num_sent + MAX_PART_TOKENS, num_known)]
@@ -129,7 +129,7 @@ class PromptAnswer:
             )
 
     def accept(self, scores: worker_pb2.PromptScores) -> pb.PromptPart | None:
-        """Takes the scores that are new. Raises WireError for a gap, and for more than were asked for."""
+        """Takes new scores. Raises WireError for a gap, and for more scores than requested."""
         num_repeated = self.num_sent - scores.first_position
         tokens = scores.logprobs[max(num_repeated, 0) :]
         if num_repeated < 0 or len(tokens) > len(self._prompt_ids) - self.num_sent or not self._is_scored:
@@ -146,7 +146,7 @@ class PromptAnswer:
 
 
 def name_tokens(logprobs: Iterable[pb.TokenLogprobs], codec: TextCodec) -> None:
-    """Adds the bytes that each token stands for."""
+    """Adds the bytes of each token."""
     for one in logprobs:
         one.token = codec.token_bytes(one.token_id)
         for other in one.top:
@@ -154,7 +154,7 @@ def name_tokens(logprobs: Iterable[pb.TokenLogprobs], codec: TextCodec) -> None:
 
 
 class ChoiceStreams:
-    """All choices of a request. Pure. `shown`: special tokens that are part of the text."""
+    """The answers of all choices of a request. Pure. `shown`: special tokens that are part of the text."""
 
     def __init__(
         self, sampling: SamplingParams, codec: TextCodec, shown: Sequence[str] = (), frame: AnswerFrame = NO_FRAME
@@ -179,22 +179,22 @@ class ChoiceStreams:
 
     @property
     def worker_goes_on(self) -> bool:
-        """Tells whether all choices have ended, one by a stop string: the worker goes on until an abort."""
+        """Tells whether all choices have ended, some by a stop string: then the worker goes on until an abort."""
         return self.has_ended and any(finish.HasField("stop_string") for finish in self.finishes)
 
     def take_stopped(self) -> list[int]:
-        """Hands over the choices that ended without their worker's knowledge since the last call."""
+        """Returns the choices that ended, unknown to their worker, since the last call."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
     @property
     def unfinished(self) -> list[worker_pb2.UnfinishedChoice]:
-        """The choices that go on, each with what the client has of it."""
+        """The unfinished choices, each with the tokens that the client has."""
         return [choice.so_far for choice in self._choices if choice.finish is None]
 
     @property
     def finishes(self) -> list[pb.Choice]:
-        """Lists the ends of the choices that have ended."""
+        """Lists the ends of finished choices."""
         return [choice.finish for choice in self._choices if choice.finish is not None]
 
     def accept(self, gained: Iterable[worker_pb2.ChoiceTokens]) -> Iterator[pb.Chunk]:

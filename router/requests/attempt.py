@@ -5,14 +5,14 @@ the rest. So does the one attempt after logits that were NaN or infinite, if cac
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from router.disaggregation import PrefillReason, hand_off_s
+from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
-from router.observe.record import RecentRequests, RequestSummary
-from router.observe.timeline import TimedCall, TimelineRecorder
+from router.observe.recent_requests import RecentRequests
 from router.observe.traces import RequestTrace, Traces
 from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, Route
@@ -26,13 +26,13 @@ from router.workers.line import Take
 from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
 from text.grammar import in_sources
-from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
+from wire.convert import sampling_to_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, tenant_of
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
 from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
-from wire.pools import WorkerState
+from wire.pools import Role, WorkerState
 
 MAX_NUMBER = (1 << 32) - 1
 """The last number of an attempt; the first is 1."""
@@ -62,8 +62,8 @@ class Services:
 class AdmittedRequest:
     """A request that was admitted. `root` is its tenant's; times are of the event loop's clock.
 
-    id: the client's id, qualified by its tenant. life_s: the deadline as the client gave it, or the longest there is.
-    deadline_s: a moment before it is over. trace: None if it has none.
+    id: the client's id, qualified by its tenant. journal: the request's, from its arrival on. life_s: the deadline as
+    the client gave it, or the longest there is. deadline_s: a moment before it is over. trace: None if it has none.
     """
 
     id: QualifiedId
@@ -71,7 +71,7 @@ class AdmittedRequest:
     valid: ValidRequest
     limits: ServingLimits
     root: NamespaceRoot
-    arrived_s: float
+    journal: RequestJournal
     life_s: float
     deadline_s: float
     trace: RequestTrace | None = None
@@ -79,7 +79,7 @@ class AdmittedRequest:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request whose tokens are known, the answer so far, and the books that all its attempts keep."""
+    """A request whose tokens are known, and the answer so far, which all its attempts share."""
 
     admitted: AdmittedRequest
     services: Services
@@ -87,8 +87,10 @@ class PreparedRequest:
     answer: ChoiceStreams
     prompt_answer: PromptAnswer
     reply: ReplyWriter
-    timeline: TimelineRecorder
-    summary: RequestSummary
+
+    @property
+    def journal(self) -> RequestJournal:
+        return self.admitted.journal
 
     @property
     def complete(self) -> pb.Complete:
@@ -98,9 +100,9 @@ class PreparedRequest:
             usage=pb.Usage(
                 prompt_tokens=len(self.prompt.prompt_ids),
                 completion_tokens=self.answer.num_tokens,
-                cached_tokens=tiers_to_pb(self.summary.cached or {}),
-                guessed_tokens=self.timeline.count("tokens_guessed"),
-                accepted_tokens=self.timeline.count("tokens_accepted"),
+                cached_tokens=tiers_to_pb(self.journal.cached),
+                guessed_tokens=self.journal.total("tokens_guessed"),
+                accepted_tokens=self.journal.total("tokens_accepted"),
                 reasoning_tokens=self.answer.num_reasoning_tokens,
             ),
             seed=self.prompt.sampling.seed,
@@ -108,11 +110,10 @@ class PreparedRequest:
 
     def note_source(self, source: worker_pb2.PromptSource) -> None:
         """Notes where the prompt's KV came from, and begins to name the first missing block in other namespaces."""
-        summary, prepared = self.summary, self.prompt
-        summary.cached, summary.misses = tiers_from_pb(source.cached_tokens), list(source.misses)
-        summary.others = self.services.namespaces.begin(
-            tenant_of(self.admitted.id), prepared.prompt_ids, prepared.public, source.misses
-        )
+        self.journal.source = worker_pb2.PromptSource()
+        self.journal.source.CopyFrom(source)  # it keeps the line's message, else, with the updates of others
+        prepared = self.prompt
+        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public)
 
 
 class AttemptFailed(Exception):
@@ -139,22 +140,20 @@ class Attempt:
 
     async def run(self) -> None:
         """Returns when every choice has ended, or prefill ended them all. Raises AttemptFailed."""
-        request, timeline = self.request, self.request.timeline
+        request, journal = self.request, self.request.journal
         placement, holds = request.services.placement, request.services.holds
         is_fresh = not request.answer.num_tokens
-        if is_fresh:
-            request.summary.prefill_worker = request.summary.cached = None
         keys, num_prompt = request.prompt.keys, len(request.prompt.prompt_ids)
         route = placement.route(keys, num_prompt, holds.full_nodes)
         if is_fresh:
-            request.summary.prefill_reason = route.reason
+            journal.plan(route.reason)
         if route.prefill_node is None or not (is_fresh and self.history.reads_cache):
             await self._decode(route)
             return
         request.reply.begin(num_prompt)
-        timeline.set_current_span(Kind.WAIT_ROOM)
+        journal.begin(Kind.WAIT_ROOM, self._clock())
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node):
-            self._record_span(Kind.WAIT_ROOM)
+            journal.leave(self._clock())
             member = placement.choose_prefill(route)
             if member is not None:
                 prefill = await self._prefill(route, member)
@@ -163,23 +162,21 @@ class Attempt:
                     if (took_s := hand_off_s(prefill, decode)) is not None:
                         placement.note_hand_off(took_s)
         if member is None:  # the node has lost its prefill workers meanwhile
-            request.summary.prefill_reason = PrefillReason.ABSENT
+            journal.plan(PrefillReason.ABSENT)
             await self._decode(route)
 
-    async def _prefill(self, route: Route, member: Member) -> TimedCall:
+    async def _prefill(self, route: Route, member: Member) -> Sequence[pb.Span]:
         """Lets a worker publish the prompt's blocks under a hold; its last update then brings one token per choice."""
-        self.request.summary.prefill_worker = member.id
         with member.assigned(self.request.prompt.sampling.n, route.num_new_tokens, route.keys):
-            return await self._run_on(route, member, "prefill", self.request.services.holds.keep)
+            return await self._run_on(route, member, Role.PREFILL, self.request.services.holds.keep)
 
-    async def _decode(self, route: Route) -> TimedCall:
+    async def _decode(self, route: Route) -> Sequence[pb.Span]:
         """Lets a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
-        answer, services = self.request.answer, self.request.services
-        self.request.timeline.set_current_span(Kind.WAIT_DECODE)
+        answer, services, journal = self.request.answer, self.request.services, self.request.journal
+        journal.begin(Kind.WAIT_DECODE, self._clock())
         member = await services.placement.choose_decode(route)
         self.request.reply.begin(route.num_prompt_tokens)
-        self._record_span(Kind.WAIT_DECODE)
-        self.request.summary.decode_worker = member.id
+        journal.leave(self._clock())
 
         def fetched(attempt: AttemptId) -> None:
             end_prefilling()
@@ -189,28 +186,31 @@ class Attempt:
         num_tokens = sum(route.num_prompt_tokens + len(choice.output.ids) for choice in choices)
         work = member.assigned(len(choices), num_tokens, route.keys)
         with work, member.prefilling(route.num_new_tokens) as end_prefilling:
-            call = await self._run_on(route, member, "decode", fetched)
+            spans = await self._run_on(route, member, Role.DECODE, fetched)
         if not answer.has_ended:
             raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
-        return call
+        return spans
 
     async def _run_on(
-        self, route: Route, member: Member, name: str, on_prompt: Callable[[AttemptId], None]
-    ) -> TimedCall:
-        """Runs the attempt on a worker. on_prompt: called when prefill has published its blocks, or decode has them."""
+        self, route: Route, member: Member, role: Role, on_prompt: Callable[[AttemptId], None]
+    ) -> Sequence[pb.Span]:
+        """Runs the attempt on a worker; returns the spans of the call.
+
+        on_prompt: called when prefill has published its blocks, or decode has them.
+        """
         if self.is_alone:
             await self._require_answer(member)
-        timeline, spans = self.request.timeline, list[pb.Span]()
-        call = timeline.sent(name, member.id, self._clock())
+        journal, told, error = self.request.journal, list[pb.Span](), ""
+        journal.call(role, member.id, self._clock())
         try:
-            await member.line.run(self._begin(route, member), self._taker(member, on_prompt, spans))
-        except BatonError as error:
-            failure = self._failure(member, error)
-            call.error = failure.error.reason
-            raise failure from error
+            await member.line.run(self._begin(route, member), self._taker(member, on_prompt, told))
+        except BatonError as broken:
+            failure = self._failure(member, broken)
+            error = failure.error.reason
+            raise failure from broken
         finally:
-            timeline.ended(call, self._clock(), spans)
-        return call
+            spans = journal.end_call(self._clock(), told, error)
+        return spans
 
     def _failure(self, member: Member, error: BatonError) -> AttemptFailed:
         """Judges the error of a call, and marks a worker that broke it off as lost."""
@@ -224,7 +224,7 @@ class Attempt:
         return AttemptFailed(WorkerLeaving(error.message) if is_leaving else error)
 
     async def _require_answer(self, member: Member) -> None:
-        """Asks a worker for a sign of life: a dead one must not use up a request's last attempt."""
+        """Asks a worker for a sign of life: a dead worker must not use up a request's last attempt."""
         try:
             await member.line.questions.status(False, PROBE_TIMEOUT_S)
         except BatonError as error:
@@ -253,7 +253,7 @@ class Attempt:
 
     def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:
         """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
-        answer, tells_first = self.request.answer, self.request.summary.cached is None
+        answer, tells_first = self.request.answer, self.request.journal.source is None
 
         def take(update: worker_pb2.Update) -> bool:
             if update.choices:
@@ -281,9 +281,5 @@ class Attempt:
             raise WireError("a worker sent a token before the log-probabilities of the prompt")
         for chunk in request.answer.accept(update.choices):
             request.reply.send(chunk)
-        request.summary.num_output_tokens = request.answer.num_tokens
         if self.is_alone and not self.history.is_in_vain(request.answer.num_tokens):
             request.services.isolated_retries.clear(request.admitted.id)
-
-    def _record_span(self, kind: Kind) -> None:
-        self.request.timeline.record_span(kind, self._clock())

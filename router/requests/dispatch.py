@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
-from router.observe.metrics import OK, TokenTiming, described
-from router.observe.record import RequestRecord
+from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
 from router.requests.checks import ServingLimits, require_known, require_may_fit, valid_text, validate
@@ -20,7 +19,6 @@ from router.requests.prompt import PreparedPrompt
 from router.requests.tokenizing import NO_PREFIXES
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.convert import reason_from_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
 from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
 from wire.limit import Limit
@@ -55,18 +53,25 @@ class OpenRequest:
         self.outbox = outbox
         self.request_id = request.client_id
         self._id = request.id
-        self._metrics, self._recent = services.metrics, services.recent
-        self._trace = request.trace
+        self._journal = request.journal
+        self._folds = [services.metrics.ended, services.recent.add]
+        if request.trace is not None:
+            self._folds.append(request.trace.end)
         self._on_end = on_end
         self._reason: BatonError | None = None
         self._loop = asyncio.get_running_loop()
-        self._timing = TokenTiming(services.metrics, request.arrived_s)
-        reply = ReplyWriter(request.client_id, outbox, self._timing, lambda: on_first_token(request.id), self.stop)
-        self._flow = Flow(request, services, reply)
-        self._task: asyncio.Task[pb.Complete] = asyncio.create_task(self._flow.serve())
+        reply = ReplyWriter(
+            request.client_id,
+            outbox,
+            request.journal,
+            partial(services.metrics.gained, request.journal),
+            lambda: on_first_token(request.id),
+            self.stop,
+        )
+        self._task: asyncio.Task[pb.Complete] = asyncio.create_task(Flow(request, services, reply).serve())
         self._task.add_done_callback(self._ended)
         self._life_s = request.life_s
-        self._deadline = self._loop.call_at(request.deadline_s, lambda: self.stop(self._out_of_time()))
+        self._deadline = self._loop.call_at(request.deadline_s, self.stop, DeadlineExceeded("the deadline has passed"))
 
     def stop(self, reason: BatonError) -> None:
         """Ends the request with this error, unless it has an end already."""
@@ -80,41 +85,33 @@ class OpenRequest:
 
     def _ended(self, task: asyncio.Task[pb.Complete]) -> None:
         self._deadline.cancel()
-        ended, flow = self._outcome_of(task), self._flow
-        del self._flow  # it refers to this object: the two, and the text, would stay until garbage is looked for
-        summary = flow.summary
-        self._on_end(self._id, summary.num_prompt_tokens + summary.num_output_tokens)
-        timeline = flow.timeline.finish(self._loop.time())
+        ended, journal = self._outcome_of(task), self._journal
+        journal.end(ended, self._loop.time())
+        self._on_end(self._id, journal.num_prompt_tokens + journal.num_output_tokens)
         if isinstance(ended, BatonError):
+            ended.timeline = journal.timeline
             self.outbox.fail(ended)
         else:
-            ended.timeline.CopyFrom(timeline)
-            summary.sign(ended.timeline)
+            ended.timeline.CopyFrom(journal.timeline)
             self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=ended))
-        outcome, reason, message = described(ended) if isinstance(ended, BatonError) else (OK, "", "")
-        finish = [] if isinstance(ended, BatonError) else _finish_reasons(ended)
-        record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline, finish, reason, message)
-        self._metrics.ended(record)
-        self._recent.add(record)
-        if self._trace is not None:
-            self._trace.end(record, flow.timeline.attempts_ms)
-        log.info("request ended", extra=record.values)
+        for fold in self._folds:
+            fold(journal)
+        log.info("request ended", extra=journal.values)
 
     def _outcome_of(self, task: asyncio.Task[pb.Complete]) -> pb.Complete | BatonError:
         """Returns the last message, or the error that a request ended with. A bug of ours becomes an incident."""
         try:
             return task.result()  # unlike `exception`, this takes the frames of `Flow` out of the task
         except asyncio.CancelledError:
-            return self._reason or Cancelled("the router is stopping")
-        except DeadlineExceeded:  # by the worker's own timer
-            return self._out_of_time()
-        except BatonError as error:
-            return error.with_traceback(None)
-        except Exception as error:
-            return errors.report(error, request_id=self._id)
+            error = self._reason or Cancelled("the router is stopping")
+        except BatonError as raised:
+            error = raised.with_traceback(None)
+        except Exception as bug:
+            return errors.report(bug, request_id=self._id)
+        return self._out_of_time() if isinstance(error, DeadlineExceeded) else error  # a worker's own timer's, too
 
     def _out_of_time(self) -> DeadlineExceeded:
-        at, life_s = self._flow.timeline.at, float(f"{self._life_s:.2g}")
+        at, life_s = self._journal.at, float(f"{self._life_s:.2g}")
         return DeadlineExceeded(
             f"the deadline of {life_s:g} s passed at {at}: give a longer one, or see `baton status`"
         )
@@ -259,8 +256,9 @@ class Dispatcher:
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
-        trace = None if services.traces is None else services.traces.begin(valid, traceparent)
-        admitted = AdmittedRequest(qualified_id, request_id, valid, limits, root, now_s, life_s, deadline_s, trace)
+        trace = None if services.traces is None else services.traces.begin(valid.prompt, valid.sampling, traceparent)
+        journal = RequestJournal(qualified_id, now_s)
+        admitted = AdmittedRequest(qualified_id, request_id, valid, limits, root, journal, life_s, deadline_s, trace)
         outbox = Outbox(self._bounds.max_buffered_tokens)
         opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller))
         self._quotas.enter(caller, now_s)
@@ -290,8 +288,3 @@ class Dispatcher:
         except Exception as error:
             self._services.metrics.refused(error)
             raise
-
-
-def _finish_reasons(complete: pb.Complete) -> list[str]:
-    reasons = [reason_from_pb(choice.finish_reason) for choice in complete.choices]
-    return [reason.value for reason in reasons if reason is not None]

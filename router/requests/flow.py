@@ -14,10 +14,9 @@ worker is told to abort, and `Line` drops updates that come late. `OpenRequest` 
 import asyncio
 from dataclasses import replace
 
-from router.observe.record import RequestSummary
-from router.observe.timeline import TimelineRecorder
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
+from router.requests.checks import ValidRequest
 from router.requests.outbox import ReplyWriter
 from router.requests.prompt import PreparedPrompt
 from router.requests.replay import MAX_ATTEMPTS, AttemptHistory, NextStep, next_step
@@ -31,8 +30,6 @@ class Flow:
     """A request from its message to the last of its answer. Belongs to the running event loop."""
 
     def __init__(self, request: AdmittedRequest, services: Services, reply: ReplyWriter) -> None:
-        self.timeline = TimelineRecorder(request.arrived_s)
-        self.summary = RequestSummary()
         self.reply = reply
         self._request = request
         self._services = services
@@ -40,12 +37,10 @@ class Flow:
 
     async def serve(self) -> pb.Complete:
         """Returns the last message, without its timeline, once the others are in the outbox. Raises BatonError."""
-        self.timeline.record_span(Kind.CHECK, self._clock())
         prepared = await self._prepare()
         history, step = AttemptHistory(), NextStep.RETRY
         while not prepared.answer.has_ended:
-            self.summary.num_attempts = history.number
-            self.timeline.begin_attempt()
+            self._request.journal.begin_attempt(self._clock())
             attempt = Attempt(prepared, history, step is NextStep.RETRY_ALONE)
             try:
                 await self._run(attempt)
@@ -54,11 +49,10 @@ class Flow:
         return prepared.complete
 
     async def _run(self, attempt: Attempt) -> None:
-        """Runs an attempt. The one that may be its request's last waits for its turn in `IsolatedRetries`."""
+        """Runs an attempt. An attempt that may be its request's last first waits in `IsolatedRetries`."""
         if attempt.is_alone:
-            self.timeline.set_current_span(Kind.WAIT_ISOLATED)
+            self._request.journal.begin(Kind.WAIT_ISOLATED, self._clock())
             async with self._services.isolated_retries.alone(self._request.id):
-                self._record_span(Kind.WAIT_ISOLATED)
                 await attempt.run()
         else:
             await attempt.run()
@@ -66,25 +60,33 @@ class Flow:
     async def _prepare(self) -> PreparedRequest:
         """Renders a chat, checks a grammar, tokenizes, names the blocks, begins the answer. Raises BatonError."""
         services, request, clock = self._services, self._request, self._clock
-        valid = request.valid
+        valid, journal = request.valid, request.journal
         if isinstance(valid.prompt, Chat):
-            self.timeline.set_current_span(Kind.RENDER)
+            journal.begin(Kind.RENDER, clock())
             rendered = await services.prompts.render(valid.prompt, request.limits)
             valid = replace(valid, prompt=rendered)
             self.reply.adapt(rendered.adapted)
-            self._record_span(Kind.RENDER)
-        self.timeline.set_current_span(Kind.GRAMMAR)
+        journal.begin(Kind.GRAMMAR, clock())
         valid = await services.prompts.check_grammar(valid, request.limits)
-        if valid.sampling.response_format is not None:
-            self._record_span(Kind.GRAMMAR)
-
-        self.timeline.set_current_span(Kind.WAIT_TOKENIZER)
-        prompt = await services.prompts.prepare(valid, request.limits, request.root, self._begin_tokenizing)
-        self._record_span(Kind.TOKENIZE)
-        self.summary.num_prompt_tokens = len(prompt.prompt_ids)
+        if valid.sampling.response_format is None:
+            journal.pass_on()
+        prompt = await self._tokenize(valid)
+        journal.num_prompt_tokens = len(prompt.prompt_ids)
         if services.quarantine.contains(prompt.keys[-1], clock()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
         return self._begin_answer(prompt)
+
+    async def _tokenize(self, valid: ValidRequest) -> PreparedPrompt:
+        """Tokenizes and names the blocks. A thread notes when it begins; the journal belongs to the event loop."""
+        request, begun_s = self._request, list[float]()
+        request.journal.begin(Kind.WAIT_TOKENIZER, self._clock())
+        try:
+            return await self._services.prompts.prepare(
+                valid, request.limits, request.root, lambda: begun_s.append(self._clock())
+            )
+        finally:
+            for now_s in begun_s:
+                request.journal.begin(Kind.TOKENIZE, now_s)
 
     def _begin_answer(self, prompt: PreparedPrompt) -> PreparedRequest:
         """Makes the empty answer, and sends the parts of the prompt that the client wants and that need no scores."""
@@ -93,9 +95,7 @@ class Flow:
         prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)
-        return PreparedRequest(
-            self._request, self._services, prompt, answer, prompt_answer, self.reply, self.timeline, self.summary
-        )
+        return PreparedRequest(self._request, self._services, prompt, answer, prompt_answer, self.reply)
 
     def _after(self, attempt: Attempt, error: BatonError) -> tuple[AttemptHistory, NextStep]:
         """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""
@@ -112,10 +112,3 @@ class Flow:
             self._services.quarantine.add(request.prompt.keys[-1], self._clock())
             raise AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")
         return following, step
-
-    def _begin_tokenizing(self) -> None:
-        self._record_span(Kind.WAIT_TOKENIZER)
-        self.timeline.set_current_span(Kind.TOKENIZE)
-
-    def _record_span(self, kind: Kind) -> None:
-        self.timeline.record_span(kind, self._clock())

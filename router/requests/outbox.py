@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from router.observe.metrics import TokenTiming
+from router.observe.journal import RequestJournal
 from wire.errors import BatonError, Overloaded
 from wire.ids import RequestId
 from wire.limit import Limit
@@ -49,7 +49,7 @@ class Outbox:
         else:
             self._tokens.release(_weight(waiting))
             _join(waiting.chunk, event.chunk)
-            self._tokens.num_used += _weight(waiting)
+            self._tokens.exceed(_weight(waiting))
 
     def complete(self, last: pb.GenerateResponse) -> None:
         """Adds the last message, for which there is always room."""
@@ -63,7 +63,7 @@ class Outbox:
 
     def _append(self, event: pb.GenerateResponse) -> None:
         self._events.append(event)
-        self._tokens.num_used += _weight(event)  # of one event, or of the last, beyond the limit too
+        self._tokens.exceed(_weight(event))  # of one event, or of the last
         if event.HasField("chunk"):
             self._chunks[event.chunk.index] = event
         self._wake()
@@ -104,18 +104,21 @@ class Outbox:
 class ReplyWriter:
     """The messages of an answer on their way to the client.
 
-    on_first_token: called before the first chunk is sent. stop: ends the request with an error.
+    on_gain: notes the tokens that a choice gained, and when. on_first_token: called before the first chunk is sent.
+    stop: ends the request with an error.
     """
 
     def __init__(
         self,
         request_id: RequestId,
         outbox: Outbox,
-        timing: TokenTiming,
+        journal: RequestJournal,
+        on_gain: Callable[[int, int, float], None],
         on_first_token: Callable[[], None],
         stop: Callable[[BatonError], None],
     ) -> None:
-        self.timing = timing
+        self._journal = journal
+        self._on_gain = on_gain
         self._request_id = request_id
         self._outbox = outbox
         self._on_first_token = on_first_token
@@ -131,9 +134,9 @@ class ReplyWriter:
         self._outbox.begin(num_prompt_tokens)
 
     def send(self, chunk: pb.Chunk) -> None:
-        if self.timing.first_token_s is None:
+        if self._journal.ttft_s is None:
             self._on_first_token()
-        self.timing.gained(chunk.index, len(chunk.token_ids), self._loop.time())
+        self._on_gain(chunk.index, len(chunk.token_ids), self._loop.time())
         self._put(pb.GenerateResponse(request_id=self._request_id, chunk=chunk))
 
     def send_prompt(self, part: pb.PromptPart) -> None:

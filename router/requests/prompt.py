@@ -30,8 +30,8 @@ MAX_TINY_LEN = 256
 class PreparedPrompt:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
-    held_keys: the ones that a decode worker fetches. public: the part whose names are no tenant's.
-    echo: the prompt's text, if it was asked for. shown: special tokens that are part of the answer's text. frame: its.
+    held_keys: keys that a decode worker fetches. public: the part whose names are no tenant's. echo: the prompt's text,
+    if it was asked for. shown: special tokens that are part of the answer's text. frame: the answer's.
     """
 
     prompt_ids: tuple[int, ...]

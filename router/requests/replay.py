@@ -1,4 +1,4 @@
-"""The next step after a lost attempt: another attempt, another one alone, or the end."""
+"""The next step after a lost attempt: another attempt, an isolated retry, or the end."""
 
 import asyncio
 from collections import OrderedDict
@@ -14,14 +14,14 @@ MAX_ATTEMPTS = 3
 MIN_PROGRESS = 16
 
 _LOSSES = (Unavailable, Cancelled, WireError, RequestExists)
-"""Errors that say something of the worker and nothing of the request: another attempt may do better.
+"""Errors about the worker, not the request: another attempt may succeed.
 
-RequestExists: the worker has not quite left an earlier request of that id.
+RequestExists: the worker is still ending an earlier request with this id.
 """
 
 
 class NextStep(Enum):
-    """RETRY_ALONE: the attempt may be the last, and is made while no other such attempt is. FAIL: with the error."""
+    """The next step after an attempt. RETRY_ALONE: an isolated retry, maybe the last. FAIL: ends the request."""
 
     RETRY = "retry"
     RETRY_ALONE = "retry alone"
@@ -31,12 +31,12 @@ class NextStep(Enum):
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """The attempts at a request: their number, the one under way included, and the number of the last in vain.
+    """The attempts at a request: their number, the running attempt included, and how many of the last were in vain.
 
-    reads_cache: false once an attempt that had read cached KV got logits that were NaN or infinite.
+    reads_cache: false after NaN or infinite logits in an attempt that had read cached KV.
 
-    An attempt that brought fewer than `MIN_PROGRESS` tokens was in vain. Several of these in a row say that the request
-    itself may be what workers die of: a long request may outlive any number of them.
+    An attempt with fewer than `MIN_PROGRESS` new tokens was in vain. Several in a row suggest that the request itself
+    kills workers; a long request may outlive any number of workers.
     """
 
     number: int = 1
@@ -45,24 +45,24 @@ class AttemptHistory:
     reads_cache: bool = True
 
     def is_in_vain(self, num_tokens: int) -> bool:
-        """Tells whether the attempt under way is, when the client has `num_tokens` tokens."""
+        """Tells whether the running attempt was in vain if the client now has `num_tokens` tokens."""
         return num_tokens - self.num_tokens_before < MIN_PROGRESS
 
     def after(self, error: BatonError, num_tokens: int) -> "AttemptHistory":
-        """Returns the next attempt, where this one ended with `error` when the client had `num_tokens` tokens.
+        """Returns the next attempt, after this attempt ended with `error` when the client had `num_tokens` tokens.
 
-        A worker that gives a request back because it leaves has not died of it.
+        A leaving worker that gives a request back has not died of it.
         """
         num_in_vain = self.num_in_vain + (not isinstance(error, WorkerLeaving)) if self.is_in_vain(num_tokens) else 0
         return AttemptHistory(self.number + 1, num_in_vain, num_tokens, self.reads_cache)
 
     def without_cache(self) -> "AttemptHistory":
-        """Returns the next attempt, after logits that were NaN or infinite: cached KV may be why, so it reads none."""
+        """Returns the next attempt after NaN or infinite logits: it reads no cached KV, which may be the cause."""
         return replace(self, number=self.number + 1, reads_cache=False)
 
 
 def next_step(error: BatonError, following: AttemptHistory) -> NextStep:
-    """Decides what follows an attempt that ended with this error; `following` is the attempt that would be next."""
+    """Decides the step after an attempt that ended with this error; `following` would be the next attempt."""
     if not isinstance(error, _LOSSES):
         return NextStep.FAIL
     if following.num_in_vain >= MAX_ATTEMPTS:
@@ -71,10 +71,10 @@ def next_step(error: BatonError, following: AttemptHistory) -> NextStep:
 
 
 class IsolatedRetries:
-    """Attempts that may be the last of their requests, made one at a time.
+    """The queue of isolated retries: attempts that may be the last of their requests, made one at a time.
 
-    Of the requests that were on two workers when these died, one may be what they died of. Tried together, a third
-    death would end them all; tried one by one, it ends the one.
+    Of the requests that two workers had when they died, one may be the cause. Together, a third death would end all of
+    these requests; tried one at a time, the cause ends alone.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class IsolatedRetries:
 
     @asynccontextmanager
     async def alone(self, request_id: QualifiedId) -> AsyncIterator[None]:
-        """Waits in FIFO order to be the only such request, until `clear` or the end of the context."""
+        """Waits in FIFO order, then is the only such request until `clear` or the context's end."""
         self._open.add(request_id)
         try:
             await self._lock.acquire()
@@ -94,21 +94,21 @@ class IsolatedRetries:
             self.clear(request_id)
 
     def clear(self, request_id: QualifiedId) -> None:
-        """Lets the next request be tried, once this one's attempt leads somewhere. Takes any request, at any time."""
+        """Admits the next request once this request's attempt makes progress. Takes any request, at any time."""
         self._open.discard(request_id)
         if request_id == self._holder:
             self._holder = None
             self._lock.release()
 
     def check(self) -> list[str]:
-        """Lists requests that are tried alone, or wait for it; none, once no request is open."""
+        """Lists requests in or before an isolated retry; empty once no request is open."""
         return [f"request {request_id} is tried alone, or waits for it" for request_id in sorted(self._open)]
 
 
 class Quarantine:
-    """Prompts over which workers were lost, by the key of their last block: each for `ttl_s`, the `max_prompts` latest.
+    """Prompts over which workers were lost, by the key of their last block: the `max_prompts` latest, each for `ttl_s`.
 
-    Pure: times are given.
+    Pure: callers pass times.
     """
 
     def __init__(self, ttl_s: float = 60.0, max_prompts: int = 1024) -> None:
@@ -117,7 +117,7 @@ class Quarantine:
         self._ends: OrderedDict[BlockKey, float] = OrderedDict()
 
     def add(self, prompt: BlockKey, now_s: float) -> None:
-        """Notes that a request with this prompt was given up."""
+        """Notes that a request with this prompt was abandoned."""
         self._ends[prompt] = now_s + self._ttl_s
         self._ends.move_to_end(prompt)
         while len(self._ends) > self._max_prompts:

@@ -1,7 +1,7 @@
 """Tokenization of prompts: the threads, a cache of the pieces of chats, and public prefixes.
 
-The shortest waiting prompt is first, and long ones have a thread of their own. Pieces of recent chats, and prefixes
-that the operator has declared public, are not tokenized again.
+The shortest waiting prompt is first; long prompts have a separate thread. Pieces of recent chats, and declared public
+prefixes, are not tokenized again.
 """
 
 import asyncio
@@ -23,25 +23,23 @@ from text.template.turns import ChatTurn
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import PublicPart
 from wire.errors import ConfigError, InvalidRequest, Unsupported
-from wire.ids import NamespaceRoot
+from wire.ids import PUBLIC, NamespaceRoot
 
-PUBLIC = "*"
-"""The tenant in the root of public block names; no real tenant may have this name."""
 MAX_ADDED_CHARS = 1 << 20
 _QUESTIONS = ("a", "1")
-"""Two user turns: the tokens that both chats begin with come from the system message alone."""
+"""Two user turns: the common first tokens of both chats come from the system message alone."""
 
 
 @dataclass(frozen=True)
 class PublicPrefixes:
-    """The token ids of public prefixes, in whole blocks, and the root of their blocks' names."""
+    """The token ids of public prefixes, in whole blocks, and the root of their block names."""
 
     root: NamespaceRoot
     token_ids: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     async def make(cls, config: RouterConfig, codec: TextCodec, renderer: Renderer) -> "PublicPrefixes":
-        """Tokenizes each text as the beginning of a prompt, and as a chat's system message. Raises ConfigError."""
+        """Tokenizes each text both as a prompt's beginning and as a chat's system message. Raises ConfigError."""
         size, found = config.model.layout.block_size, []
         for number, text in enumerate(config.settings.public_prefixes):
             known = [tuple(codec.encode(text)), await _system_tokens(text, codec, renderer)]
@@ -63,7 +61,7 @@ NO_PREFIXES = PublicPrefixes(NamespaceRoot(b""))
 
 
 async def _system_tokens(text: str, codec: TextCodec, renderer: Renderer) -> tuple[int, ...]:
-    """Returns the tokens that each chat with this system message begins with; none where the template takes none."""
+    """Returns the first tokens of each chat with this system message; none if the template refuses it."""
     try:
         one, other = [await _chat_tokens(text, question, codec, renderer) for question in _QUESTIONS]
     except (InvalidRequest, Unsupported):
@@ -79,30 +77,30 @@ async def _chat_tokens(text: str, question: str, codec: TextCodec, renderer: Ren
 
 T = TypeVar("T")
 MAX_SHORT_LEN = 32 << 10
-"""Characters or tokens of a short prompt: some 15 ms of work, where a text of 4 MiB takes seconds."""
+"""Most characters or tokens of a short prompt: some 15 ms of work, where a text of 4 MiB takes seconds."""
 LONG_NICENESS = 10
-"""As the engine's thread: tokenizing megabytes takes no time from the event loop."""
+"""Niceness of the thread for long prompts, like the engine's: it takes no time from the event loop."""
 MAX_KNOWN_BYTES = 64 << 20
 MAX_TENANT_BYTES = 16 << 20
 ENTRY_BYTES = 256
-"""Memory of a piece beside its tokens."""
+"""Memory of a piece besides its tokens."""
 
 
 class TokenizerThreads:
-    """A thread for short prompts and one for long ones. Belongs to the running event loop."""
+    """A thread for short prompts and a thread for long prompts. Belongs to the running event loop."""
 
     def __init__(self) -> None:
         self._short = TokenizerThread(0)
         self._long = TokenizerThread(LONG_NICENESS)
 
     async def run(self, length: int, work: Callable[[], T]) -> T:
-        """Runs the work for a prompt of that length, shortest first; cancellation takes it out of the queue."""
+        """Runs the work for a prompt of a given length, shortest first; cancellation takes it out of the queue."""
         thread = self._short if length <= MAX_SHORT_LEN else self._long
         result: T = await thread.run(length, work)
         return result
 
     def close(self) -> None:
-        """Lets the work under way end by itself."""
+        """Stops the threads; running work ends by itself."""
         self._short.close()
         self._long.close()
 
@@ -115,7 +113,7 @@ class _Waiter:
 
 
 class TokenizerThread:
-    """A thread that works on one prompt at a time; of all prompts that wait, the shortest is next."""
+    """A thread that works on one prompt at a time, the shortest waiting prompt first."""
 
     def __init__(self, niceness: int) -> None:
         self._thread = ThreadPoolExecutor(1, "tokenize", os.nice, (niceness,))
@@ -153,10 +151,10 @@ class TokenizerThread:
 
 
 class PieceCache:
-    """An LRU cache of the tokens of chat pieces, by digest: bounded for each tenant, and over all tenants.
+    """An LRU cache of chat pieces' tokens, by digest, with bounds for each tenant and for all.
 
-    A hit is found by the tenant that sent the piece alone: response times show no other tenant that it was sent.
-    Safe for threads. max_bytes: at least max_tenant_bytes.
+    Only the tenant that sent a piece can hit it, so that response times tell other tenants nothing. Thread-safe.
+    max_bytes: at least max_tenant_bytes.
     """
 
     def __init__(self, max_bytes: int = MAX_KNOWN_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:
@@ -170,7 +168,7 @@ class PieceCache:
         return sum(pieces.num_bytes for pieces in self._tenants.values())
 
     def encode(self, root: NamespaceRoot, pieces: Iterable[str], codec: TextCodec) -> list[int]:
-        """Joins the tokens of pieces, and encodes the ones that the root's tenant has not sent lately."""
+        """Joins the tokens of pieces; encodes pieces that the root's tenant has not sent lately."""
         token_ids: list[int] = []
         with self._lock:
             known = self._tenants.setdefault(root, _Pieces())
@@ -189,7 +187,7 @@ class PieceCache:
         return token_ids
 
     def _drop_oldest(self) -> None:
-        """Drops whole tenants until the others are within the bound."""
+        """Drops whole tenants until the rest is within the bound."""
         excess = self.num_bytes - self._max_bytes
         while excess > 0:
             _, dropped = self._tenants.popitem(last=False)
@@ -197,7 +195,7 @@ class PieceCache:
 
 
 class _Pieces:
-    """The tokens of one tenant's latest pieces."""
+    """The tokens of a tenant's latest pieces."""
 
     def __init__(self) -> None:
         self.num_bytes = ENTRY_BYTES
@@ -209,7 +207,7 @@ class _Pieces:
         return self._tokens.get(digest)
 
     def add(self, digest: bytes, token_ids: "array[int]", max_bytes: int) -> None:
-        """Adds a piece unless it is there or larger than the bound, and drops the oldest ones beyond that."""
+        """Adds a piece, unless it is there or exceeds the bound; drops the oldest pieces beyond the bound."""
         if digest in self._tokens or _num_bytes(token_ids) > max_bytes - ENTRY_BYTES:
             return
         self._tokens[digest] = token_ids

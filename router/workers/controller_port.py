@@ -8,7 +8,7 @@ from wire.ids import WorkerId
 from wire.pools import PoolSizes
 
 ORDER_TIMEOUT_S, KEYS_TIMEOUT_S, REPORT_TIMEOUT_S = 590.0, 25.0, 5.0
-"""Rungs of the ladders in deploy/deadlines.py: the controller waits for less, the command line for more."""
+"""Deadlines of the ladders in deploy/deadlines.py: the controller waits less, the command line more."""
 
 
 @dataclass(frozen=True)
@@ -21,38 +21,38 @@ class ControllerEvent:
 
 @dataclass(frozen=True)
 class ControllerReport:
-    """The last events, newest last, and the problems that last."""
+    """The last events, newest last, and present problems."""
 
     events: tuple[ControllerEvent, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 class ControllerPort(Protocol):
-    """Raises Unavailable where the controller does not answer in time, and BatonError as it says itself."""
+    """The router's port to the controller. Calls raise Unavailable without an answer, else the controller's errors."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
-        """Gives each pool the size asked for; None leaves it as it is. Returns when these pools have it.
+        """Resizes the pools; None leaves a pool as it is. Returns once the pools have their sizes.
 
-        Raises Overtaken once a later order sets another size of a pool, Unavailable for workers that do not start.
+        Raises Overtaken if a later order sets another size, Unavailable if workers do not start.
         """
 
     async def drain(self, worker_id: WorkerId) -> None:
-        """Returns when the worker has finished its requests and is gone, without a replacement."""
+        """Waits until the worker has finished its requests and ended, without a replacement."""
 
     async def shutdown(self) -> None:
-        """Starts to stop every actor of the cluster, the router's own among them; returns before that."""
+        """Begins to stop every actor of the cluster, the router included; does not wait."""
 
     async def reload_keys(self) -> None:
-        """Returns when every door goes by the keys that are in the cluster's file now."""
+        """Waits until router, gateways and nodes use the keys that are now in the cluster's file."""
 
     async def report(self) -> ControllerReport: ...
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
-        """The router cannot reach a worker. The controller finds out why, and replaces it if it is dead."""
+        """Reports an unreachable worker; the controller probes it, and replaces it if it is dead."""
 
 
 class LocalController:
-    """A controller whose workers are numbers: its orders can be read from it."""
+    """The in-memory twin: workers are numbers, and tests read its orders."""
 
     def __init__(self, pools: PoolSizes) -> None:
         self.pools = pools

@@ -15,11 +15,11 @@ from wire.rpc_status import from_rpc_error
 from wire.trust.identity import NONCE_BYTES, Identity
 
 _OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
-"""Else gRPC shares a connection, and the growing time between two tries at it, with lines that have ended."""
+"""A channel option: else gRPC would share a connection, and its back-off, with ended lines."""
 
 
 class GrpcTransport:
-    """A Transport: one channel with one call on it, until `close`. Both ends prove the token before all else."""
+    """A Transport: a channel with one call, until `close`. Both ends first prove the token."""
 
     def __init__(self, address: str, token: str, identity: Identity | None = None) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -49,7 +49,7 @@ class GrpcTransport:
 
     @asynccontextmanager
     async def _breaks(self) -> AsyncIterator[None]:
-        """Raises Unavailable for whatever may end a call: its line is of no use any more."""
+        """Raises Unavailable for any error that ends a call."""
         try:
             yield
         except grpc.aio.AioRpcError as failure:

@@ -1,10 +1,9 @@
-"""Hand-offs that decode has not fetched yet: how much of an arena they take, which prefills wait for it, renewals.
+"""Holds of hand-offs that decode has not fetched yet: their part of an arena, waiting prefills, renewals.
 
-Prefill leaves a prompt's blocks in its node's arena under a hold, where nothing evicts them. If holds took all of it,
-prefill would have nowhere to put the next prompt, and decode nothing left to fetch; so no prefill starts on a node
-while they take more than half.
+Prefill leaves a prompt's blocks in its node's arena under a hold, which protects them from eviction. If holds filled
+the arena, prefill could not store the next prompt; so no prefill starts on a node while holds take more than half.
 
-A node with a cold tier moves blocks there before that, and ends their holds: these no longer count.
+A node with a cold tier moves blocks there earlier and ends their holds, which then no longer count.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ _NO_BOUND = 1 << 62
 
 
 class HoldBudget:
-    """The budget of one arena. Counts each block once, however many attempts share it; attempts wait in order. Pure."""
+    """The budget of one arena. Counts a block that several attempts share once; attempts wait in order. Pure."""
 
     def __init__(self) -> None:
         self._num_arena_blocks = 0
@@ -37,7 +36,7 @@ class HoldBudget:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the arena that are spoken for."""
+        """Blocks of the arena that are held, or will be."""
         return len(self._blocks)
 
     @property
@@ -46,12 +45,12 @@ class HoldBudget:
 
     @property
     def has_room(self) -> bool:
-        """Whether the next attempt that asks may start at once."""
+        """Whether the next attempt may start at once."""
         return not self._waiting and 2 * len(self._blocks) <= self._num_arena_blocks
 
     @property
     def kept(self) -> list[AttemptId]:
-        """Attempts whose blocks are there and not yet fetched: their holds want renewing."""
+        """Attempts with stored blocks that are not yet fetched: their holds need renewal."""
         return sorted(self._kept)
 
     def resize(self, num_arena_blocks: int) -> list[AttemptId]:
@@ -60,14 +59,14 @@ class HoldBudget:
         return self._grant()
 
     def ask(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> bool:
-        """Asks for a prefill that will hold the blocks `keys`. Whether it may start; if not, a release will let it."""
+        """Asks for a prefill that will hold the blocks `keys`; returns whether it may start now, else it waits."""
         if attempt not in self._granted:
             self._waiting[attempt] = keys
             self._grant()
         return attempt in self._granted
 
     def keep(self, attempt: AttemptId) -> None:
-        """Notes that prefill has answered: the blocks are held."""
+        """Notes that prefill has answered and the blocks are held."""
         if attempt in self._granted:
             self._kept.add(attempt)
 
@@ -94,8 +93,8 @@ class HoldBudget:
 class HoldBudgets:
     """All holds of a router, with a budget for each node's arena.
 
-    The workers of a node share its arena: a release goes to one of them, a renewal to all, for a worker that hangs
-    would let holds run out.
+    The workers of a node share its arena. A release goes to one worker, a renewal to all, for a hung worker would let
+    holds expire.
     """
 
     def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
@@ -108,21 +107,21 @@ class HoldBudgets:
 
     @property
     def full_nodes(self) -> Set[str]:
-        """The nodes where the next attempt that asks has to wait."""
+        """The nodes where the next attempt must wait."""
         return {node for node, budget in self.budgets.items() if not budget.has_room}
 
     def start(self) -> None:
         self._renewing = asyncio.create_task(self._renew_for_ever())
 
     async def stop(self) -> None:
-        """Ends renewing. Holds that are not released yet run out by themselves on the workers."""
+        """Ends renewals. Unreleased holds expire on the workers."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
 
     @asynccontextmanager
     async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str) -> AsyncIterator[None]:
-        """Waits until a prefill that will hold `keys` may start on a node; the hold ends with the context."""
+        """Waits until a prefill that will hold `keys` may start on a node. The hold ends with the context."""
         self._nodes[attempt] = node_id
         try:
             if not self.budgets[node_id].ask(attempt, keys):
@@ -133,14 +132,14 @@ class HoldBudgets:
             self.release(attempt)
 
     def keep(self, attempt: AttemptId) -> None:
-        """Has an attempt's hold renewed from now on: prefill has answered."""
+        """Begins to renew an attempt's hold: prefill has answered."""
         if attempt in self._nodes:
             self.budgets[self._nodes[attempt]].keep(attempt)
 
     def release(self, attempt: AttemptId) -> None:
-        """Ends the hold of an attempt, or its wait for one: decode has fetched the blocks, or will not.
+        """Ends an attempt's hold, or its wait: decode has fetched the blocks, or will not.
 
-        A worker of the node hears of it. Does nothing for an attempt whose hold is over.
+        Tells a worker of the node. Does nothing for an attempt without a hold.
         """
         if (node_id := self._nodes.pop(attempt, None)) is None:
             return
@@ -151,7 +150,7 @@ class HoldBudgets:
                 line.release(attempt)
 
     def resize(self) -> None:
-        """Learns of the arenas from their workers, which have changed. A node without workers lets all waits end."""
+        """Updates the arenas after a change of workers. On a node without workers all waits end."""
         num_arena_blocks = self._members.num_arena_blocks
         for node_id in {*self.budgets, *num_arena_blocks}:
             self._let_start(self.budgets[node_id].resize(num_arena_blocks.get(node_id, _NO_BOUND)))
@@ -159,7 +158,7 @@ class HoldBudgets:
                 del self.budgets[node_id]
 
     def check(self) -> list[str]:
-        """Returns holds, and waits for one; none, once no request is open."""
+        """Lists holds and waits; empty if no request is open."""
         budgets = self.budgets.values()
         counts = {
             "blocks held": sum(budget.num_blocks for budget in budgets),
@@ -175,7 +174,7 @@ class HoldBudgets:
                 waiter.set_result(None)
 
     async def _renew_for_ever(self) -> None:
-        """Renews all holds in time, and at once where prefills wait for the end of some."""
+        """Renews all holds in time, and at once while prefills wait for room."""
         clock = asyncio.get_running_loop().time
         next_s = clock() + self._renew_every_s
         while True:
@@ -190,7 +189,7 @@ class HoldBudgets:
                     _renew(budget.kept, lines)
 
     def _lines(self, node_id: str) -> list[Line]:
-        """Lists lines to workers of a node that are not lost."""
+        """Lists the lines to a node's workers that are not lost."""
         here = (member for member in self._members if member.info.node_id == node_id)
         return [member.line for member in here if member.state is not WorkerState.LOST and member.line.is_open]
 

@@ -139,7 +139,7 @@ class Questions:
 
     async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
         """Counts, clears or drops blocks of the worker or of its node. Raises as `info` does."""
-        return (await self._ask(worker_pb2.Ask.FromString(question.SerializeToString()), timeout_s)).holdings
+        return (await self._ask(question, timeout_s)).holdings
 
     def answer(self, answer: worker_pb2.WorkerReply) -> None:
         """Gives an answer to the call that waits for it; drops one that comes too late."""
@@ -152,17 +152,19 @@ class Questions:
             waiting.set_result(answer)
 
     async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.WorkerReply:
-        self._num_asked = question.number = self._num_asked + 1
+        self._num_asked += 1
+        asked = worker_pb2.Ask(number=self._num_asked)
+        asked.MergeFrom(question)
         answer: asyncio.Future[worker_pb2.WorkerReply] = asyncio.get_running_loop().create_future()
-        self._waiting[question.number] = answer
+        self._waiting[asked.number] = answer
         try:
-            self._send(question)
+            self._send(asked)
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError as error:
             raise DeadlineExceeded("the worker did not answer in time") from error
         finally:
-            del self._waiting[question.number]
+            del self._waiting[asked.number]
 
 
 class Line:

@@ -1,4 +1,4 @@
-"""A connection to a worker in this process: the in-memory twin of one over gRPC."""
+"""A connection to a worker in this process: the in-memory twin of GrpcTransport."""
 
 import asyncio
 from typing import Protocol
@@ -13,27 +13,27 @@ class WorkerEnd(Protocol):
     def take(self, request: worker_pb2.ConnectRequest) -> None: ...
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
-        """All that is new, once there is something; None after the end."""
+        """Returns the new messages, once there are some; None after the end."""
         ...
 
     def close(self) -> None: ...
 
 
 class WorkerPort(Protocol):
-    """A worker, as far as routers connect to it."""
+    """A worker that routers can connect to."""
 
     def connect(self) -> WorkerEnd: ...
 
 
 class LocalTransport:
-    """A Transport, until `close` or the death of the worker."""
+    """A Transport, until `close` or the worker's death."""
 
     def __init__(self, worker: WorkerPort) -> None:
         self._line = worker.connect()
         self._is_dead = False
 
     def kill(self) -> None:
-        """Ends the connection as the end of the worker's process does."""
+        """Ends the connection as the death of the worker's process would."""
         self._is_dead = True
         self._line.close()
 

@@ -1,4 +1,4 @@
-"""The workers that the router knows: what each is, what it has been given, and whether more may be. Pure."""
+"""The workers that the router knows: their description, assigned work and state. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +12,16 @@ from wire.pb import worker_pb2
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 LONG_STEP_S = 5.0
-"""An engine that takes longer may hang, or compute a long prompt on a CPU: it is chosen last, and that is all."""
+"""An engine whose step takes longer may hang, or compute a long prompt on a CPU: its worker is chosen last."""
 
 
 @dataclass
 class Member:
-    """A worker of the pools. `num_choices` and `num_tokens` count assigned work that is not over.
+    """A worker of the pools. `num_choices` and `num_tokens` count assigned, unfinished work.
 
-    num_prompt_tokens: of prompts that went to a decode worker without prefill, and are not computed yet.
-    under_way: the blocks of the prompts of that work.
-    prefill_token_s: as it learned, and as its last status told.
-    engine_silent_s: how long ago its engine last finished a step, by its last status or token; more if no status came.
+    num_prompt_tokens: prompt tokens that a decode worker got without prefill and has not computed yet. under_way:
+    blocks of the prompts of assigned work. prefill_token_s: seconds of prefill a token, by its last status.
+    engine_silent_s: time since its engine's last step, by its last status or token, and longer if no status came.
     """
 
     worker: Worker
@@ -49,12 +48,12 @@ class Member:
         return self.engine_silent_s >= LONG_STEP_S
 
     def num_under_way(self, keys: Sequence[BlockKey]) -> int:
-        """Counts the leading blocks of a prompt that this worker computes, or reads, for another prompt just now."""
+        """Counts the leading blocks of a prompt that this worker is computing or reading for another prompt."""
         return max((_num_common(keys, others) for others in self.under_way.values()), default=0)
 
     @contextmanager
     def assigned(self, num_choices: int, num_tokens: int, keys: Sequence[BlockKey] = ()) -> Iterator[None]:
-        """Counts work as this worker's while the context lasts. keys: of the blocks of its prompt."""
+        """Counts work as this worker's within the context. keys: the blocks of its prompt."""
         work = object()
         self.num_choices += num_choices
         self.num_tokens += num_tokens
@@ -83,9 +82,9 @@ class Member:
 
 
 class Members:
-    """All workers in here run the model and layout that the router serves, so any two can be paired.
+    """The workers of the cluster. All run the model and layout that the router serves, so any two can be paired.
 
-    sizes: what the controller wants the pools to have, as it told last.
+    sizes: the pools' sizes that the controller told last.
     """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:
@@ -107,7 +106,7 @@ class Members:
         return self._members[worker_id]
 
     def add(self, member: Member) -> None:
-        """Raises PairRefused if the worker would not fit together with the others."""
+        """Adds a worker. Raises PairRefused if it cannot be paired with the others."""
         info = member.info
         if (info.worker_id, info.role) != (member.id, member.role.value):
             raise PairRefused("another worker answers at this address", worker_id=member.id)
@@ -126,7 +125,7 @@ class Members:
         return [member for member in self if member.role is role and member.state is WorkerState.READY]
 
     def only(self, worker_id: WorkerId) -> "Members":
-        """Returns the worker alone, as the only one of its role; with it, if it prefills, all decode workers.
+        """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
 
         Raises WorkerNotFound for a worker that is not ready.
         """
@@ -139,16 +138,16 @@ class Members:
 
     @property
     def num_pool_blocks(self) -> int | None:
-        """Blocks of the smallest pool that a request may meet; None without workers."""
+        """Blocks of the smallest pool; None without workers."""
         return min((member.info.num_blocks for member in self), default=None)
 
     @property
     def num_arena_blocks(self) -> dict[str, int]:
-        """Blocks of each node's arena, as its workers say."""
+        """Blocks of each node's arena, as its workers report."""
         return {member.info.node_id: member.info.num_arena_blocks for member in self}
 
     def check(self) -> list[str]:
-        """Work assigned and attempts on lines; none, while no request is open."""
+        """Lists assigned work and attempts on lines; empty while no request is open."""
         busy = [member.id for member in self if member.num_choices or member.num_tokens or member.num_prompt_tokens]
         under_way = [
             f"{member.line.num_attempts} attempts on the line to worker {member.id}"
@@ -163,5 +162,5 @@ class Members:
 
 
 def _num_common(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Counts leading keys that are equal: behind one that differs all do, for keys are chained."""
+    """Counts equal leading keys: keys are chained, so all keys after a different key differ."""
     return bisect_left(range(min(len(keys), len(others))), True, key=lambda place: keys[place] != others[place])

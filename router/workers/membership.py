@@ -1,4 +1,4 @@
-"""Keeps `Members` true: opens lines to the workers that the controller lists, and opens broken ones again."""
+"""Maintenance of `Members`: opens lines to the workers that the controller lists, and reopens broken lines."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ _FIT_STATES = {state.value: state for state in (WorkerState.READY, WorkerState.D
 
 
 class Membership:
-    """`connect` opens a connection to an address; `on_change` is called after every change of the members."""
+    """The maintenance of members. connect: opens a connection to an address. on_change: called after each change."""
 
     def __init__(self, members: Members, connect: Connect, port: ControllerPort, on_change: Callable[[], None]) -> None:
         self._members = members
@@ -31,10 +31,10 @@ class Membership:
         self._probes: dict[WorkerId, asyncio.Task[None]] = {}
 
     async def set(self, listed: Sequence[Worker]) -> dict[WorkerId, str]:
-        """Makes these workers the members. Returns refused workers with the reason; they may be listed again.
+        """Makes these workers the members. Returns refused workers with reasons; they may be listed again.
 
-        A worker listed as DRAINING gets no new work. Lines to workers that are no longer listed end, and their requests
-        go on elsewhere.
+        A DRAINING worker gets no new work. Lines to workers that are no longer listed end, and their requests go to
+        other workers.
         """
         async with self._setting:
             await self._drop_all_but(listed)
@@ -47,9 +47,9 @@ class Membership:
         return {worker.id: reason for worker, reason in zip(new, reasons, strict=True) if reason is not None}
 
     def mark_lost(self, worker_id: WorkerId) -> None:
-        """Gives a worker no more work until it has answered: its line or a call on it broke.
+        """Gives a worker no more work until it answers: its line or a call on it failed.
 
-        A DRAINING worker stays so: its requests have met with no accident.
+        A DRAINING worker keeps its state.
         """
         if worker_id not in self._members or worker_id in self._probes:
             return
@@ -64,7 +64,7 @@ class Membership:
         await self.set(())
 
     def check(self) -> list[str]:
-        """Violated invariants: no task is left for a worker that is no member."""
+        """Lists violated invariants: no task may remain for a worker that is no member."""
         return [f"a probe of {one}, which is no member" for one in self._probes if one not in self._members]
 
     async def _drop_all_but(self, listed: Sequence[Worker]) -> None:
@@ -79,7 +79,7 @@ class Membership:
             await member.line.close(_farewell(member))
 
     async def _join(self, worker: Worker) -> str | None:
-        """Takes a worker in; returns why not."""
+        """Adds a worker; returns the reason if it is refused."""
         line = self._open(worker)
         try:
             self._members.add(Member(worker, await line.questions.info(JOIN_TIMEOUT_S), line))
@@ -95,7 +95,7 @@ class Membership:
         return Line(self._connect(worker.address), lambda _: self.mark_lost(worker.id))
 
     async def _probe(self, member: Member) -> None:
-        """Asks a lost worker until it answers or is no longer listed; reports it to the controller once."""
+        """Probes a lost worker until it answers or is no longer listed; reports it to the controller once."""
         is_reported = False
         while (state := await self._ask_state(member)) is WorkerState.LOST:
             if member.state is WorkerState.LOST:
@@ -108,7 +108,7 @@ class Membership:
         self._on_change()
 
     async def _ask_state(self, member: Member) -> WorkerState:
-        """Asks a worker for its state, on a new line if need be. BROKEN counts as LOST, and so does an ended line."""
+        """Asks a worker for its state, on a new line if need be. BROKEN and an ended line count as LOST."""
         if not member.line.is_open:
             await member.line.close(Unavailable("the line has ended"))
             member.line = self._open(member.worker)
@@ -130,7 +130,7 @@ class Membership:
 
 
 def _farewell(member: Member) -> BatonError:
-    """Returns the error that ends attempts on a worker that is no longer listed. A DRAINING one has had no accident."""
+    """Returns the error for attempts on a worker that is no longer listed; for a DRAINING worker it is no accident."""
     if member.state is WorkerState.DRAINING:
         return WorkerLeaving("the worker has left", worker_id=member.id)
     return Unavailable("the worker is no longer there", worker_id=member.id)

@@ -1,10 +1,10 @@
-"""Block events of the nodes: read by any worker of a node, for the router's index and for subscribers alike.
+"""Block events of nodes, read through any worker of a node, for the router's index and for subscribers.
 
     EventReader ─ place ─▶ Line ═▶ worker ─▶ the directory of its node
                 ◀─ page ──      ◀═        ◀─
 
-A reader asks for a node's next page when it has taken the last one, so that nothing piles up for a slow one: the
-directory's ring is all that is kept, and a snapshot takes the place of what has left it.
+A reader asks for a node's next page once it has taken the last, so that nothing queues up for a slow reader: only the
+directory's ring keeps events, and a snapshot replaces events that have left it.
 """
 
 import asyncio
@@ -17,29 +17,29 @@ from dataclasses import dataclass
 from router.block_index import BlockIndex
 from router.workers.members import Members
 from wire import errors
-from wire.errors import BatonError, WireError
+from wire.errors import WireError
 from wire.pb import worker_pb2
 
 PAGE_TIMEOUT_S = 3.0
-"""A worker answers within a second, events or not."""
+"""Bound on a page's time: a worker answers within a second, with or without events."""
 PAUSE_S = 0.5
-"""Before a node that did not answer is asked again, and between two looks for new nodes."""
+"""Pause before asking a silent node again, and between two looks for new nodes."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class NodePage:
-    """The next page of a node's events; None where the worker that was asked did not tell them."""
+    """The next page of a node's events; None if the worker did not answer."""
 
     node_id: str
     page: worker_pb2.EventPage | None
 
 
 class EventReader(AbstractContextManager["EventReader"]):
-    """A reader of all nodes' events, until the end of its context. Belongs to the running event loop.
+    """A reader of all nodes' events, until its context ends. Belongs to the running event loop.
 
-    cursor_of: tells the place behind which a node's next page begins.
+    cursor_of: returns the place after which a node's next page begins.
     """
 
     def __init__(self, members: Members, cursor_of: Callable[[str], worker_pb2.EventCursor]) -> None:
@@ -53,7 +53,7 @@ class EventReader(AbstractContextManager["EventReader"]):
     async def next(self) -> NodePage:
         """Waits for the next page of any node; the pages of one node come in order.
 
-        The last page of a node that is gone has a cursor without an epoch.
+        A node that is gone has a last page, whose cursor has no epoch.
         """
         while (node_id := next((one for one, task in self._asking.items() if task.done()), None)) is None:
             self._ask_all()
@@ -77,7 +77,7 @@ class EventReader(AbstractContextManager["EventReader"]):
             self._asking[node_id] = asyncio.create_task(self._ask(node_id, self._cursor_of(node_id)))
 
     async def _ask(self, node_id: str, after: worker_pb2.EventCursor) -> NodePage:
-        """Asks one worker of a node; another one after each failure, and a while later."""
+        """Asks a worker of a node; after a failure pauses, then asks another worker."""
         await asyncio.sleep(PAUSE_S if node_id in self._has_failed else 0.0)
         here = [member for member in self._members if member.info.node_id == node_id]
         if not here:
@@ -88,8 +88,7 @@ class EventReader(AbstractContextManager["EventReader"]):
             if not page.cursor.epoch:
                 raise WireError("a page of events without a place")
         except Exception as error:
-            reason = error if isinstance(error, BatonError) else errors.report(error)
-            log.debug("no block events of node %r by worker %s: %s", node_id, member.id, reason.message)
+            log.debug("no block events of node %r by worker %s: %s", node_id, member.id, errors.known(error).message)
             self._num_failed[node_id] += 1
             return NodePage(node_id, None)
         page.node_id = node_id
@@ -97,7 +96,7 @@ class EventReader(AbstractContextManager["EventReader"]):
 
 
 class IndexFeed:
-    """A task between `start` and `stop` that keeps an index true."""
+    """A task between `start` and `stop` that keeps a BlockIndex up to date."""
 
     def __init__(self, members: Members, index: BlockIndex) -> None:
         self._members = members

@@ -1,9 +1,13 @@
-"""A hand-off's share of a request's time up to decode's first step is read from its timeline."""
+"""A hand-off's share of the time up to decode's first step, read from a timeline; the model that is served."""
+
+import json
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from baton.results import Completion, Span, Timeline, Usage
-from benchmarks.handoff import Prompts, handoff_share
+from benchmarks.handoff import Prompts, handoff_share, make_served_model
 
 
 def _span(name: str, start_ms: float, duration_ms: float) -> Span:
@@ -30,3 +34,14 @@ def test_prompts_differ_and_repeat_with_their_seed() -> None:
     first, second = prompts.draw(64), prompts.draw(64)
     assert first != second
     assert Prompts(seed=1).draw(64) == first
+
+
+def test_a_checkpoint_without_a_tokenizer_gets_one_for_all_its_tokens(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"vocab_size": 300}))
+    folder = make_served_model(source, tmp_path / "served")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 300
+    assert tokenizer.decode([*tokenizer.encode("A").ids, 299]) == "Aw299"
+    assert [path.name for path in source.iterdir()] == ["config.json"]

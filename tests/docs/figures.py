@@ -88,9 +88,10 @@ def rows(tree: Tree) -> Iterator[tuple[str, object]]:
     yield "statements of the product", sum(statements.values())
     yield "lines of the product", sum(path.read_text().count("\n") for path in tree.product)
     yield "lines of tests", sum(path.read_text().count("\n") for path in tree.tests)
-    sequence, cache, layout = (tree.class_named(name) for name in ("Sequence", "KVCache", "KVLayout"))
+    sequence, layout = (tree.class_named(name) for name in ("Sequence", "KVLayout"))
+    [reads] = [node for node in tree.classes if node.name in ("KVCache", "PrefixReads") and "admit" in methods(node)]
     yield "attributes of Sequence", len(attributes(sequence))
-    yield "lines of KVCache.admit", num_lines(cache, "admit")
+    yield f"lines of {reads.name}.admit", num_lines(reads, "admit")
     yield "public methods of KVLayout", len(methods(layout))
     large = {node.name: len(attributes(node)) for node in tree.classes if len(attributes(node)) >= MANY_ATTRIBUTES}
     yield f"classes with {MANY_ATTRIBUTES} attributes or more", _with_names(large)

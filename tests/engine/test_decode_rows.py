@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.decode_rows import DecodeRows
 from engine.kv.retention import BlockTable
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.sequence import Sequence
+from engine.step.decode_rows import DecodeRows
 from tests.harness.engines import ROOT
 from wire.ids import AttemptId, PageId
 from wire.layout import KVLayout

@@ -9,8 +9,9 @@ import pytest
 
 from engine.core import EngineCore
 from engine.events import Failed
-from engine.grammar import masks, matcher
+from engine.grammar import masks
 from engine.grammar.grammars import Grammars
+from engine.model import matcher
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.speculation.speculator import NgramProposer, Speculator

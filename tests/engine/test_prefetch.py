@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore, PrefillMeter
+from engine.core import EngineCore
 from engine.events import ChoiceId, Jumped
 from engine.kv.retention import retention_of
 from engine.model.batch import Batch, CausalModel
@@ -16,12 +16,13 @@ from engine.model.decoder import Decoder
 from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.step.prefill_meter import PrefillMeter
 from kernels.backend import KVPages
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
-from kv_store.transfers import Done, NoStore, ReadGroup, Transfer
+from kv_store.transfers import Done, Fetch, NoStore, Transfer
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import ROOT, Run, gained, make_core, request, serve
 from tests.harness.fake_clock import FakeClock
@@ -175,8 +176,8 @@ class Worker:
         assert counts.owned == counts.published == counts.draining == 0
 
     @property
-    def groups(self) -> list[ReadGroup]:
-        return [one for one in self.lane.orders if isinstance(one, ReadGroup)]
+    def groups(self) -> list[Fetch]:
+        return [one for one in self.lane.orders if isinstance(one, Fetch) and one.step is not None]
 
 
 def asked(prompt: Sequence[int] = PROMPT, **settings: Any) -> EngineRequest:
@@ -288,7 +289,7 @@ def test_preempted_sequences_go_on_right() -> None:
     worker = Worker(num_pages=10 * 3 + NUM_BLOCKS + 16).fill().teach()
     older = [asked(range(number, number + 36), max_tokens=60) for number in range(10)]
     youngest = asked()
-    groups: list[ReadGroup] = []
+    groups: list[Fetch] = []
 
     def note(number: int) -> None:
         if worker.core.stats().num_preemptions and not groups:

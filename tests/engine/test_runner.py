@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.decode_rows import DecodeRows
-from engine.kv.cache import KVCache
 from engine.model.hash_model import HashModel
+from engine.pages.cache import KVCache
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
+from engine.step.decode_rows import DecodeRows
+from engine.step.runner import Runner
+from engine.step.work import NO_ROWS, Drafts, Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT

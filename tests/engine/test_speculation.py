@@ -26,7 +26,7 @@ from engine.speculation.speculator import (
     Payoff,
     Speculator,
 )
-from engine.work import Drafts
+from engine.step.work import Drafts
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import drive, gained, make_core, prefill, release, request, resume, serve

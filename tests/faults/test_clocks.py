@@ -31,7 +31,7 @@ PACKAGES = (
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 
 
-SHOWN = {Path("cli/doctor.py"), Path("router/observe/record.py"), Path("router/observe/traces.py")}
+SHOWN = {Path("cli/doctor.py"), Path("router/observe/recent_requests.py"), Path("router/observe/traces.py")}
 """`baton doctor` compares clocks; the last requests and traces show when they were. Nothing is decided by these."""
 OF_FILES = {Path("kv_store/tiers/folder.py")}
 """A file's last use is a time of day, as it outlives processes: its time to live is counted by it, and nothing else."""

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.request import EngineRequest
-from kv_store.node.cold_writer import ColdWriter
+from kv_store.tiers.cold_writer import ColdWriter
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.cluster import until

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from router.config import RouterSettings
-from router.observe import record
+from router.observe import recent_requests
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
 from tests.harness.cluster import until
@@ -117,7 +117,9 @@ async def test_a_slow_reader_gets_everything_in_larger_pieces() -> None:
 
 async def test_two_thousand_requests_of_which_some_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact at rest, and nothing has grown: of whatever kind, there are as many objects as after the first few."""
-    monkeypatch.setattr(record, "MAX_KEPT", 100)  # fewer than the first few: the list of last requests is full by then
+    monkeypatch.setattr(
+        recent_requests, "MAX_KEPT", 100
+    )  # fewer than the first few: the list of last requests is full by then
     async with FaultyCluster.running(MODEL, 1, 2, Sizes(num_blocks=128, num_slots=256)) as cluster:
         await ask_many(cluster, 0, 200)
         await at_rest(cluster)

@@ -20,7 +20,7 @@ from baton.request import (
     make_request,
     make_tokenize_request,
 )
-from baton.results import Model, Tokens
+from baton.results import Model, Tokens, read_timeline
 from gateway.app import Gateway
 from gateway.observe.metrics import Metrics
 from gateway.observe.watch import ClusterWatch, OperatorClient
@@ -33,10 +33,11 @@ from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, FakeCluster, running
 from text.chat import Renderer
 from wire.errors import BatonError, Cancelled
+from wire.ids import TRACEPARENT
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
 from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
-from wire.trace_context import TRACEPARENT
+from wire.rpc_status import bounded
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0
@@ -116,8 +117,13 @@ class LocalCall:
         return told if num_prompt_tokens else ()
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        async for response in self._open().outbox:
-            yield response
+        try:
+            async for response in self._open().outbox:
+                yield response
+        except BatonError as error:  # over gRPC the client reads it
+            if error.timeline is not None:
+                error.timeline = read_timeline(bounded(error.timeline))
+            raise
 
     def _open(self) -> OpenRequest:
         if self._opened is None:
@@ -152,7 +158,7 @@ class Answer:
             assert (list(self.json), list(told)) == (["type", "error"], ["type", "message"])
             return {**told, "param": told["message"].partition(":")[0]}
         assert list(self.json) == ["error"]
-        assert list(self.json["error"]) == ["message", "type", "param", "code"]
+        assert [one for one in self.json["error"] if one != "timeline"] == ["message", "type", "param", "code"]
         error: dict[str, Any] = self.json["error"]
         return error
 

@@ -122,7 +122,9 @@ async def test_usage_has_the_timeline_that_a_body_asks_for(gateway: LocalGateway
     assert timeline["prefill_worker"]
     assert timeline["decode_worker"]
     assert timeline["prefill_reason"] == "always"
-    assert all(span.keys() == {"name", "worker", "start_ms", "duration_ms", "counts"} for span in timeline["spans"])
+    assert all(
+        span.keys() == {"name", "worker", "start_ms", "duration_ms", "counts", "error"} for span in timeline["spans"]
+    )
     assert sum(span["duration_ms"] for span in timeline["spans"]) >= timeline["total_ms"] * 0.99 > 0
 
 
@@ -459,6 +461,29 @@ async def test_a_request_that_fails_amid_its_stream_ends_without_done(gateway: L
     assert (answer.status, answer.is_whole) == (200, False)
     assert answer.events[-1]["error"]["code"] == "cancelled"
     worker.may_go.set()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_request_that_fails_has_the_timeline_that_its_body_asks_for(
+    gateway: LocalGateway, path: str, is_streamed: bool
+) -> None:
+    worker, prompt = gateway.cluster.workers["d0"], {"prompt": PROMPT} if path == COMPLETIONS else SAID
+    errors = {}
+    for wants in (True, False):
+        worker.may_go.clear()
+        body = {**prompt, "max_tokens": 50, "stream": is_streamed, "timeline": wants}
+        asking = asyncio.create_task(gateway.post(path, body, x_request_id="mine"))
+        await until(lambda: worker.open_calls)
+        await gateway.cluster.router.dispatcher.abort(RequestId("mine"))
+        answer = await asking
+        errors[wants] = answer.events[-1]["error"] if is_streamed else answer.error
+        worker.may_go.set()
+    timeline = errors[True].pop("timeline")
+    assert errors[True] == errors[False], "and without the field nothing is added"
+    assert "decode.call" in [span["name"] for span in timeline["spans"]]
+    assert sum(span["duration_ms"] for span in timeline["spans"]) == pytest.approx(timeline["total_ms"])
+    assert PROMPT not in json.dumps(timeline)
 
 
 @pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, "xyz"]], ids=["a prompt", "the first of two prompts"])

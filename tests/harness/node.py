@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.transfers import InlineTransfers, Transfers
 from tests.harness.fake_clock import FakeClock
 from wire.layout import KVLayout

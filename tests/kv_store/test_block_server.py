@@ -13,11 +13,11 @@ import pytest
 
 from deploy.plan.authority import Authority
 from kv_store.frame import checksum_of
-from kv_store.node import block_reader, block_server
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader, LocalBlocks
-from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
+from kv_store.peers import block_reader, block_server
+from kv_store.peers.block_reader import BlockReader, LocalBlocks
+from kv_store.peers.block_server import BlockServer
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.block_names import BlockName

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kv_store.node import service
 from kv_store.node.messages import Hold, TtlS
-from kv_store.node.service import LENGTH, RefusedCall, ServiceCodec, body_len
+from kv_store.node.service import LENGTH, RefusedCall, ServiceCodec, WaitS, body_len
 from wire.errors import WireError
 from wire.ids import AttemptId
 
@@ -54,6 +54,8 @@ class Service(Protocol):
     def nothing(self) -> bool: ...
 
     def hold(self, hold: Hold | None, ttl_s: TtlS, /) -> int: ...
+
+    def wait(self, name: Name, wait_s: WaitS, /) -> bool: ...
 
     def _private(self) -> bool: ...
 
@@ -204,3 +206,12 @@ def test_a_time_to_live_is_positive_and_bounded(ttl_s: float) -> None:
     for known in good[1], 1.25:
         with pytest.raises(WireError):
             CODEC.decode_call(data.replace(msgpack.packb(known), msgpack.packb(ttl_s)))
+
+
+def test_a_call_waits_if_it_is_declared_to() -> None:
+    assert (CODEC.wait_s("wait", ("n", 2.5)), CODEC.wait_s("wait", ("n", 0.0))) == (2.5, 0.0)
+    assert CODEC.wait_s("nothing", ()) is CODEC.wait_s("hold", (None, 2.5)) is None
+    assert CODEC.decode_call(call_body("wait", "n", 10.0)).arguments == ["n", 10.0]
+    for wait_s in (-0.1, 10.1, float("nan")):
+        with pytest.raises(WireError):
+            CODEC.decode_call(call_body("wait", "n", wait_s))

@@ -9,13 +9,14 @@ import redis
 
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.tiers.cold_tier import ColdTier
-from kv_store.tiers.contents import Selection, Tally, clear, find
+from kv_store.tiers.contents import Selection, clear, find
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
 from wire.block_names import BlockName, cover, digest_of
 from wire.ids import NamespaceRoot
+from worker.store_control import Tally
 
 
 @dataclass
@@ -233,8 +234,8 @@ def test_what_is_there_is_listed_with_its_namespace_and_cleared(cold: Cold) -> N
     tally = Tally(theirs)
     for page in clear(cold.tier, theirs):
         tally.add(cold.tier.tier, page)
-    [holding] = tally.holdings
-    assert (holding.num_blocks, holding.namespace, holding.places) == (2, other[0].root_digest, [])
+    [holding] = tally.holdings.holdings
+    assert (holding.blocks, holding.namespace, [*holding.places]) == (2, other[0].root_digest, [])
     assert [cold.get(name) for name in other] == [None, None]
     assert cold.get(names[7]) == payload_of(names[7])
 
@@ -247,7 +248,7 @@ def test_named_blocks_are_found_by_their_places_and_cleared_alone(cold: Cold) ->
     tally = Tally(named)
     for page in find(cold.tier, named):
         tally.add(cold.tier.tier, page)
-    assert [one.places for one in tally.holdings] == [[1, 2]]
+    assert [one.places for one in tally.holdings.holdings] == [[1, 2]]
     assert [len(page) for page in clear(cold.tier, Selection((names[1].key,)))] == [1]
     assert cold.tier.exists([name.key for name in names]) == [False, False, True, False]
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kv_store.node.arena import Arena
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import EventCursor
+from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock
@@ -184,7 +184,7 @@ def test_a_tier_that_is_too_slow_for_a_batch_gets_it_in_parts(node: Node, monkey
         node.clock.now += 4.0
         return True
 
-    monkeypatch.setattr("kv_store.node.cold_writer.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("kv_store.tiers.cold_writer.time", SimpleNamespace(monotonic=lambda: now))
     names = names_of(16)
     node.publish(names)
     node.cold.before = be_slow

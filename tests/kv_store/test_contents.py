@@ -4,7 +4,7 @@ import pytest
 
 from kv_store.node.directory import Directory
 from kv_store.node.messages import Hold
-from kv_store.tiers.contents import PAGE_BLOCKS, HostTier, Selection, Tally, clear, find
+from kv_store.tiers.contents import PAGE_BLOCKS, HostTier, Selection, clear, find
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of
 from tests.kv_store.test_cold_writer import Node
@@ -12,6 +12,7 @@ from wire.block_names import BlockName, cover, digest_of
 from wire.errors import StoreError
 from wire.ids import AttemptId, NamespaceRoot
 from wire.tier import Cause, Tier, Write
+from worker.store_control import Tally
 
 OTHER = NamespaceRoot(b"O" * 32)
 OTHERS = cover(OTHER, range(12), LAYOUT.block_size)
@@ -42,10 +43,10 @@ def test_an_arena_counts_blocks_bytes_and_uses_of_each_namespace() -> None:
     stored.clock.now += 5
     stored.directory.release(stored.directory.lease("r", [names[3].key], 1.0).lease_id)
     stored.clock.now += 1
-    own, other = sorted(stored.tally(Selection()).holdings, key=lambda one: -one.num_blocks)
-    assert (own.namespace, own.num_blocks, own.num_bytes) == (names[0].root_digest, len(names), 4096 * len(names))
+    own, other = sorted(stored.tally(Selection()).holdings.holdings, key=lambda one: -one.blocks)
+    assert (own.namespace, own.blocks, own.bytes) == (names[0].root_digest, len(names), 4096 * len(names))
     assert (own.newest_s, own.oldest_s) == (1, 16)
-    assert (other.namespace, other.num_blocks, other.newest_s, other.oldest_s) == (digest_of(OTHER), 3, 6, 6)
+    assert (other.namespace, other.blocks, other.newest_s, other.oldest_s) == (digest_of(OTHER), 3, 6, 6)
 
 
 def test_counting_is_no_use() -> None:

@@ -1,6 +1,6 @@
 from weakref import WeakSet
 
-from kv_store.node.claims import Expiring
+from kv_store.node.expiring import Expiring
 from tests.harness.fake_clock import FakeClock
 
 

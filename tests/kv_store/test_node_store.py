@@ -10,15 +10,15 @@ import torch
 
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import LocalBlocks
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import HOLD_TTL_S, NodeStore
+from kv_store.peers.block_reader import LocalBlocks
 from kv_store.prefix.plan import Read
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.harness.fake_clock import FakeClock

@@ -10,9 +10,9 @@ from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.page_store import PageStore
 from kv_store.prefix.plan import Needs
+from kv_store.prefix.tier_list import TierList
 from kv_store.tiers.arena_tier import ArenaTier
 from kv_store.tiers.memory_tier import MemoryTier
-from kv_store.tiers.tier_list import TierList
 from tests.kv_store.names import LAYOUT, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.ids import AttemptId, PageId
@@ -54,7 +54,7 @@ def test_purged_blocks_are_in_no_tier() -> None:
     store = PageStore(tiers, filled_pool(NAMES))
     store.write_through(NAMES[:3], pages_from(0, 3), None)
     store.purge(NAMES[1:])
-    assert tiers.exists([name.key for name in NAMES[:3]]) == [True, False, False]
+    assert tiers.exists(NAMES[:3]) == [True, False, False]
 
 
 def test_windows_find_the_same_blocks_as_in_the_store_of_a_node() -> None:

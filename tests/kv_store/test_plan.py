@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_store.prefix.costs import Costs
-from kv_store.prefix.plan import Compute, Needs, Read, plan_split, plan_whole
+from kv_store.prefix.plan import Needs, Plan, Read, plan_split, plan_whole
 from kv_store.tiers.cold_tier import BlockSource
 from tests.harness.fake_clock import FakeClock
 from tests.harness.paced_tier import PacedTier
 from tests.kv_store.learned_costs import taught
 from tests.kv_store.names import LAYOUT, names_of
-from wire.tier import Cause, Miss
 
 SLACK_S, SHARE = 0.01, 0.9
 MAX_BLOCKS = 40
@@ -68,33 +67,31 @@ def drawn(draw: st.DrawFn) -> Drawn:
 
 @given(drawn())
 def test_of_a_whole_prefix_the_most_blocks_are_read_that_lose_at_most_10_ms(one: Drawn) -> None:
-    front, rest = plan_whole(one.found, one.probes)
+    front, later = plan_whole(one.found, one.probes)
     num_blocks = len(one.found.names)
     took_s = [one.whole_s(num) for num in range(num_blocks + 1)]
     good = [num for num, this_s in enumerate(took_s) if this_s <= min(took_s) + SLACK_S + 1e-9]
     assert len(front.names) in (good[-1], max([num for num in good if took_s[num] < min(took_s) + SLACK_S - 1e-9]))
     assert front == one.found.part(0, len(front.names))
-    assert len(front.names) + rest.num_blocks == num_blocks
-    assert rest.misses == [Miss(Cause.CHEAPER)] * rest.num_blocks
+    assert later is None
 
 
 @given(drawn())
 def test_a_prefix_is_split_where_no_other_division_is_nearly_as_quick(one: Drawn) -> None:
-    steps = plan_split(one.found, one.probes)
-    num_blocks, whole = len(one.found.names), plan_whole(one.found, one.probes)
+    front, later = plan_split(one.found, one.probes)
+    num_blocks, (whole, _) = len(one.found.names), plan_whole(one.found, one.probes)
     num_here = next((place for place, source in enumerate(one.found.sources) if source is not None), num_blocks)
     split_s = min(one.back_s(num_here, num) for num in range(num_blocks - num_here + 1))
     unprobed = Drawn(one.found, [])
-    whole_s = unprobed.whole_s(len(whole[0].names))
+    whole_s = unprobed.whole_s(len(whole.names))
     bound_s = min(whole_s - SLACK_S, SHARE * whole_s)
-    if len(steps) == 2:
+    if later is None:
         has_tail_alone = [name.is_tail for name in one.found.names[num_here:]] == [True]
         assert split_s > bound_s - 1e-9 or has_tail_alone
-        assert steps == whole or has_tail_alone
+        assert front == whole or has_tail_alone
     else:
-        front, rest, later = steps
         assert split_s < bound_s + 1e-9
-        assert (len(front.names), rest.num_blocks) == (num_here, num_blocks - num_here)
+        assert len(front.names) == num_here
         assert later.names == [name for name in one.found.names[num_here:] if not name.is_tail] != []
 
 
@@ -121,8 +118,8 @@ def test_what_is_usable_is_found_by_way_of_holes_alone(data: st.DataObject) -> N
     assert places == sorted({*range(min(needs.num_sinks, start)), *range(start, end)})
 
 
-def sizes_of(steps: Sequence[Read | Compute]) -> list[int]:
-    return [len(step.names) if isinstance(step, Read) else step.num_blocks for step in steps]
+def sizes_of(plan: Plan) -> list[int]:
+    return [len(step.names) for step in plan if step is not None]
 
 
 def test_of_blocks_in_several_places_the_front_that_pays_is_read() -> None:
@@ -160,7 +157,7 @@ def test_a_prefix_is_split_where_that_beats_reading_and_computing_it(
     found = read_of(costs, sources)
     steps = plan_split(found, [])
     assert steps[0].part(0, 2) == found.part(0, 2)
-    assert sizes_of(steps) == ([2, num_blocks, num_blocks] if splits else sizes_of(plan_whole(found, [])))
+    assert sizes_of(steps) == ([2, num_blocks] if splits else sizes_of(plan_whole(found, [])))
 
 
 def test_a_group_is_read_before_computing_gets_there_and_is_bounded_in_time() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from kv_store.frame import FRONT_BYTES
 from kv_store.node.arena import Arena
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
+from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import PREFIX, RedisTier
 from tests.harness.fake_clock import FakeClock

@@ -6,8 +6,8 @@ import pytest
 
 import engine.core
 from engine.model.hash_model import HashModel
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
+from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.files_tier import FilesTier
 from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes

@@ -7,9 +7,9 @@ import pytest
 
 from engine.model.hash_model import HashModel
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader, LocalBlocks
-from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
+from kv_store.peers.block_reader import BlockReader, LocalBlocks
+from kv_store.peers.block_server import BlockServer
 from kv_store.tiers.cold_tier import BlockSource
 from router.block_index import mark_of
 from tests.faults.toxic_proxy import Line, toxic_proxy

@@ -137,7 +137,7 @@ async def test_one_scrape_tells_of_the_whole_cluster() -> None:
 
 
 async def test_a_worker_that_hangs_does_not_hold_up_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.status.ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("router.operate.status.ASK_TIMEOUT_S", 0.05)
     async with LocalCluster.running(MODEL, 1, 1) as cluster, scraped(cluster) as address:
 
         async def never(*_: object) -> None:

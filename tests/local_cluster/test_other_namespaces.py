@@ -12,7 +12,7 @@ from engine.model.hash_model import HashModel
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
-from router.requests.tokenizing import NO_PREFIXES, PUBLIC, PublicPrefixes
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from tests.faults.rest import at_rest
 from tests.harness import assembled_worker, local_cluster
 from tests.harness.cluster import collect
@@ -23,7 +23,7 @@ from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.block_names import cover
 from wire.convert import misses_from_pb
 from wire.errors import RequestNotFound, StoreError
-from wire.ids import BlockKey
+from wire.ids import PUBLIC, BlockKey
 from wire.layout import KVLayout
 from wire.pb import cluster_pb2
 from wire.served_model import ServedNamespace

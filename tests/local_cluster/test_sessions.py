@@ -8,10 +8,10 @@ import pytest
 
 from engine.model.hash_model import HashModel
 from kv_store.eviction.order import StartFirst
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.messages import KeepHint
 from kv_store.node.sessions import KeepLimits
+from kv_store.tiers.cold_writer import ColdWriter
 from tests.harness.cluster import Output, until
 from tests.harness.fake_clock import FakeClock
 from tests.harness.local_cluster import LocalCluster, Sizes

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
+from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes

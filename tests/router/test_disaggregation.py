@@ -6,7 +6,6 @@ import pytest
 
 from router.config import Disaggregation
 from router.disaggregation import PrefillReason, decide, hand_off_s
-from router.observe.timeline import TimedCall
 from tests.router.test_policies import Load
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
@@ -99,16 +98,14 @@ def test_each_reason_names_one_pool() -> None:
     assert straight == {"never", "no_prefill_worker", "prefill_silent", "cheaper", "busy"}
 
 
-def spans(**durations_ms: float) -> list[pb.Span]:
-    return [pb.Span(name=name.replace("_", ".", 1), duration_ms=duration) for name, duration in durations_ms.items()]
+def spans(*named: tuple[str, float]) -> list[pb.Span]:
+    return [pb.Span(name=name, duration_ms=duration_ms) for name, duration_ms in named]
 
 
 def test_a_hand_off_is_what_neither_a_gate_nor_the_prompt_took() -> None:
-    worker = WorkerId("w")
-    there = TimedCall("prefill", worker, 5.0, 105.0, spans(prefill_queue=20, prefill_compute=70, prefill_publish=3))
-    here = TimedCall("decode", worker, 106.0, 900.0, spans(decode_wait_pages=50, decode_fetch=4, decode_generate=700))
+    there = spans(("prefill.queue", 20), ("prefill.compute", 70), ("prefill.publish", 3), ("network", 7))
+    here = spans(("decode.wait_pages", 50), ("decode.fetch", 4), ("decode.generate", 700), ("network", 9))
     assert hand_off_s(there, here) == pytest.approx(0.014), "3 to publish, 7 between processes, 4 to fetch"
-    for one, other in ((TimedCall("prefill", worker, 5.0, 105.0), here), (there, TimedCall("decode", worker, 106.0))):
+    for one, other in ((spans(("prefill.call", 100)), here), (there, spans(("decode.call", 100)))):
         assert hand_off_s(one, other) is None, "a worker was lost, or its answer was stopped"
-    short = TimedCall("prefill", worker, 5.0, 6.0, spans(prefill_compute=70))
-    assert hand_off_s(short, here) == pytest.approx(0.004)
+    assert hand_off_s(spans(("prefill.compute", 1)), here) == pytest.approx(0.004)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from router.config import RouterConfig
-from router.requests.tokenizing import NO_PREFIXES, PUBLIC, PublicPrefixes
+from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from tests.harness.fake_cluster import CONFIG
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import NoRenderer, PlainRenderer
 from wire.block_names import PublicPart
 from wire.errors import ConfigError
-from wire.ids import TENANT
+from wire.ids import PUBLIC, TENANT
 
 TEXT = "You are a parrot."
 RENDERED = f"system: {TEXT}\nuser: "

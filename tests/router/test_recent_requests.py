@@ -2,13 +2,13 @@
 
 import pytest
 
-from router.observe.latency_causes import Paces, causes_of
-from router.observe.metrics import described
-from router.observe.record import MAX_KEPT, MAX_LISTED, RecentRequests
+from router.observe.journal import RequestJournal
+from router.observe.recent_requests import MAX_KEPT, MAX_LISTED, Paces, RecentRequests, causes_of
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import FakeCluster, request, running
 from tests.router.test_request_metrics import record
 from wire.errors import InvalidRequest, RequestNotFound, Unavailable
+from wire.ids import QualifiedId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 
@@ -44,10 +44,8 @@ def test_the_causes_of_the_last_hour_are_summed() -> None:
     now = [0.0]
     recent = RecentRequests(lambda: now[0])
     ended = record()
-    ended.summary.misses = [
-        worker_pb2.MissRun(cause="evicted", blocks=3),
-        worker_pb2.MissRun(cause="partial", blocks=1),
-    ]
+    misses = [worker_pb2.MissRun(cause="evicted", blocks=3), worker_pb2.MissRun(cause="partial", blocks=1)]
+    ended.source = worker_pb2.PromptSource(misses=misses)
     for now[0] in (30.0, 45.0, 30 * 60.0):
         recent.add(ended)
     assert recent.uncached_blocks == {"evicted": 9, "partial": 3}
@@ -87,8 +85,10 @@ async def aborted(cluster: FakeCluster) -> None:
 
 
 def test_an_error_that_may_quote_the_request_has_only_its_parameter() -> None:
-    assert described(InvalidRequest("stop", "secret")) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "stop")
-    assert described(Unavailable("gone")) == ("UNAVAILABLE", "UNAVAILABLE", "gone")
+    for error, told in ((InvalidRequest("stop", "secret"), "stop"), (Unavailable("gone"), "gone")):
+        journal = RequestJournal(QualifiedId("r"), 0.0)
+        journal.end(error, 1.0)
+        assert (journal.outcome, journal.reason, journal.message) == (error.status.grpc, error.reason, told)
 
 
 async def test_a_lost_worker_is_the_first_cause() -> None:

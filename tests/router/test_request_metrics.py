@@ -1,12 +1,13 @@
 from collections.abc import Mapping
 
 from router.disaggregation import PrefillReason
-from router.observe.metrics import RequestMetrics, TokenTiming, outcome_of
-from router.observe.record import RequestRecord, RequestSummary
-from wire.convert import tiers_from_pb
+from router.observe.journal import RequestJournal, outcome_of
+from router.observe.metrics import RequestMetrics
+from wire.convert import tiers_from_pb, tiers_to_pb
 from wire.errors import InvalidRequest, Overloaded
-from wire.ids import QualifiedId, WorkerId
+from wire.ids import QualifiedId
 from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
 
 
 def value(metrics: RequestMetrics, name: str, **labels: str) -> float | None:
@@ -15,22 +16,23 @@ def value(metrics: RequestMetrics, name: str, **labels: str) -> float | None:
 
 def record(
     outcome: str = "OK", cached: Mapping[str, int] | None = None, num_attempts: int = 1, spans: Mapping[str, float] = {}
-) -> RequestRecord:
+) -> RequestJournal:
     """A request with a prompt of 100 tokens that took two seconds; `spans` by name, in ms."""
-    summary = RequestSummary(100, 7, cached, WorkerId("p0"), WorkerId("d0"), num_attempts)
-    timeline = pb.Timeline(total_ms=2000.0)
-    for name, duration_ms in spans.items():
-        timeline.spans.add(name=name, duration_ms=duration_ms)
-    return RequestRecord(QualifiedId("r-1"), outcome, summary, 0.5, timeline)
+    journal = RequestJournal(QualifiedId("r-1"), 0.0)
+    journal.outcome, journal.num_prompt_tokens, journal.num_output_tokens, journal.ttft_s = outcome, 100, 7, 0.5
+    journal.attempts_ms = [0.0] * num_attempts
+    if cached is not None:
+        journal.source = worker_pb2.PromptSource(cached_tokens=tiers_to_pb(cached))
+    journal.timeline.MergeFrom(pb.Timeline(total_ms=2000.0, prefill_worker="p0", decode_worker="d0"))
+    journal.spans.extend(pb.Span(name=name, duration_ms=duration_ms) for name, duration_ms in spans.items())
+    return journal
 
 
 def test_tokens_are_timed_by_choice() -> None:
-    metrics = RequestMetrics()
-    assert TokenTiming(metrics, arrived_s=10.0).ttft_s is None
-    timing = TokenTiming(metrics, arrived_s=10.0)
+    metrics, journal = RequestMetrics(), RequestJournal(QualifiedId("r-1"), 10.0)
     for choice, num_tokens, now_s in ((0, 1, 10.5), (1, 1, 10.75), (0, 2, 11.5), (0, 0, 20.0), (1, 1, 11.75)):
-        timing.gained(choice, num_tokens, now_s)
-    assert timing.ttft_s == 0.5
+        metrics.gained(journal, choice, num_tokens, now_s)
+    assert (journal.ttft_s, journal.num_output_tokens) == (0.5, 5)
     assert value(metrics, "time_to_first_token_seconds_count") == 1
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "generation_tokens_total") == 5
@@ -56,7 +58,7 @@ def test_prompts_are_counted_by_pool_and_reason() -> None:
     metrics = RequestMetrics()
     for why in (None, PrefillReason.BUSY, PrefillReason.SOONER, PrefillReason.BUSY):
         one = record()
-        one.summary.prefill_reason = why
+        one.timeline.prefill_reason = why or ""
         metrics.ended(one)
     assert value(metrics, "prompt_pools_total", pool="decode", reason="busy") == 2
     assert value(metrics, "prompt_pools_total", pool="prefill", reason="sooner") == 1
@@ -71,7 +73,7 @@ def test_a_tier_is_asked_for_what_no_nearer_one_had() -> None:
     assert asked == [100, 50, 20]
     assert found == [50, 30, 5]
     assert value(metrics, "prompt_tokens_total") == 100, "the other one was never looked up"
-    use = metrics.prefix_cache.total
+    use = metrics.prefix_cache
     assert (use.queries, tiers_from_pb(use.hits)) == (
         100,
         {"device": 50, "host": 30, "peers": 0, "redis": 5, "files": 0},
@@ -92,7 +94,7 @@ def test_waiting_is_told_by_gate() -> None:
 
 def test_two_routers_in_a_process_have_nothing_in_common() -> None:
     first, second = RequestMetrics(), RequestMetrics()
-    first.tokens(3)
+    first.gained(RequestJournal(QualifiedId("r-1"), 0.0), 0, 3, 1.0)
     assert value(second, "generation_tokens_total") == 0
 
 

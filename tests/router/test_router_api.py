@@ -27,7 +27,7 @@ from tests.harness.fake_cluster import CONFIG, PROMPT, FakeCluster, expected, re
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import Chat, NoRenderer
 from wire.convert import status_of, tiers_from_pb
-from wire.errors import ConfigError, InvalidRequest, Unavailable, Unsupported
+from wire.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, Unsupported
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -207,6 +207,37 @@ async def test_a_request_that_is_running_can_be_aborted(service: Service) -> Non
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await service.inference.Abort(pb.AbortRequest(request_id="mine"))
     assert unknown.value.code() == Code.NOT_FOUND
+
+
+async def test_a_client_gets_the_timeline_of_a_request_that_failed(service: Service) -> None:
+    service.cluster.workers["d0"].may_go.clear()
+    async with AsyncClient(service.addresses.public) as client:
+        asking = asyncio.create_task(client.generate(PROMPT, request_id="mine"))
+        await until(lambda: service.cluster.workers["d0"].open_calls)
+        await client.abort("mine")
+        with pytest.raises(Cancelled) as aborted:
+            await asking
+        with pytest.raises(InvalidRequest) as refused:
+            await client.generate(PROMPT, temperature=9)
+    timeline = aborted.value.timeline
+    assert (timeline.prefill_worker, timeline.decode_worker, timeline.prefill_reason) == ("p0", "d0", "always")
+    assert "decode.call" in [span.name for span in timeline.spans]
+    assert sum(span.duration_ms for span in timeline.spans) == pytest.approx(timeline.total_ms)
+    assert PROMPT not in str(timeline)
+    assert refused.value.timeline is None, "a request that was not let in has none"
+
+
+async def test_a_deadline_is_told_with_the_gate_at_which_it_passed() -> None:
+    settings = replace(CONFIG.settings, max_deadline_s=0.2)
+    async with serving(replace(CONFIG, settings=settings)) as service:
+        await service.cluster.resize(1, 0)
+        async with AsyncClient(service.addresses.public) as client:
+            with pytest.raises(DeadlineExceeded) as late:
+                await client.generate(PROMPT)
+        await service.cluster.resize(1, 1)
+    longest = max(late.value.timeline.spans, key=lambda span: span.duration_ms)
+    assert longest.name == "router.wait_decode"
+    assert longest.name in late.value.message
 
 
 @pytest.mark.parametrize("where", ["p0", "d0"])

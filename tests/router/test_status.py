@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.observe.status import _summed, changes
+from router.operate.status import _summed, changes
 from router.workers.members import LONG_STEP_S
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import FakeCluster, request, running

@@ -18,7 +18,6 @@ from router.config import TraceSettings
 from router.observe import trace_exporter
 from router.observe.trace_exporter import TraceExporter
 from router.observe.traces import Traces
-from router.requests.checks import ValidRequest
 from tests.gateway.local_gateway import LocalDoor
 from tests.harness.cluster import WAIT_S
 from tests.harness.fake_cluster import CONFIG, request, running
@@ -26,11 +25,11 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from tests.router.test_router_api import serving
 from wire.errors import BatonError
+from wire.ids import TRACEPARENT
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import otlp_pb2 as otlp
 from wire.sampling import SamplingParams
-from wire.trace_context import TRACEPARENT
 from wire.trust.key_ring import NO_KEYS
 
 MODEL = HashModel(KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32"), 300)
@@ -220,8 +219,7 @@ async def test_failed_requests_have_traces_without_the_texts_of_errors_that_quot
 def test_about_the_ratio_of_requests_is_traced() -> None:
     exporter = TraceExporter("http://127.0.0.1:9")
     traces = Traces(0.25, "m", exporter)
-    valid = ValidRequest(None, "text", SamplingParams(), False, False)
-    sampled = Counter(traces.begin(valid, "") is not None for _ in range(4000))
+    sampled = Counter(traces.begin("text", SamplingParams(), "") is not None for _ in range(4000))
     assert 800 < sampled[True] < 1200
 
 

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.observe.metrics import TokenTiming
+from router.observe.journal import RequestJournal
 from router.observe.vllm_names import SOURCES
 from router.ports.server import RouterServer
 from tests.harness.fake_cluster import CONFIG, FakeCluster
 from tests.router.test_metrics_server import scrape
 from tests.router.test_request_metrics import record
 from tests.router.test_worker_metrics import worker
+from wire.ids import QualifiedId
 from wire.pb import cluster_pb2
 
 Series = tuple[str, frozenset[tuple[str, str]]]
@@ -61,10 +62,12 @@ async def page_of(cluster: FakeCluster) -> str:
 async def test_each_of_vllms_metrics_has_batons_count() -> None:
     cluster = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0, metrics_compat="vllm")))
     metrics = cluster.router.metrics
-    timing = TokenTiming(metrics, arrived_s=10.0)
-    timing.gained(0, 1, 10.5)
-    timing.gained(0, 2, 11.5)
-    metrics.ended(replace(record(cached={"device": 50, "host": 30, "redis": 5}), finish_reasons=("stop", "length")))
+    journal = RequestJournal(QualifiedId("r"), 10.0)
+    metrics.gained(journal, 0, 1, 10.5)
+    metrics.gained(journal, 0, 2, 11.5)
+    well = record(cached={"device": 50, "host": 30, "redis": 5})
+    well.finish_reasons = ("stop", "length")
+    metrics.ended(well)
     metrics.ended(record("CANCELLED"))
     metrics.ended(record("UNAVAILABLE"))
     page = await page_of(cluster)

@@ -15,9 +15,9 @@ from engine.events import Failed
 from engine.grammar.grammars import Grammars
 from engine.model.decoder import Decoder
 from engine.request import EngineRequest
-from engine.runner import Runner
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import MAX_ROWS
+from engine.step.runner import Runner
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import ROOT, drive, gained, make_core, request
 from tests.pairs import RUNS_ALL

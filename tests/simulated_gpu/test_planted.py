@@ -16,7 +16,7 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
-from engine.runner import Runner
+from engine.step.runner import Runner
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
@@ -24,8 +24,8 @@ from kv_store.node.directory import Directory
 from kv_store.node.messages import Block, Hold
 from kv_store.node_store import NodeStore
 from kv_store.page_store import PageStore
+from kv_store.prefix.tier_list import TierList
 from kv_store.tiers.memory_tier import MemoryTier
-from kv_store.tiers.tier_list import TierList
 from kv_store.transfers import Fetch, InlineTransfers, ThreadTransfers, Transfer, WriteThrough
 from tests.docs.sizes import product_packages
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
@@ -176,7 +176,7 @@ OF_BLOCKS = [lambda _: hand_over_blocks(carry_inline), lambda _: hand_over_block
 PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/model/programs.py": [decode],
     "engine/model/sampler.py": [decode],
-    "engine/runner.py": [fail_steps],
+    "engine/step/runner.py": [fail_steps],
     "kv_store/device_pool.py": OF_BLOCKS,
     "kv_store/node_store.py": OF_BLOCKS,
     "kv_store/page_store.py": [keep_in_tiers],

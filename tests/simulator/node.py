@@ -10,13 +10,13 @@ from kv_store.eviction.hit_density import HitDensity
 from kv_store.eviction.order import EvictionOrder, StartFirst
 from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.arena import Arena
-from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Channel
 from kv_store.node.directory_port import carry_out
 from kv_store.node.messages import Block, DirectoryInfo, Hold, Lease, Reservation
 from kv_store.node.service import LENGTH, ClientName, RefusedCall, ServiceCodec
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.cold_writer import ColdWriter
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
 from wire.errors import StoreError

@@ -5,8 +5,8 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from kv_store.connection import Breaker
-from kv_store.node.block_reader import LocalBlocks
 from kv_store.node.directory_port import DirectoryPort
+from kv_store.peers.block_reader import LocalBlocks
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.node import Caller, Node
 from tests.simulator.virtual_time import Process

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from engine.events import Jumped
-from engine.kv.prefetch import Find, Prefetch
+from engine.kv.prefix_read import Find, PrefixRead
 from kv_store import node_store
 from kv_store.block_store import BlockStore, Reading
 from kv_store.eviction.order import Page
@@ -18,7 +18,7 @@ from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import BlockEventLog
-from kv_store.transfers import Done, ReadGroup
+from kv_store.transfers import Done, Fetch
 from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -118,17 +118,19 @@ def jump_counted_twice(jump: Jumped) -> int:
     return 2 * len(jump.span)
 
 
-def whole_group(order: ReadGroup, store: BlockStore) -> Done:
+def whole_group(order: Fetch, store: BlockStore) -> Done:
+    if order.step is None:
+        return RUN(order, store)
     store.read(order.step, order.pages)
     return Done(order, Reading([Tier.PEERS] * len(order.pages)))
 
 
-def run_over_holes(prefetch: Prefetch, start: int, find: Find) -> list[PageId]:
-    pages = [find(name.key) for name in prefetch.names[start:]]
+def run_over_holes(prefix: PrefixRead, start: int, find: Find) -> list[PageId]:
+    pages = [find(name.key) for name in prefix.names[start : prefix.stop]]
     return [page for page in pages if page is not None]
 
 
-NOTE, TAKE = BlockEventLog.note, BlockIndex.take
+NOTE, TAKE, RUN = BlockEventLog.note, BlockIndex.take, Fetch.run
 ACCEPT, RELEASE, STATE = ChoiceStream.accept, Directory.release, Ledger.state
 PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a block of the arena is not checked": (
@@ -147,8 +149,8 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
-    "a group that came back short counts as whole": (ReadGroup, "run", whole_group, {"I4"}),
-    "a jump passes over a hole": (Prefetch, "run", run_over_holes, {"I4", "I6"}),
+    "a group that came back short counts as whole": (Fetch, "run", whole_group, {"I4"}),
+    "a jump passes over a hole": (PrefixRead, "run", run_over_holes, {"I4", "I6"}),
     "a jump counts its tokens twice": (Jumped, "num_found", property(jump_counted_twice), {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }

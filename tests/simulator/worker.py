@@ -15,7 +15,7 @@ from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
 from kv_store.frame import checksum_of
-from kv_store.transfers import Done, Fetch, ReadGroup, ThreadTransfers, Transfer
+from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
 from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator.invariants import PromptCounts, Truth, Watch
@@ -254,10 +254,11 @@ class SimTransfers(ThreadTransfers):
         self._worker.world.watch.use(transfer, ledger, pages, self._worker.clock, inf)
         super().begin(transfer)
         delay_s = self._worker.world.draw.choice(COPIES_S)
-        if isinstance(transfer, ReadGroup):  # its pages drain for as long as it is read
+        is_group = isinstance(transfer, Fetch) and transfer.step is not None
+        if is_group:  # its pages drain for as long as it is read
             delay_s += len(transfer.names) * self._worker.world.far_block_s
         self._loop.call_later(delay_s + max(0.0, self._worker.lag_s), self.run_next)
-        if isinstance(transfer, ReadGroup):
+        if is_group:
             self._worker.world.count("groups")
             self._worker.step("group")
 
@@ -278,7 +279,7 @@ class SimTransfers(ThreadTransfers):
             worker.world.watch.violated("bug", f"{worker.name}: a transfer failed: {done.error}")
         if done.reading.later is not None:
             worker.world.count("splits")
-        if isinstance(transfer, Fetch | ReadGroup):
+        if isinstance(transfer, Fetch):
             self._check_fetched(transfer, done)
         worker.world.watch.expect_none("I1", "arena", worker.node.directory.records.check())
         return done

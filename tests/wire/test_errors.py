@@ -7,6 +7,7 @@ import pytest
 from wire import errors
 from wire.errors import (
     BatonError,
+    Cancelled,
     ContextLengthExceeded,
     InvalidRequest,
     Lengths,
@@ -15,6 +16,8 @@ from wire.errors import (
     RequestNotFound,
     reached,
 )
+from wire.pb import inference_pb2 as pb
+from wire.rpc_status import MAX_TIMELINE_BYTES, bounded, to_status
 
 
 def subclasses(kind: type[BatonError]) -> list[type[BatonError]]:
@@ -79,3 +82,26 @@ def test_an_error_survives_the_way_between_actors(error: BatonError) -> None:
     again = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert type(again) is type(error)
     assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+def test_a_timeline_with_many_attempts_keeps_its_longest_spans_and_their_errors_within_a_bound() -> None:
+    timeline = pb.Timeline(total_ms=4e4, prefill_worker="prefill-0", prefill_reason="always")
+    for number in range(400):
+        span = timeline.spans.add(name="decode.generate", worker="decode-7", start_ms=1e2 * number, duration_ms=number)
+        span.error = "" if number % 40 else "UNAVAILABLE"
+    error = Cancelled("the client went away")
+    error.timeline = timeline
+    status = to_status(error)
+    kept = pb.Timeline()
+    assert status.details[1].Unpack(kept)
+    assert MAX_TIMELINE_BYTES - 200 < kept.ByteSize() <= MAX_TIMELINE_BYTES
+    assert status.ByteSize() * 4 / 3 < 8192, "the metadata that clients of gRPC take"
+    assert (kept.total_ms, kept.prefill_worker) == (4e4, "prefill-0")
+    assert sum(bool(span.error) for span in kept.spans) == 10
+    assert min(span.duration_ms for span in kept.spans if not span.error) > 300
+    assert [span.start_ms for span in kept.spans] == sorted(span.start_ms for span in kept.spans)
+
+
+def test_a_short_timeline_is_whole() -> None:
+    timeline = pb.Timeline(total_ms=3.0, spans=[pb.Span(name="router.check", worker="router", duration_ms=3.0)])
+    assert bounded(timeline) == timeline

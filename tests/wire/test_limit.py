@@ -35,6 +35,17 @@ async def test_a_refused_weight_takes_nothing() -> None:
     assert limit.num_used == 0
 
 
+def test_beyond_the_bound_a_limit_refuses_until_all_excess_is_given_back() -> None:
+    limit = Limit(2, "tokens wait")
+    limit.exceed(3)
+    assert (limit.num_used, limit.num_free) == (3, -1)
+    limit.release(1)
+    with pytest.raises(Overloaded):
+        limit.take()
+    limit.release(1)
+    limit.take()
+
+
 async def test_units_are_given_back_where_a_context_fails() -> None:
     limit = Limit(1, "texts are being read")
     for _ in range(3):

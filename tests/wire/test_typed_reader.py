@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NewType
 
 import pytest
 
-from wire.typed_reader import Between, Misfit, by_place, once, reader_of, shown
+from wire.typed_reader import Between, HexOf, Misfit, by_place, not_empty, once, reader_of, shown
 
 Id = NewType("Id", str)
 Share = Annotated[float, Between(0, 1)]
@@ -74,9 +74,30 @@ def test_a_misfit_is_told_by_its_place_its_type_and_its_value(hint: Any, given: 
     assert f"{refused.value.under('')}: {refused.value}" == told
 
 
-def test_dataclasses_are_read_from_lists_by_place() -> None:
-    read = reader_of(list[Part], by_place)
-    assert read([["a", 1]]) == [Part(Id("a"), 1.0)]
+@pytest.mark.parametrize("text", ["0g" * 2, "000", "00" * 3, "0x00", " 0000", "0000\n", ""])
+def test_hex_digits_that_are_none_are_refused_and_not_shown(text: str) -> None:
+    assert reader_of(Annotated[str, HexOf(2)])("00fF") == "00fF"
+    assert reader_of(Annotated[str, HexOf()])("") == ""
+    with pytest.raises(Misfit, match=r"^must be 2 bytes in hex digits$"):
+        reader_of(Annotated[str, HexOf(2)])(text)
+
+
+def test_a_text_may_have_to_be_given() -> None:
+    assert reader_of(Annotated[str, not_empty])("a") == "a"
+    with pytest.raises(Misfit, match=r"^must not be empty$"):
+        reader_of(Annotated[str, not_empty])("")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    id: Id
+    share: Share
+
+
+@pytest.mark.parametrize("kind", [Part, Named])
+def test_dataclasses_are_read_from_lists_by_place(kind: type[Any]) -> None:
+    read = reader_of(list[kind], by_place)  # type: ignore[valid-type]
+    assert read([["a", 1]]) == [kind(id="a", share=1.0)]
     for given in ([{"id": "a", "share": 1}], [["a"]], [["a", 1, 2]], [["a", "b"]]):
         with pytest.raises(Misfit):
             read(given)

@@ -1,1 +1,1 @@
-"""Proofs between processes and callers: identities of processes, keys of tenants, certificates of doors. No sockets."""
+"""Proofs between processes and callers: identities of processes, keys of tenants, certificates of ports. No sockets."""

@@ -1,4 +1,4 @@
-"""Certificates of the doors for clients: read from files, and read again by the first connection after a change."""
+"""Certificates of the clients' ports, read from files, and again at the first connection after a change."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Paths of PEM files: a door's certificate chain, its key, and the authority of its clients.
+    """Paths of PEM files: a port's certificate chain, its key, and the authority of its clients.
 
     client_ca: with it, each client must show a certificate of that authority.
     """
@@ -24,7 +24,7 @@ class TlsFiles:
     client_ca: str | None = None
 
     def stamps(self) -> tuple[object, ...]:
-        """Returns other values once a file has changed. Raises OSError."""
+        """Returns stamps of the files, which differ after a change. Raises OSError."""
         found = [os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path is not None]
         return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
 
@@ -39,12 +39,12 @@ class Pems:
 
     @classmethod
     def read(cls, files: TlsFiles) -> "Pems":
-        """Raises OSError."""
+        """Reads the files. Raises OSError."""
         authority = None if files.client_ca is None else Path(files.client_ca).read_bytes()
         return cls(Path(files.certificate).read_bytes(), Path(files.key).read_bytes(), authority)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the settings of a server. Raises OSError or ValueError for contents that are no pair, or no PEM."""
+        """Returns a server's TLS context. Raises OSError or ValueError for contents that are no PEM, or no pair."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         load_pair(context, self.key + b"\n" + self.certificate)
@@ -58,10 +58,10 @@ class Pems:
 
 
 class Certificates:
-    """The certificates in force at one door."""
+    """The certificates in force at one port."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises ConfigError for files that cannot be read, or are no certificate with its key."""
+        """Loads the files. Raises ConfigError if they cannot be read, or are no certificate with its key."""
         self._files = files
         try:
             self._stamps = files.stamps()

@@ -1,4 +1,4 @@
-"""Trust between the processes of a cluster: the certificate of each, and proofs of the token that all of them know."""
+"""Trust between the processes of a cluster: a certificate for each, and proofs of their common token."""
 
 import hashlib
 import hmac
@@ -24,14 +24,14 @@ class Identity:
     authority_pem: str
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns the settings of a server: TLS 1.3, and a client shows a certificate of the cluster's authority."""
+        """Returns a server's TLS context: TLS 1.3, and clients must show a certificate of the cluster's authority."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         context.num_tickets = 0  # connections last
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns the settings of a client: the same, and a server's certificate names the address of the server."""
+        """Returns a client's TLS context: the same, and the server's certificate must name its address."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -43,7 +43,7 @@ class Identity:
 
 
 def load_pair(context: ssl.SSLContext, pem: bytes) -> None:
-    """Loads a key and its certificates. Raises OSError or ValueError for contents that are not, or are encrypted."""
+    """Loads a key and its certificates. Raises OSError or ValueError for other or encrypted contents."""
     # OpenSSL takes a key from a file only; a file in memory is no process's but this one's.
     memory = os.memfd_create("identity", os.MFD_CLOEXEC)
     try:
@@ -64,7 +64,7 @@ is_equal = hmac.compare_digest
 
 @dataclass(frozen=True)
 class Handshake:
-    """A mutual proof of the cluster's token, which is never sent. `client` and `server` are the names of their roles.
+    """A mutual proof of the cluster's token, which is never sent. `client` and `server` are names of roles.
 
     client ── nonce ─────────────────────────────▶ server
            ◀─ nonce, HMAC(token, server, nonces) ──
@@ -76,13 +76,13 @@ class Handshake:
     server: bytes
 
     def answer(self, clients_nonce: bytes) -> tuple[bytes, bytes]:
-        """Makes a server's answer to a nonce; returns it, and the proof to compare the client's with by `is_equal`."""
+        """Makes a server's answer to a nonce; returns it, and the expected proof of the client, for `is_equal`."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         proof, wanted = (prove(self.token, role, clients_nonce, nonce) for role in (self.server, self.client))
         return nonce + proof, wanted
 
     def reply(self, nonce: bytes, answer: bytes) -> bytes:
-        """Returns a client's proof. Raises Unauthenticated for an answer to its nonce that does not prove the token."""
+        """Returns a client's proof. Raises Unauthenticated if the server's answer does not prove the token."""
         servers_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not is_equal(proof, prove(self.token, self.server, nonce, servers_nonce)):
             raise Unauthenticated(f"the {self.server.decode()} does not know the cluster's token")

@@ -1,7 +1,7 @@
 """The keys of callers: each has a tenant, scopes of calls, and an allowance.
 
 A key is `baton-ID-SECRET`: eight hex digits that name it, and 256 random bits in hex, of which only the SHA-256 is
-kept. So many random bits need no slow hash: nothing can be guessed, and a check costs a microsecond.
+kept. 256 random bits cannot be guessed, so a fast hash suffices: a check costs a microsecond.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Allowance:
-    """Bounds on the use of a key; None is no bound. arena_share: the part of each tier its tenant keeps, 0 to 1."""
+    """Bounds on the use of a key; None is no bound. arena_share: its tenant's share of each tier, 0 to 1."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -47,7 +47,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Key:
-    """A stored key, without its secret. A revoked key opens nothing; its file stays, so that the ring is not empty."""
+    """A stored key, without its secret. A revoked key opens nothing, but stays, so that the ring is not empty."""
 
     id: str
     digest: str
@@ -69,13 +69,13 @@ ANYONE = Key("", "", DEFAULT_TENANT, (Scope.GENERATE, Scope.METRICS))
 
 @dataclass(frozen=True)
 class KeyList:
-    """All keys of a cluster, as its file has them."""
+    """All keys of a cluster, in the form of its file."""
 
     keys: tuple[Key, ...] = ()
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns each tenant's share of arenas and cold tiers, the smallest of its keys' where several have one."""
+        """Returns each tenant's share of arenas and cold tiers: the smallest among its keys."""
         given = [(key.tenant, key.allowance.arena_share) for key in self.keys if not key.is_revoked]
         by_size = sorted(((share, tenant) for tenant, share in given if share is not None), reverse=True)
         return {tenant: share for share, tenant in by_size}
@@ -88,23 +88,23 @@ def make_key(tenant: str, scopes: Sequence[Scope], allowance: Allowance) -> tupl
 
 
 def page_key(token: str) -> str:
-    """Derives the key that opens the operator's page, also where no key was made; it ends with the cluster's token."""
+    """Derives the key of the operator's page from the cluster's token, with which it ends; it needs no made keys."""
     return f"baton-{'0' * 8}-{hmac.new(token.encode(), b'page', hashlib.sha256).hexdigest()}"
 
 
 def bearer(credentials: Sequence[str]) -> str:
-    """Returns the key that a call shows in its only `authorization` field, if it has the form of one, else ""."""
+    """Returns the key in a call's only `authorization` field; "" unless it has a key's form."""
     scheme, _, key = credentials[0].partition(" ") if len(credentials) == 1 else ("", "", "")
     return key if scheme.lower() == "bearer" and _KEY.fullmatch(key) else ""
 
 
 NO_KEYS = KeyList()
 NO_CALLER = KeyList((Key("", "", DEFAULT_TENANT, (), is_revoked=True),))
-"""Keys that let no caller in."""
+"""A key list that admits no caller."""
 
 
 class KeyRing:
-    """The keys in force. `is_open`: no key was ever made, and every caller comes in, as the tenant `default`.
+    """The keys in force. `is_open`: no key was ever made, and every caller is admitted as the tenant `default`.
 
     Thread-safe.
     """
@@ -113,7 +113,7 @@ class KeyRing:
         self.replace(listed)
 
     def replace(self, listed: KeyList) -> None:
-        """Goes by these keys from now on."""
+        """Replaces the keys in force."""
         self._by_id = {key.id: key for key in listed.keys if not key.is_revoked}
         self.is_open = not listed.keys
         self.tenants, self.shares = {key.tenant for key in listed.keys}, listed.shares
@@ -121,7 +121,7 @@ class KeyRing:
     def admit(self, credentials: Sequence[str], scope: Scope) -> Key:
         """Returns the key of a call. Raises Unauthenticated, or PermissionDenied for a key without the scope.
 
-        credentials: the call's `authorization` fields. A missing, a wrong and an unknown one take the same time.
+        credentials: the call's `authorization` fields. The time is the same for missing, wrong and unknown keys.
         """
         if self.is_open and scope in ANYONE.scopes:
             return ANYONE

@@ -5,7 +5,7 @@ from dataclasses import astuple
 
 import pytest
 
-from benchmarks.quiet_limits import QuietLimits
+from benchmarks.disaggregation import QuietLimits
 from cli.bench.latency import LatencyLimits, Percentiles, Record, percentiles_ms, summarize
 
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=0.1)

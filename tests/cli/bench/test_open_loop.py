@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 
 from benchmarks.machine import MachineState
-from benchmarks.serve_report import ServeReport
-from cli.bench.latency import LatencyLimits, Record
+from cli.bench.latency import Record
 from cli.bench.open_loop import ChatsClient, CompletionsClient, LoadClient, OpenLoopClient, RequestTiming
 from cli.bench.schedule import Arrival
 from httpd.server import HttpServer
@@ -22,7 +21,6 @@ from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 
-MACHINE = MachineState(load_average=1.5, num_cpus=2, omp_num_threads="1", read_gb_s=10.0, copy_gb_s=5.0)
 REFUSED = 99
 
 
@@ -201,31 +199,14 @@ async def test_a_server_that_is_gone_is_an_error() -> None:
     assert record.error == "UNAVAILABLE"
 
 
-async def test_report_of_two_services(service: tuple[Service, str]) -> None:
-    _, address = service
-    async with LoadClient(address, timeout_s=20) as client:
-        records = await client.run(SCHEDULE)
-    report = ServeReport("three requests", LatencyLimits(9.0, 9.0), {"a": [records], "b": [records]}, MACHINE, MACHINE)
-
-    text = report.text()
-    assert "three requests" in text
-    assert "1 RESOURCE_EXHAUSTED" in text
-    assert "b / a" in text
-    assert "1.00 (1.00 .. 1.00)" in text
-    assert text.count("load average 1.50, 2 cores, OMP_NUM_THREADS=1, read 10.0 GB/s, copy 5.0 GB/s") == 2
-    parsed = json.loads(report.json())
-    assert parsed["modes"]["b"]["all"]["num_ended"] == 2
-    assert len(parsed["modes"]["a"]["rounds"]) == 1
-
-
-def test_report_of_a_service_that_answered_nothing_is_still_json() -> None:
-    report = ServeReport("nothing", LatencyLimits(1.0, 1.0), {"a": [[]]}, MACHINE, MACHINE)
-    assert json.loads(report.json())["modes"]["a"]["all"]["ttft_ms"]["p50"] is None
-    assert "nan" in report.text()
-
-
 def test_machine_is_measured() -> None:
     machine = MachineState.measure()
     assert machine.read_gb_s > 0.1
     assert machine.copy_gb_s > 0.1
     assert machine.num_cpus >= 1
+
+
+def test_machine_is_described() -> None:
+    machine = MachineState(load_average=1.5, num_cpus=2, omp_num_threads="1", read_gb_s=10.0, copy_gb_s=5.0)
+    described = "load average 1.50, 2 cores, OMP_NUM_THREADS=1, read 10.0 GB/s, copy 5.0 GB/s"
+    assert machine.describe() == described

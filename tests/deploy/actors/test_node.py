@@ -15,10 +15,10 @@ from deploy.actors import node as node_module
 from deploy.actors.node import NodeActor
 from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
-from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.messages import Hold
 from kv_store.node_store import NodeStore
+from kv_store.peers.block_reader import BlockReader
 from kv_store.tiers.cold_tiers import open_tiers
 from tests.harness.served import served_model
 from tests.kv_store.names import LAYOUT, committed, got_one, names_of

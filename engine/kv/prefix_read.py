@@ -1,0 +1,191 @@
+"""The read of a prefix: the blocks that a sequence begins with, and groups of later ones, read while it computes.
+
+ blocks   0 ... p ─── computed in chunks ──▶        ◀── read in groups ─── last
+                  p: pages that are indexed are acquired, and count as run
+
+A group has pages that no sequence owns: they drain while they are filled, and are cached once they are right.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from engine.events import PromptTokens
+from engine.kv.retention import Prefix
+from kv_store.prefix.plan import Needs, Read, usable_end
+from kv_store.transfers import Done, Fetch
+from wire.block_names import BlockName
+from wire.ids import BlockKey, PageId
+from wire.layout import Window
+from wire.tier import Cause, Disposition, Miss, Tier, runs_of
+
+Find = Callable[[BlockKey], PageId | None]
+"""Finds the device page of a block."""
+
+
+class PrefixRead:
+    """The read of one sequence's prefix: from the device, then from the store, with at most one order at the store.
+
+    found: the device page of each block, None where there is none; a fetch adds to it. blocks: their dispositions.
+    hits: pages found at first, but for blocks behind the window. missing: the places of blocks to ask the store for.
+    starts: for each missing block the place in `missing` of the first one to fetch with it, where blocks on the device
+    count as fetched; None without a window, for a block is then of no use without all before it.
+    stop: the block after the last one of the step that a fetch has left.
+    """
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        names: Sequence[BlockName],
+        found: Sequence[PageId | None],
+        window: Window,
+        num_prompt: int,
+    ) -> None:
+        self.prefix = prefix
+        self.names = names
+        self.found = [*found]
+        self.blocks: list[Disposition] = [Miss(Cause.NOT_READ) if page is None else Tier.DEVICE for page in found]
+        self._window = window
+        self._num_prompt = num_prompt
+        _, behind = self.usable()
+        self.hits = self.pages(len(found), behind)
+        self.missing = [place for place, page in enumerate(found) if page is None and place not in behind]
+        self.starts = None if window.layout.window is None else self._starts()
+        self._later: Read | None = None
+        self._places: Sequence[int] = ()
+        self._num_left = self.stop = 0
+        self._may_begin = True
+        self._tiers: dict[int, Tier] = {}
+
+    def usable(self) -> tuple[int, range]:
+        """Finds the end of the longest prefix whose next token can run, and the blocks that its row does not read."""
+        sinks = self.found[: self._window.num_sink_blocks]
+        num_found = sinks.index(None) if None in sinks else len(self.found)
+        from_the_end = ((place, self.found[place] is not None) for place in reversed(range(num_found)))
+        end = usable_end(num_found, lambda end: self._behind(end).stop, from_the_end)
+        return end, self._behind(end)
+
+    def pages(self, end: int, behind: range) -> list[PageId]:
+        """Lists the pages of the first `end` blocks that are here, and not behind the window."""
+        return [page for place, page in enumerate(self.found[:end]) if page is not None and place not in behind]
+
+    @property
+    def num_to_fill(self) -> int:
+        """The most pages that a fetch fills."""
+        if self.starts is None:
+            return len(self.missing)
+        runs = (stop - start + min(self._num_sinks, start) for stop, start in enumerate(self.starts, 1))
+        return max(runs, default=0)
+
+    def cut(self) -> "PrefixRead":
+        """Returns the read of the usable part alone, for which the store is not asked."""
+        end, _ = self.usable()
+        return PrefixRead(self.prefix, self.names[:end], self.found[:end], self._window, self._num_prompt)
+
+    def take(self, done: Done) -> list[tuple[BlockName, PageId]]:
+        """Takes the dispositions of a fetch; returns the full blocks that it has read, and their pages."""
+        for place, block in zip(self.missing, done.reading.blocks, strict=False):
+            self.blocks[place] = block
+        read = [place for place in self.missing if isinstance(self.blocks[place], Tier)]
+        pages = dict(zip(read, done.transfer.pages, strict=False))
+        for place, page in pages.items():
+            self.found[place] = page
+        return [(self.names[place], page) for place, page in pages.items() if not self.names[place].is_tail]
+
+    def settle(self, end: int, behind: range) -> None:
+        """Gives each block of the prompt its disposition, once the first `end` blocks are the ones to begin with.
+
+        The block of a prompt's last token has no name where that is its only one: the last token is always computed.
+        """
+        blocks, block_size = self.blocks, self._window.layout.block_size
+        blocks[behind.start : behind.stop] = [next(iter(blocks[behind.stop : end]), Tier.DEVICE)] * len(behind)
+        blocks[end:] = [Miss(Cause.BEHIND) if isinstance(one, Tier) else one for one in blocks[end:]]
+        num_stored = self._num_prompt - self.prefix.num_dropped
+        unnamed = [Miss(Cause.NOT_READ)] * (-(-num_stored // block_size) - len(blocks))
+        if unnamed and (num_stored - 1) % block_size == 0:
+            unnamed[-1] = Miss(Cause.PARTIAL)
+        blocks += unnamed
+
+    @property
+    def tokens(self) -> PromptTokens:
+        """The prompt's tokens, by the dispositions of their blocks; dropped ones are the first kept block's."""
+        block_size, num_dropped = self._window.layout.block_size, self.prefix.num_dropped
+        num_blocks = -(-(self._num_prompt - num_dropped) // block_size)
+        num_stored = min(self._num_prompt, self.prefix.num_tokens) - num_dropped
+        found = Counter[str]()
+        for place, block in enumerate(self.blocks[:num_blocks]):
+            if isinstance(block, Tier):
+                found[block] += min(num_stored - place * block_size, block_size) + (0 if place else num_dropped)
+        num_computed = self._num_prompt - found.total()
+        return PromptTokens(found, num_computed, runs_of(self.blocks[:num_blocks], block_size))
+
+    def fetch(self, pages: Sequence[PageId], peers: Sequence[str], splits: bool) -> Fetch:
+        """Orders the missing blocks. splits: whether they are of use before all before them are here."""
+        names = [self.names[place] for place in self.missing]
+        return Fetch(names, pages, peers, Needs(self.starts if names else None, self._num_sinks, splits))
+
+    def begin_later(self, step: Read) -> None:
+        """Begins with the step that a fetch has left."""
+        place_of = {name.key: place for place, name in enumerate(self.names)}
+        self._later, self._places = step, [place_of[name.key] for name in step.names]
+        self._num_left, self.stop = len(step.names), self._places[-1] + 1
+
+    def run(self, start: int, find: Find) -> list[PageId]:
+        """Lists the pages of the blocks from `start` on that are on the device, without a gap."""
+        pages = (find(name.key) for name in self.names[start : self.stop])
+        return [*iter(partial(next, pages, None), None)]
+
+    def acquired(self, start: int, stop: int) -> PromptTokens:
+        """Notes that these blocks were acquired, by the tiers that they were read from; returns the prompt's tokens."""
+        self.blocks[start:stop] = [self._tiers.get(place, Tier.DEVICE) for place in range(start, stop)]
+        return self.tokens
+
+    def chunk_stop(self, start: int, find: Find) -> int:
+        """Finds the end of a chunk from block `start` on: a block on the device, or the group under way."""
+        assert self._later is not None
+        group = self._places[self._num_left] if self._num_left < len(self._places) else self.stop
+        stop = start + self._later.num_in_chunk
+        stop = min(stop, group) if group > start else stop
+        later = range(start + 1, min(stop, self.stop))
+        return next((place for place in later if find(self.names[place].key) is not None), stop)
+
+    def next_group(self, start: int, find: Find, max_pages: int) -> Read | None:
+        """Takes the next group, which is read before a sequence at block `start` has computed up to it.
+
+        None, now and later, if there is none, or if it has no room.
+        """
+        if not self._may_begin or self._later is None:
+            return None
+        while self._num_left and find(self._later.names[self._num_left - 1].key) is not None:
+            self._num_left -= 1
+        first = min(bisect_left(self._places, start), self._num_left)
+        num_before = [place - start for place in self._places[first : self._num_left]]
+        left = self._later.part(first, self._num_left)
+        num = max(0, min(left.num_in_group(num_before), max_pages))
+        self._num_left -= num
+        self._may_begin = False
+        return self._later.part(self._num_left, self._num_left + num) if num else None
+
+    def end_group(self, done: Done) -> None:
+        """Ends a group; after one that came back short no other begins."""
+        tiers = done.reading.tiers
+        self._may_begin = len(tiers) == len(done.transfer.pages)
+        self._tiers |= dict(zip(self._places[self._num_left :], tiers, strict=False))
+
+    @property
+    def _num_sinks(self) -> int:
+        """Missing blocks that all others need."""
+        return bisect_left(self.missing, self._window.num_sink_blocks)
+
+    def _starts(self) -> list[int]:
+        ends = [*self.missing[1:], len(self.found)]
+        firsts = [self._window.first_block(self._position(end)) for end in ends]
+        return [bisect_left(self.missing, first) for first in firsts[: len(self.missing)]]
+
+    def _behind(self, end: int) -> range:
+        return self._window.behind(self._position(end))
+
+    def _position(self, end: int) -> int:
+        """Finds the place of the token after `end` blocks."""
+        return min(end * self._window.layout.block_size, self.prefix.num_stored)

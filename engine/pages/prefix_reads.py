@@ -1,0 +1,163 @@
+"""The reads of prefixes: pages that are acquired, fetches before a sequence runs, and groups read beside it.
+
+admit    acquires the pages of known blocks, and begins the fetch of missing ones
+take     gives the sequence what the fetch has brought; with a step that is left, it is a split prefix:
+follow   acquires blocks that were read while the front was computed, and begins to read the next group
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+from engine.events import Fetched, Jumped
+from engine.kv.prefix_read import PrefixRead
+from engine.kv.retention import BlockTable
+from engine.pages.allocator import PageAllocator
+from engine.schedule.batcher import Phase
+from engine.sequence import Sequence
+from kv_store.device_pool import DevicePool
+from kv_store.ledger import OutOfBlocks
+from kv_store.prefix.plan import Read
+from kv_store.transfers import Done, Fetch, Transfer
+from wire.ids import PageId
+from wire.tier import Tier
+
+
+class PrefixReads:
+    """The reads of all sequences. For the engine's thread. begin: begins a transfer, as the cache does."""
+
+    def __init__(self, pool: DevicePool, allocator: PageAllocator, begin: Callable[[Transfer], None]) -> None:
+        self._pool = pool
+        self._allocator = allocator
+        self._ledger = pool.ledger
+        self._block_size = pool.layout.block_size
+        self._begin = begin
+        self._fetches: dict[Transfer, tuple[Sequence, PrefixRead]] = {}
+        self._groups: dict[Transfer, tuple[Sequence, PrefixRead]] = {}
+        self._splits: dict[Sequence, PrefixRead] = {}
+
+    def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
+        """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
+
+        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known token always runs.
+        Allocates reserved pages now: at a prompt's end all its blocks still have theirs.
+        """
+        prefix = sequence.prefix
+        names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
+        found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
+        taken = self._take(PrefixRead(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
+        if taken is None:
+            return False
+        read, pages = taken
+        sequence.kv.reserved, to_fill = pages[: prefix.num_reserved], pages[prefix.num_reserved :]
+        sequence.kv.begin(BlockTable([*read.hits, *to_fill], num_dropped=prefix.num_dropped))
+        sequence.phase = Phase.FETCHING
+        self._fetch(sequence, read, to_fill, siblings)
+        return True
+
+    def _take(self, read: PrefixRead) -> tuple[PrefixRead, list[PageId]] | None:
+        """Acquires the pages found, and allocates reserved ones and ones to fill; None, and no change, without room.
+
+        Windows that begin later may have no room beside the one on the device: they are cut from the read.
+        """
+        for page in read.hits:
+            self._ledger.acquire(page)
+        try:
+            return read, self._ledger.allocate(read.prefix.num_reserved + read.num_to_fill)
+        except OutOfBlocks:
+            self._allocator.free(read.hits)
+            return self._take(read.cut()) if read.starts else None
+
+    def _fetch(self, sequence: Sequence, read: PrefixRead, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
+        """Begins a fetch; a tail is copied from a sibling's page instead, if all else is on the device."""
+        if len(read.missing) == 1 and read.names[-1].is_tail:
+            [place] = read.missing
+            if self._copy_tail(sequence, place, to_fill[0], siblings):
+                read.found[place], read.blocks[place] = to_fill[0], Tier.DEVICE
+                read.missing, to_fill = [], []
+        may_jump = sequence.kv.is_plain and not sequence.wants_scores  # all rows of a scored prompt run
+        fetch = read.fetch(to_fill, sequence.request.peers, may_jump)
+        self._fetches[fetch] = sequence, read
+        self._begin(fetch)
+
+    def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
+        """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
+        for one in siblings:
+            is_same = sequence.num_known - 1 == sequence.request.num_prompt <= one.num_computed
+            if is_same and place not in one.kv.table.behind:
+                [source] = one.kv.table[place : place + 1]
+                self._pool.page_bytes(page).copy_(self._pool.page_bytes(source))
+                return True
+        return False
+
+    def take(self, done: Done) -> Fetched | None:
+        """Takes what a transfer has read, before its pages are free of it; passes over other transfers."""
+        fetched, group = self._fetches.pop(done.transfer, None), self._groups.pop(done.transfer, None)
+        if fetched is not None and fetched[0].phase is Phase.FETCHING:
+            return self._fetched(*fetched, done)
+        if group is not None and group[0].chunk_end is not None and self._splits.get(group[0]) is group[1]:
+            group[1].end_group(done)
+            read = [*zip(done.transfer.names, done.transfer.pages, done.reading.tiers, strict=False)]
+            for name, page, _ in reversed(read):
+                self._ledger.index(page, name.key)
+        return None
+
+    def _fetched(self, sequence: Sequence, read: PrefixRead, done: Done) -> Fetched | None:
+        """Makes the block table of the longest usable prefix, and gives the other pages back.
+
+        None, and the sequence waits again, if it cannot begin with that.
+        """
+        for name, page in read.take(done):
+            self._ledger.index(page, name.key)
+        (end, behind), prefix = read.usable(), read.prefix
+        if not sequence.kv.accepts(prefix, end):
+            self._allocator.take_back(sequence)
+            sequence.phase = Phase.WAITING
+            return None
+        pages = read.pages(end, behind)
+        kept = {*pages}
+        self._allocator.free([page for page in sequence.kv.table.present if page not in kept])
+        sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
+        sequence.begin_run(min(end * self._block_size, prefix.num_stored) + prefix.num_dropped)
+        read.settle(end, behind)
+        if done.reading.later is not None:
+            read.begin_later(done.reading.later)
+            self._splits[sequence], sequence.chunk_end = read, 0
+        return Fetched(sequence.choice.attempt_id, sequence.choice.index, read.tokens)
+
+    def follow(self, running: Seq[Sequence]) -> list[Jumped]:
+        """Lets sequences acquire blocks that were read since; begins groups for pages that no sequence lacks."""
+        self._splits = {one: self._splits[one] for one in running if one.chunk_end is not None}
+        jumps = []
+        for sequence, read in self._splits.items():
+            pages = self._allocator.available
+            num_lacking = sum(pages.needed_in_all(one.candidate) for one in running)
+            jumps += self._follow(sequence, read, pages.num_allocatable - num_lacking)
+        return jumps
+
+    def _follow(self, sequence: Sequence, read: PrefixRead, num_spare: int) -> list[Jumped]:
+        """Lets a sequence acquire the blocks at its place, and begins the next group of at most `num_spare` pages."""
+        block_size, find = self._block_size, self._ledger.find
+        start, is_within = divmod(sequence.num_computed, block_size)
+        is_at_end = not is_within and len(sequence.kv.table) == start
+        pages = read.run(start, find) if is_at_end else []
+        for page in pages:
+            self._ledger.acquire(page)
+        sequence.kv.table.extend(pages)
+        if pages:
+            sequence.begin_run((start + len(pages)) * block_size)
+        place = start + len(pages)
+        if place < read.stop and (group := read.next_group(place, find, num_spare)) is not None:
+            self._read_group(sequence, read, group)
+        sequence.chunk_end = read.chunk_stop(place, find) * block_size if place < read.stop else None
+        if not pages:
+            return []
+        tokens, choice = read.acquired(start, place), sequence.choice
+        return [Jumped(choice.attempt_id, choice.index, range(start * block_size, place * block_size), tokens)]
+
+    def _read_group(self, sequence: Sequence, read: PrefixRead, group: Read) -> None:
+        """Begins to fill pages that drain meanwhile: batchers count on them, and no sequence has to give them back."""
+        pages = self._allocator.allocate(len(group.names))
+        order = Fetch(group.names, pages, step=group)
+        self._groups[order] = sequence, read
+        self._begin(order)
+        self._allocator.free(pages)

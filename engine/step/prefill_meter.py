@@ -1,0 +1,31 @@
+"""The meter of prefill, from which the costs of computing are learned."""
+
+import time
+from collections.abc import Callable
+
+from engine.step.work import Work
+
+
+class PrefillMeter:
+    """A meter of prefill: `report` gets the tokens and seconds of steps with chunks, from which the store learns.
+
+    A step that samples no token is not waited for, and the device may still run it: its tokens count in the report of
+    the next step with chunks that samples one.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[int, float], None] = lambda num_tokens, took_s: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
+        self._report = report
+        self._num_tokens, self._took_s = 0, 0.0
+
+    def note(self, work: Work, began_s: float, has_waited: bool) -> None:
+        if work.chunks:
+            self._num_tokens += work.num_tokens
+            self._took_s += self.clock() - began_s
+            if has_waited:
+                self._report(self._num_tokens, self._took_s)
+                self._num_tokens, self._took_s = 0, 0.0

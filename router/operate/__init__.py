@@ -1,0 +1,1 @@
+"""The operator's view of a cluster: its status, and the contents of its tiers."""
