@@ -38,8 +38,7 @@ class Bias(Enum):
 class Norms:
     """The norms of a layer by their names, None for one that it has not; those after a product are added to states.
 
-    of_heads: of each query and key. of_whole_rows: of all queries of a token, and of all its keys. offset: is added to
-    weights. is_wide: rows are rounded once, behind the product with the weights, and not before it too.
+    of_heads: of each query and key. of_whole_rows: of all queries of a token, and of all its keys. is_wide: rows are rounded once, behind the product with the weights, and not before it too.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -48,7 +47,6 @@ class Norms:
     after_mlp: str | None = None
     of_heads: bool = False
     of_whole_rows: bool = False
-    offset: float = 0.0
     is_wide: bool = False
 
 
@@ -215,6 +213,7 @@ _GEMMA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
+    "norm_offset": 1.0,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
     "eos_token_id": 1,
@@ -223,7 +222,6 @@ _GEMMA_NORMS: dict[str, Any] = {
     "after_attention": "post_attention_layernorm",
     "before_mlp": "pre_feedforward_layernorm",
     "after_mlp": "post_feedforward_layernorm",
-    "offset": 1.0,
     "is_wide": True,
 }
 FAMILIES = {

@@ -163,10 +163,8 @@ class WeightLoader:
         return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        norms = self._config.family.norms
-        if not norms.is_wide:
-            return self._tensor(f"{name}.weight", size)
-        return self._checkpoint.read(f"{name}.weight", (size,), self._dtype, self._device).float() + norms.offset
+        tensor, offset = self._tensor(f"{name}.weight", size), self._config.norm_offset
+        return tensor.float() + offset if self._config.family.norms.is_wide else tensor
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor, order = self._checkpoint.read(name, shape, self._dtype, self._device), self._order_of(name)
