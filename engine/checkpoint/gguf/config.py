@@ -100,7 +100,7 @@ class GgufConfig:
         }
 
     def _gemma(self, hidden: int, head_dim: int, theta: float, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes what config.json of Gemma 2 or 3 has besides: windows of a fixed pattern, and weights of norms plus 1."""
+        """Makes Gemma's own fields of config.json; the file has norms with 1 added."""
         own = self._own
         is_27b = own.count("block_count") == _GEMMA_27B_LAYERS[self._arch]
         caps = {"attn_logit_softcapping": own.raw("attn_logit_softcapping")}
