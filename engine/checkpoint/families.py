@@ -38,8 +38,8 @@ class Bias(Enum):
 class Norms:
     """The norms of a layer by their names, None for one that it has not; those after a product are added to states.
 
-    of_heads: each query and key has a norm. of_whole_rows: all queries of a token have a norm, and all its keys. is_wide:
-    rows are rounded once, after the product with the weights, and not before it.
+    of_heads: each query and key has a norm. of_whole_rows: all queries of a token have a norm, and all its keys.
+    is_wide: rows are rounded once, after the product with the weights, and not before it.
     """
 
     before_attention: str | None = "input_layernorm"
