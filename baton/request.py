@@ -12,8 +12,7 @@ import grpc.aio
 from baton.results import Typed, read_timeline
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import inference_pb2 as pb
-from wire.rpc import MAX_MESSAGE_BYTES
-from wire.rpc_status import details_of, from_rpc_error
+from wire.rpc import MAX_MESSAGE_BYTES, details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
 API_KEY = "BATON_API_KEY"

@@ -54,7 +54,7 @@ class PromptPart(Chunk):
     """A part of the prompt, for all choices, if its echo or log-probabilities were asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """An answer of a request's n. `matched_stop` is the stop string or the stop token's id that ended it."""
 
@@ -66,7 +66,7 @@ class Choice:
     matched_stop: str | int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Usage:
     """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0.
 
@@ -82,7 +82,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names.
 
@@ -134,7 +134,7 @@ class Completion:
         return schema.model_validate_json(self.text)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model that the cluster serves. `max_context_len` counts prompt and output tokens."""
 
@@ -222,7 +222,14 @@ class _ChoiceDraft:
 
 def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(
-        Model(one.name, one.max_context_len, one.dtype, one.fingerprint, one.tool_format, one.reasoning_format)
+        Model(
+            name=one.name,
+            max_context_len=one.max_context_len,
+            dtype=one.dtype,
+            fingerprint=one.fingerprint,
+            tool_format=one.tool_format,
+            reasoning_format=one.reasoning_format,
+        )
         for one in response.models
     )
 
@@ -256,18 +263,26 @@ def _read_logprobs(logprobs: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs,
 
 def _read_usage(usage: pb.Usage) -> Usage:
     return Usage(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        tiers_from_pb(usage.cached_tokens),
-        usage.guessed_tokens,
-        usage.accepted_tokens,
-        usage.reasoning_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=tiers_from_pb(usage.cached_tokens),
+        guessed_tokens=usage.guessed_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 
 def read_timeline(timeline: pb.Timeline) -> Timeline:
     spans = tuple(
-        Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts), one.error) for one in timeline.spans
+        Span(
+            name=one.name,
+            worker=one.worker,
+            start_ms=one.start_ms,
+            duration_ms=one.duration_ms,
+            counts=dict(one.counts),
+            error=one.error,
+        )
+        for one in timeline.spans
     )
     workers = timeline.prefill_worker or None, timeline.decode_worker or None
     return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)

@@ -110,7 +110,7 @@ async def way_of_events(num_events: int, rate: float) -> dict[str, float]:
         line = Line(GrpcTransport(await port.start(), TOKEN))
         members = Members(FINGERPRINT, LAYOUT.encode())
         listed = Worker(WorkerId("p0"), Role.PREFILL, "", WorkerState.READY)
-        members.add(Member(listed, await line.questions.info(10.0), line))
+        members.add(Member(worker=listed, info=await line.questions.info(10.0), line=line))
         quiet_s = await _cpu_of_idling()
         feed = IndexFeed(members, TimedIndex(arrived))
         feed.start()

@@ -186,7 +186,14 @@ async def serve(cluster: LocalCluster, turn: Turn, began_s: float) -> Record:
             chunks.append((now_s() - began_s, len(response.chunk.token_ids)))
         else:
             num_cached = sum(one.tokens for one in response.complete.usage.cached_tokens)
-    return Record(turn.at_s, turn.at_s, tuple(chunks), now_s() - began_s, len(turn.prompt), num_cached)
+    return Record(
+        scheduled_s=turn.at_s,
+        sent_s=turn.at_s,
+        chunks=tuple(chunks),
+        ended_s=now_s() - began_s,
+        prompt_len=len(turn.prompt),
+        cached_len=num_cached,
+    )
 
 
 @dataclass(frozen=True)

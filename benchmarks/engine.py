@@ -126,7 +126,15 @@ def decoding_core(model: CausalModel, num_sequences: int, prompt_len: int, num_t
     for number in range(num_sequences):
         prompt = tuple((number * 7 + place * place) % model.vocab_size for place in range(prompt_len))
         root = NamespaceRoot(number.to_bytes(32, "big"))
-        core.add(EngineRequest(AttemptId(str(number)), root, prompt, sampling, (ChoiceSoFar(0),)))
+        core.add(
+            EngineRequest(
+                attempt_id=AttemptId(str(number)),
+                root=root,
+                prompt_ids=prompt,
+                sampling=sampling,
+                choices=(ChoiceSoFar(0),),
+            )
+        )
     while core.stats().generated_tokens < num_sequences:
         core.step()
     while core.stats().num_waiting or core.stats().computed_prompt_tokens < num_sequences * prompt_len:

@@ -96,7 +96,14 @@ def make_decoder(shape: Shape) -> Decoder:
     def norm() -> torch.Tensor:
         return torch.ones(shape.hidden, dtype=torch.bfloat16, device=DEVICE)
 
-    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, None, None, 1e-5)
+    heads = Heads(
+        num_queries=shape.num_heads,
+        num_kv=shape.num_kv_heads,
+        size=shape.head_dim,
+        query_norm=None,
+        key_norm=None,
+        norm_eps=1e-5,
+    )
     queries = shape.num_heads * shape.head_dim
     layers = tuple(
         LayerWeights(
@@ -128,7 +135,11 @@ class Load:
         prompt = torch.randint(1000, (prompt_len,)).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         name = AttemptId(f"{self._num}")
-        self.core.add(EngineRequest(name, ROOT, tuple(prompt), sampling, (ChoiceSoFar(0),)))
+        self.core.add(
+            EngineRequest(
+                attempt_id=name, root=ROOT, prompt_ids=tuple(prompt), sampling=sampling, choices=(ChoiceSoFar(0),)
+            )
+        )
         return name
 
     def step(self) -> tuple[float, int]:

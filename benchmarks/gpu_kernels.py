@@ -178,7 +178,9 @@ def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
     num_turns = min(num_turns, 64)
     layers, _ = make_pool(1, 1, max(num_rows, BLOCK_SIZE))
     slots = torch.randperm(num_rows, device="cuda")
-    heads = Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, None, None, 1e-6)
+    heads = Heads(
+        num_queries=NUM_HEADS, num_kv=NUM_KV_HEADS, size=HEAD_DIM, query_norm=None, key_norm=None, norm_eps=1e-6
+    )
     angles = Angles(*torch.rand(2, num_rows, HEAD_DIM // 2, device="cuda"))
     qkv, states, gate_up = (
         make_random(num_turns, num_rows, size) for size in (num_heads * HEAD_DIM, HIDDEN, 2 * MLP // 4)

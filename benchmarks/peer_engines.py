@@ -101,7 +101,15 @@ class Baton:
         numbers = {AttemptId(f"{self._num_asked}-{number}"): number for number in range(len(prompts))}
         log.start()
         for attempt_id, prompt in zip(numbers, prompts, strict=True):
-            self._core.add(EngineRequest(attempt_id, root, tuple(prompt), sampling, (ChoiceSoFar(0),)))
+            self._core.add(
+                EngineRequest(
+                    attempt_id=attempt_id,
+                    root=root,
+                    prompt_ids=tuple(prompt),
+                    sampling=sampling,
+                    choices=(ChoiceSoFar(0),),
+                )
+            )
         while self._core.has_requests:
             output = self._core.step()
             for event in output.after:

@@ -136,7 +136,14 @@ class EngineBackend:
         max_output = len(text.given_ids) + max_tokens
         sampling = SamplingParams(temperature=0.0, max_tokens=max_output, ignore_eos=ignore_eos)
         attempt_id, choice = AttemptId(str(next(_numbers))), ChoiceSoFar(0, text.given_ids)
-        request = EngineRequest(attempt_id, _ROOT, text.prompt_ids, sampling, (choice,), dropping=self._dropping)
+        request = EngineRequest(
+            attempt_id=attempt_id,
+            root=_ROOT,
+            prompt_ids=text.prompt_ids,
+            sampling=sampling,
+            choices=(choice,),
+            dropping=self._dropping,
+        )
         self.core.add(request)
         return attempt_id
 

@@ -100,7 +100,14 @@ class Contender:
         for number, prompt in enumerate(load.prompts):
             attempt_id = AttemptId(str(number))
             outputs[attempt_id] = []
-            core.add(EngineRequest(attempt_id, NamespaceRoot(bytes(32)), tuple(prompt), load.sampling))
+            core.add(
+                EngineRequest(
+                    attempt_id=attempt_id,
+                    root=NamespaceRoot(bytes(32)),
+                    prompt_ids=tuple(prompt),
+                    sampling=load.sampling,
+                )
+            )
         before = 0
         began_s = time.perf_counter()
         while core.has_requests:

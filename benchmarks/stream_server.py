@@ -123,7 +123,7 @@ async def _router(prefill: str, decode: str) -> None:
 
 
 async def _gateway(address: str) -> None:
-    actor = GatewayActor(to_json(GatewayConfig(address)))
+    actor = GatewayActor(to_json(GatewayConfig(address=address)))
     await _serve(json.loads(await actor.start())["http"])
     await actor.stop()
 

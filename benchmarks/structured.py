@@ -88,7 +88,11 @@ class Service:
                 source = json.dumps(answer.schema, ensure_ascii=False)
                 prompt = tokenizer.encode(f"Write JSON of the schema {source}.\nJSON: ")[:max_prompt_len]
                 given = replace(sampling, response_format=ResponseFormat(FormatKind.JSON_SCHEMA, source))
-                core.add(grammars.prepare(EngineRequest(attempt_id, ROOT, tuple(prompt), given)))
+                core.add(
+                    grammars.prepare(
+                        EngineRequest(attempt_id=attempt_id, root=ROOT, prompt_ids=tuple(prompt), sampling=given)
+                    )
+                )
             output = core.step()
             for choice, token_id in zip(output.choices, output.token_ids, strict=True):
                 answers[choice.attempt_id].token_ids.append(token_id)

@@ -80,7 +80,7 @@ class Bench:
 
     def request(self, number: int, sampling: SamplingParams) -> EngineRequest:
         prompt = self.tokenizer.encode(f"{number}: tell of somebody, as JSON. " * 20)[:PROMPT_LEN]
-        return EngineRequest(AttemptId(str(number)), ROOT, tuple(prompt), sampling)
+        return EngineRequest(attempt_id=AttemptId(str(number)), root=ROOT, prompt_ids=tuple(prompt), sampling=sampling)
 
 
 @dataclass(frozen=True)

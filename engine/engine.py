@@ -167,7 +167,14 @@ class _Run:
         prompt_ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
         attempt_id = AttemptId(secrets.token_hex(8))
-        self.request = EngineRequest(attempt_id, root, prompt_ids, sampling, choices, dropping=dropping)
+        self.request = EngineRequest(
+            attempt_id=attempt_id,
+            root=root,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            choices=choices,
+            dropping=dropping,
+        )
         self.outputs = [ChoiceOutput() for _ in choices]
         decoding = tokenizer if sampling.skip_special_tokens else tokenizer.spelling(tokenizer.special_tokens)
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output

@@ -160,7 +160,7 @@ Event = (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepOutput:
     """The output of a step: the choices that gained a token, and the events before and after the model's run.
 
@@ -184,7 +184,7 @@ class StepOutput:
         return bool(self.token_ids or self.before or self.after)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Counts since the start, and the present numbers of pages and sequences."""
 

@@ -23,7 +23,7 @@ class ChoiceSoFar:
     matcher: Matcher | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """A prompt and its unfinished choices. peers: block ports of other nodes that may have its blocks, by address.
 
@@ -71,6 +71,6 @@ class EngineRequest:
             raise InvalidRequest("max_tokens", f"{self.max_len} tokens exceed the context ({max_context_len})")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HandOff(EngineRequest):
     """A request for the prompt and one token per choice; another worker continues the choices."""

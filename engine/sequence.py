@@ -112,7 +112,14 @@ class Sequence:
         sampling = self.request.sampling
         output_ids = [*self.output_ids, *guesses] if guesses else self.output_ids
         banned = () if len(output_ids) >= sampling.min_tokens else self.ending.early_ids
-        return Draw(sampling, self.choice.index, self.request.prompt_ids, output_ids, banned, self.matcher)
+        return Draw(
+            params=sampling,
+            choice=self.choice.index,
+            prompt_ids=self.request.prompt_ids,
+            output_ids=output_ids,
+            banned=banned,
+            matcher=self.matcher,
+        )
 
     @property
     def candidate(self) -> Candidate:
@@ -120,8 +127,16 @@ class Sequence:
         num_run = self.num_known if self.phase is Phase.FETCHING else self.num_computed
         table, spare = self.kv.table, self.kv.reserved
         num_known, num_stored = self.num_known - table.num_dropped, num_run - table.num_dropped
-        pages = len(table), len(table.behind), len(spare)
-        return Candidate(self.handle, self.phase, num_known, num_stored, *pages, self.chunk_end)
+        return Candidate(
+            handle=self.handle,
+            phase=self.phase,
+            num_known=num_known,
+            num_computed=num_stored,
+            num_blocks=len(table),
+            num_behind=len(table.behind),
+            num_spare=len(spare),
+            chunk_end=self.chunk_end,
+        )
 
     def applicant(self, leader: "Sequence") -> Candidate:
         """Returns the sequence as batchers see it while it waits; a sibling shares the prompt's full blocks.
@@ -133,7 +148,14 @@ class Sequence:
         num_computed, num_more = num_shared * block_size, prefix.num_reserved * block_size
         num_behind = len(self.kv.window.behind(num_computed))
         num_known = self.num_known + num_more - prefix.num_dropped
-        return Candidate(self.handle, self.phase, num_known, num_computed + num_more, num_shared, num_behind)
+        return Candidate(
+            handle=self.handle,
+            phase=self.phase,
+            num_known=num_known,
+            num_computed=num_computed + num_more,
+            num_blocks=num_shared,
+            num_behind=num_behind,
+        )
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """Slices `num_tokens` known tokens from position `start` on."""

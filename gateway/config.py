@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
     """The settings of a gateway. `address`: the router's public port. metrics_address: the router's, or "".
 

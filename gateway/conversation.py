@@ -147,7 +147,7 @@ class BlockKind(Enum):
     CALL = "call"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AnswerBlock:
     """A run of parts of one kind. id: drawn at random. name: the called function. is_cut: max_tokens cut it."""
 
@@ -246,7 +246,9 @@ class BlocksDialect(Dialect):
             if isinstance(part, CallBegun) or not self._blocks or self._blocks[-1].kind is not kind:
                 yield from self._close()
                 self._blocks.append(
-                    AnswerBlock(len(self._blocks), kind, part.name if isinstance(part, CallBegun) else "")
+                    AnswerBlock(
+                        index=len(self._blocks), kind=kind, name=part.name if isinstance(part, CallBegun) else ""
+                    )
                 )
                 yield from self.opened(self._blocks[-1])
             if not isinstance(part, CallBegun):

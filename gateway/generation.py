@@ -66,7 +66,7 @@ class Dialect(Protocol):
         """Writes a whole answer in pieces. drafts: all choices."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """A request after the gateway's own checks.
 

@@ -22,7 +22,7 @@ _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 Scope = MutableMapping[str, Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Incoming:
     """A request as it comes: ASGI's scope, and received bytes of its body that were not taken yet.
 
@@ -140,7 +140,7 @@ class RequestReader:
         wants_continue = version != "1.0" and any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in headers
         )
-        self._incoming = Incoming(scope, is_last, wants_continue)
+        self._incoming = Incoming(scope=scope, is_last=is_last, wants_continue=wants_continue)
         self.waiting.append(self._incoming)
         self.is_in_head = False
         self._num_open_bytes = 0

@@ -27,7 +27,7 @@ class Weight:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Heads:
     """The heads of a row of queries, keys and values, and the norms of query and key heads: both or neither."""
 

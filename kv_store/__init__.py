@@ -1,1 +1,1 @@
-"""Blocks of KV: own them, find them, move them."""
+"""Blocks of KV: their owners, their search, their moves."""

@@ -12,7 +12,7 @@ from wire.ids import AttemptId, PageId
 from wire.tier import Disposition, FarStatus, Tier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoreStatus:
     """`directory` is None while it is out of reach. Counts since the start of this store.
 

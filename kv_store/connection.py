@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 
 def receive_exactly(receive_some: Callable[[memoryview], int], into: memoryview) -> memoryview:
-    """Fills `into` by as many reads as that takes, and returns it.
+    """Fills `into`, by as many reads as needed, and returns it.
 
-    receive_some: fills the start of the view it is given, as `socket.recv_into` does, and raises OSError after a
-    timeout. Raises ConnectionError if the peer hangs up.
+    receive_some: fills the start of a view, as `socket.recv_into` does, and raises OSError after a timeout. Raises
+    ConnectionError if the peer closes.
     """
     left = into
     while left:
@@ -19,7 +19,7 @@ def receive_exactly(receive_some: Callable[[memoryview], int], into: memoryview)
 
 
 class Breaker:
-    """A switch that opens after `max_errors` in a row, and then lets one call through every `probe_every_s`.
+    """A circuit breaker: opens after `max_errors` errors in a row, then admits a call every `probe_every_s`.
 
     Around each call: `allows()` before, then `succeeded()` or `failed()`. `clock` is monotonic, in seconds.
     """
@@ -36,7 +36,7 @@ class Breaker:
         return self._num_errors >= self._max_errors
 
     def allows(self) -> bool:
-        """Returns whether to call now. While open, a True is the probe; the next follows after `probe_every_s`."""
+        """Returns whether to call now. While open, True means a probe; the next probe follows after `probe_every_s`."""
         if not self.is_open:
             return True
         if self._clock() < self._next_probe:

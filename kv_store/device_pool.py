@@ -1,4 +1,4 @@
-"""A worker's own pages of KV, on its device."""
+"""A worker's pages of KV, on its device."""
 
 import mmap
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from wire.ids import PageId
 from wire.layout import KVLayout
 
 _POPULATE_WRITE = 23
-"""Linux' MADV_POPULATE_WRITE, which `mmap` does not name."""
+"""Linux's MADV_POPULATE_WRITE, which `mmap` does not name."""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -26,13 +26,13 @@ _DTYPES = {
 }
 COPIED_AT_ONCE = 256
 DEFAULT_OPEN = 256
-"""Open blocks of a pool of int4: for 128 sequences, and 2,048 tokens of prompts in a step."""
+"""Open blocks of an int4 pool: for 128 sequences, and 2,048 tokens of prompts in a step."""
 
 
 class DevicePool:
-    """`num_pages` pages of `layout.payload_bytes` in one zeroed buffer, without gaps, and the ledger over them.
+    """`num_pages` pages of `layout.payload_bytes`, contiguous in one zeroed buffer, and their ledger.
 
-    A page of int4 that is not full has an open block, of `num_open` at most.
+    With int4 a page that is not full has an open block; there are at most `num_open`.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, num_open: int = DEFAULT_OPEN) -> None:
@@ -51,11 +51,11 @@ class DevicePool:
 
     @property
     def num_openable(self) -> int:
-        """Counts the further pages that may be written at once."""
+        """Counts the further pages that may be open at once."""
         return self.ledger.num_pages if self.kv.int4 is None else len(self._free_open)
 
     def open(self, pages: Sequence[PageId]) -> None:
-        """Opens pages for writing, at most `num_openable`: with int4 each gets an open block."""
+        """Opens at most `num_openable` pages for writing; with int4 each gets an open block."""
         if self.kv.int4 is not None and pages:
             places = [self._free_open.pop() for _ in pages]
             self._page_to_open.update(zip(pages, places, strict=True))
@@ -65,14 +65,14 @@ class DevicePool:
             self.kv.int4.page_to_open.index_put_((pairs[0],), pairs[1].int())
 
     def close(self, pages: Sequence[PageId]) -> None:
-        """Closes pages that are full or free: takes back the open blocks that they have."""
+        """Closes full or free pages: takes back their open blocks."""
         if self._page_to_open:
             places = (self._page_to_open.pop(page, None) for page in pages)
             self._free_open += [place for place in places if place is not None]
 
     @property
     def num_copied_at_once(self) -> int:
-        """Counts the pages to read before `wait`: one in host memory, whose bytes are then still in the cache."""
+        """Counts the pages to read before `wait`: in host memory 1, whose bytes are then still in the CPU's cache."""
         return 1 if self._memory is not None else COPIED_AT_ONCE
 
     def page_bytes(self, page: PageId) -> torch.Tensor:
@@ -82,37 +82,37 @@ class DevicePool:
     def fence(self) -> None:
         """Makes later copies wait for the work queued so far on the calling thread's stream. Does not block.
 
-        The thread that computes calls it before another one copies to or from pages that it has used.
+        The computing thread calls it before another thread copies to or from pages that it has used.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
 
     def write_page(self, page: PageId, data: memoryview) -> None:
-        """Begins to copy `data`, `layout.payload_bytes` of host memory that stay until `wait`, into a page."""
+        """Begins to copy `data` into a page: `layout.payload_bytes` of host memory, unchanged until `wait`."""
         if self._memory is None:
             self._copy(self.page_bytes(page), _as_tensor(data))
         else:
             _copy_bytes(self._memory[page], np.frombuffer(data, np.uint8))
 
     def new_payload(self) -> memoryview:
-        """Makes host memory for the payload of a block, pinned beside a device."""
+        """Makes host memory for the payload of a block, pinned if there is a device."""
         is_pinned = self._memory is None
         return torch.zeros(self.layout.payload_bytes, dtype=torch.uint8, pin_memory=is_pinned).numpy().data
 
     def read_page(self, page: PageId, into: memoryview) -> None:
-        """Begins to copy a page into `layout.payload_bytes` of writable host memory, whole after `wait`."""
+        """Begins to copy a page into `layout.payload_bytes` of writable host memory, complete after `wait`."""
         if self._memory is None:
             self._copy(_as_tensor(into), self.page_bytes(page))
         else:
             _copy_bytes(np.frombuffer(into, np.uint8), self._memory[page])
 
     def wait(self) -> None:
-        """Waits for all copies under way; a pool in host memory has none."""
+        """Waits for all running copies; a pool in host memory has none."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begins a copy between host and device; one from memory that is not pinned has ended on return."""
+        """Begins a copy between host and device; from memory that is not pinned it is complete on return."""
         _require_equal(target.numel(), source.numel())
         with self._stream or nullcontext():
             target.copy_(source, non_blocking=True)
@@ -145,7 +145,7 @@ def _view_int4(pages: torch.Tensor, layout: KVLayout, num_open: int) -> KVPages:
 
 
 def _copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-    """Copies within host memory on this thread alone: torch would wake threads that compete with the engine's."""
+    """Copies within host memory on this thread: torch would wake threads that compete with the engine's."""
     _require_equal(target.size, source.size)
     np.copyto(target, source)
 
@@ -156,9 +156,9 @@ def _require_equal(num_target_bytes: int, num_source_bytes: int) -> None:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Makes a zeroed buffer; on a CPU in huge pages where the system has them, for a sequence's pages lie far apart.
+    """Makes a zeroed buffer; on a CPU in huge pages, if available, for a sequence's pages are far apart.
 
-    Touches all of it: else the first use of each page would wait for the system, 0.25 s for 90 MB where measured.
+    Touches all of it: else the first use of each page would wait for the system, 0.25 s in all for 90 MB.
     """
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

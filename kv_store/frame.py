@@ -1,4 +1,4 @@
-"""A block as a value of a cold tier: a front of 4 KiB that names and proves the block, and the payload as in memory.
+"""The frame of a block in a cold tier: a front of 4 KiB that names and proves the block, then the payload.
 
 front   = "BTKV" || length of the header (u32, little-endian) || header || zeros || checksum || salt || MAC
 header  = msgpack of [version, key, parent, digest of the token ids, digest of the root, layout, codec]
@@ -8,8 +8,8 @@ checksum  xxh3-128 of the payload: finds accidents, and is the arena's, too
 salt      16 random bytes, which make a key for this frame only: HMAC-SHA-256(MAC key, salt)
 MAC       AES-256-GMAC under that key over all of the frame but itself: finds forgery. No key seals twice: nonce 0
 
-The namespace root itself is never in a frame. A block's front is known but for its three proofs, so a frame is checked
-by comparing bytes: nothing of a stored value is parsed.
+The namespace root itself is never in a frame. All of a block's front but the three proofs is known, so a frame is
+checked by comparing bytes: nothing of a stored value is parsed.
 """
 
 import hmac
@@ -34,7 +34,7 @@ _VERSION = 2
 _CODEC = "raw"
 _NONCE = bytes(12)
 _OWNER = slice(114, 146)
-"""The place of the root's digest: key, parent and the token ids' digest before it take 34 bytes each."""
+"""The place of the root's digest, after key, parent and the token ids' digest of 34 bytes each."""
 HEAD_BYTES = _OWNER.stop
 
 
@@ -44,12 +44,12 @@ def checksum_of(payload: memoryview) -> bytes:
 
 
 def namespace_of(head: bytes) -> bytes:
-    """Returns the root's digest that the first HEAD_BYTES of a frame tell, unproven; empty where that is no frame."""
+    """Returns the root's digest in the first HEAD_BYTES of a frame, unproven; empty if that is no frame."""
     return head[_OWNER] if len(head) == HEAD_BYTES and head.startswith(_MAGIC) else b""
 
 
 def mac_key_of(secret: bytes) -> bytes:
-    """Derives the key of all frames from the server's secret: HKDF-SHA-256 (RFC 5869)."""
+    """Derives the MAC key of all frames from the server's secret, by HKDF-SHA-256 (RFC 5869)."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -57,7 +57,7 @@ def mac_key_of(secret: bytes) -> bytes:
 
 
 class FrameSeal:
-    """The seal of frames of one layout, under a MAC key. Thread-safe."""
+    """The maker and verifier of frames of one layout, under a MAC key. Thread-safe."""
 
     def __init__(self, layout: KVLayout, mac_key: bytes) -> None:
         self.frame_bytes = FRONT_BYTES + layout.payload_bytes
@@ -70,10 +70,10 @@ class FrameSeal:
         return proven + self._mac(proven, payload)
 
     def verify(self, name: BlockName, front: bytes | memoryview, payload: memoryview) -> bytes:
-        """Returns the checksum of a payload that is this block's.
+        """Verifies a front and a payload; returns the payload's checksum.
 
-        WireError if the front is not that of this block, or the payload does not match the checksum; ForgedFrame if
-        only the MAC is wrong.
+        Raises WireError if the front is not this block's, or the checksum does not match; ForgedFrame if only the MAC
+        is wrong.
         """
         proven, mac = bytes(front[:-_MAC_BYTES]), front[-_MAC_BYTES:]
         if len(front) != FRONT_BYTES or proven[:_KNOWN_BYTES] != self._known(name):

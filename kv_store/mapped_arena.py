@@ -135,7 +135,7 @@ class ArenaBlocks:
         self._directory.delete(keys)
 
     def status(self) -> FarStatus:
-        return FarStatus(self.tier, "up", **self._counted)
+        return FarStatus(tier=self.tier, state="up", **self._counted)
 
     def close(self) -> None:
         self._arena.close()

@@ -16,7 +16,7 @@ METRICS_COMPAT = ("vllm",)
 """Servers whose names of metrics can be exported, too."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PortSettings:
     """The router's ports for clients and Prometheus: port 0 takes a free port, `off` serves no metrics.
 
@@ -82,7 +82,7 @@ class StreamBounds:
     disaggregation: Disaggregation = Disaggregation.ALWAYS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
     """The settings of a router: a table of the cluster's file.
 
@@ -103,7 +103,7 @@ class TraceSettings:
     ratio: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """The configuration of a router. max_prefix_keys: size of its PrefixMap. keys: the callers' keys.
 

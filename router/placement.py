@@ -94,7 +94,7 @@ class PrefixMap:
         return matches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """The way of one attempt through the pools, as the router knew them when the attempt began.
 
@@ -158,7 +158,14 @@ class Placement:
         num_new_tokens = max(num_prompt_tokens - max(cached.values(), default=0), 1)  # the last token is always run
         prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
         reason = decide(self._mode, prefill, decode, num_new_tokens, self._hand_off.mean_s)
-        route = Route(keys, num_prompt_tokens, cached, num_new_tokens, reason, sent=sent)
+        route = Route(
+            keys=keys,
+            num_prompt_tokens=num_prompt_tokens,
+            cached=cached,
+            num_new_tokens=num_new_tokens,
+            reason=reason,
+            sent=sent,
+        )
         if not reason.uses_prefill:
             return route
         ready = route.ordered(prefill)

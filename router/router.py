@@ -72,19 +72,19 @@ class Router:
         )
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
-        self._prompts = PromptPreparer(codec, renderer or NoRenderer(), prefixes)
+        self._prompts = PromptPreparer(codec=codec, renderer=renderer or NoRenderer(), prefixes=prefixes)
         self._namespaces = OtherNamespaces(config)
         traces = config.traces
         self._exporter = TraceExporter(traces.endpoint) if traces.endpoint is not None else None
         services = Services(
-            self._prompts,
-            self._placement,
-            self.holds,
-            self._isolated_retries,
-            Quarantine(),
-            self.membership.mark_lost,
-            self.metrics,
-            self._namespaces,
+            prompts=self._prompts,
+            placement=self._placement,
+            holds=self.holds,
+            isolated_retries=self._isolated_retries,
+            quarantine=Quarantine(),
+            mark_lost=self.membership.mark_lost,
+            metrics=self.metrics,
+            namespaces=self._namespaces,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)

@@ -57,7 +57,7 @@ class Duration:
         self.mean_s *= (max(sample_s, _SHORTEST_S) / self.mean_s) ** (1 / self._num_samples)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ColdSettings:
     """A cold tier's settings. place: the URL of a server, or the path of a folder; empty for a process's memory.
 
@@ -74,7 +74,7 @@ class ColdSettings:
 
 def host_memory(max_bytes: int) -> ColdSettings:
     """Describes an arena in this process's memory, of at most `max_bytes`."""
-    return ColdSettings(Tier.HOST, "", Write.ALL, 0.0, max_bytes)
+    return ColdSettings(tier=Tier.HOST, place="", write=Write.ALL, timeout_s=0.0, max_bytes=max_bytes)
 
 
 def redis(url: str, timeout_s: float = 5.0) -> ColdSettings:
@@ -82,15 +82,15 @@ def redis(url: str, timeout_s: float = 5.0) -> ColdSettings:
 
     The server has its own memory limit and eviction policy.
     """
-    return ColdSettings(Tier.REDIS, url, Write.ALL, timeout_s)
+    return ColdSettings(tier=Tier.REDIS, place=url, write=Write.ALL, timeout_s=timeout_s)
 
 
 def files(folder: str, max_bytes: int, timeout_s: float = 5.0) -> ColdSettings:
     """Describes a folder of frames, of at most `max_bytes`. A read later than `timeout_s` is a miss."""
-    return ColdSettings(Tier.FILES, folder, Write.ALL, timeout_s, max_bytes)
+    return ColdSettings(tier=Tier.FILES, place=folder, write=Write.ALL, timeout_s=timeout_s, max_bytes=max_bytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FarStatus:
     """A far tier's state for one client: "up", "broken", or, while it refuses blocks, "full" or "read-only".
 
@@ -148,7 +148,7 @@ class StoredBlock:
     idle_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LedgerCounts:
     """The number of pages in each of the five states of `kv_store.ledger`; they sum to `total`."""
 

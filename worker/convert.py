@@ -172,7 +172,7 @@ def _cold_to_pb(tier: Tier, store: StoreStatus) -> worker_pb2.TierStatus:
     if found is None:
         return worker_pb2.TierStatus(tier=tier, state="off")
     told = store.directory.cold if store.directory is not None else []
-    writer = next((status for status in told if status.tier is tier), FarStatus(tier, found.state))
+    writer = next((status for status in told if status.tier is tier), FarStatus(tier=tier, state=found.state))
     message = worker_pb2.TierStatus(tier=tier, state=writer.state if found.state == "up" else found.state)
     message.counts.update({name: getattr(found, name) for name in READ_COUNTS})
     message.counts.update({name: getattr(writer, name) for name in WRITE_COUNTS})

@@ -120,7 +120,7 @@ class Inbox:
             self._condition.notify()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepReport:
     """The report of an iteration: the commands obeyed, and the engine's step after them.
 
@@ -204,7 +204,7 @@ class WorkerLoop:
     def run_once(self) -> None:
         """Obeys commands, steps the engine once, and delivers the outcome. Without work blocks up to MAX_IDLE_S."""
         self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
-        outcome = StepReport(self._clock())
+        outcome = StepReport(began_s=self._clock())
         try:
             while self._commands:
                 self._obey(self._commands.popleft(), outcome)
@@ -293,7 +293,7 @@ class WorkerLoop:
     def _wind_up(self) -> None:
         """Closes the inbox, and ends every attempt and every question."""
         stopped = Unavailable("the worker has stopped")
-        outcome = StepReport(self._clock(), failure=stopped)
+        outcome = StepReport(began_s=self._clock(), failure=stopped)
         self._inbox.close()
         self._commands += self._inbox.take(0.0)
         self._abort_all(outcome)

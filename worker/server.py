@@ -13,8 +13,7 @@ from grpc_status import rpc_status
 from wire.errors import BatonError, InvalidRequest
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from wire.rpc import WORKER_SERVER_OPTIONS, ProofInterceptor, listen
-from wire.rpc_status import to_status
+from wire.rpc import WORKER_SERVER_OPTIONS, ProofInterceptor, listen, to_status
 from worker.config import ServerSettings
 from worker.service import WorkerService
 

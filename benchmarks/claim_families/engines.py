@@ -70,7 +70,11 @@ def add(core: EngineCore, asked: Sequence[Asked]) -> None:
     for one in asked:
         sampling = SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True)
         attempt_id = AttemptId(str(next(_numbers)))
-        core.add(EngineRequest(attempt_id, _ROOT, one.prompt, sampling, (ChoiceSoFar(0),)))
+        core.add(
+            EngineRequest(
+                attempt_id=attempt_id, root=_ROOT, prompt_ids=one.prompt, sampling=sampling, choices=(ChoiceSoFar(0),)
+            )
+        )
 
 
 def run(core: EngineCore, asked: Sequence[Asked]) -> int:

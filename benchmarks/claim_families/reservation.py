@@ -142,7 +142,9 @@ class Paged:
 
 
 def _candidate(handle: int, one: Run, phase: Phase) -> Candidate:
-    return Candidate(handle, phase, one.num_known, one.num_computed, len(one.pages))
+    return Candidate(
+        handle=handle, phase=phase, num_known=one.num_known, num_computed=one.num_computed, num_blocks=len(one.pages)
+    )
 
 
 def simulate(rows: Sequence[TraceRow], memory: Memory) -> Iterator[Moment]:

@@ -131,7 +131,15 @@ def _held_blocks(layout: KVLayout, context_len: int, dropping: Dropping | None =
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     prompt_ids = (1,) * (context_len - 8)
-    core.add(EngineRequest(AttemptId("0"), NamespaceRoot(bytes(32)), prompt_ids, sampling, dropping=dropping))
+    core.add(
+        EngineRequest(
+            attempt_id=AttemptId("0"),
+            root=NamespaceRoot(bytes(32)),
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            dropping=dropping,
+        )
+    )
     held = 0
     while core.has_requests:
         counts = core.pool.ledger.counts()

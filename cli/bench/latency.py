@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """A request as its client saw it. Times are seconds from the start of the round.
 
@@ -82,7 +82,7 @@ class Percentiles:
     p99: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModeSummary:
     """Figures of one mode. Rates are per second, from the round's start to its last answer."""
 

@@ -36,7 +36,7 @@ _OWN_KV_HEADS = ("llama", *_PLAIN)
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder in numbers. `num_matrix_parameters`: parameters that quantization makes smaller.
 

@@ -108,7 +108,7 @@ class Controller:
         self._nodes = Nodes(plan, means, self._ray_drains)
         self._frontends = Frontends(plan, host.own_node, means)
         pools, record = self._predecessor.pools(plan.config.pools), self._predecessor.pools_record
-        self._fleet = Fleet(pools, plan, self._nodes.join, means, record)
+        self._fleet = Fleet(pools=pools, plan=plan, join=self._nodes.join, means=means, record=record)
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 

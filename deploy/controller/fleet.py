@@ -20,7 +20,7 @@ from wire.pools import PoolSizes, Role, WorkerState
 NOT_YET = "the pools do not have the size asked for yet"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Fleet:
     """The workers of both pools, which the task of `run` brings to their sizes, and the record of the pools."""
 

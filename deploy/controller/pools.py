@@ -37,7 +37,7 @@ class Order:
     failure: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolsRecord:
     """The record from which a new controller takes over the pools.
 
@@ -90,11 +90,15 @@ class Pools:
                 workers += [Worker(WorkerId(name), role)] if index < len(living) else []
         found_sizes = {role.value: sum(one.role is role for one in workers) or planned[role] for role in Role}
         named = PoolSizes(**{role.value: number for role, number in num_named.items()})
-        return cls(PoolsRecord(PoolSizes(**found_sizes), tuple(workers), named))
+        return cls(PoolsRecord(sizes=PoolSizes(**found_sizes), workers=tuple(workers), num_named=named))
 
     def to_json(self) -> str:
         orders, leaving = tuple(self._orders.values()), tuple(self.leaving)
-        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named, orders, leaving))
+        return to_json(
+            PoolsRecord(
+                sizes=self.sizes, workers=tuple(self), num_named=self._num_named, orders=orders, leaving=leaving
+            )
+        )
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))

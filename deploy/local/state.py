@@ -37,7 +37,7 @@ class ClusterPhase(Enum):
     RUNNING = "running"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterState:
     """A cluster: its addresses, and the processes and files that end with it.
 

@@ -26,7 +26,7 @@ CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeConfig:
     """The configuration of a node's service. The workers of the node share `store`.
 
@@ -58,7 +58,7 @@ class NodeBaseline:
     block_address: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
     """All decisions of `baton up`.
 
@@ -251,7 +251,14 @@ def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSet
         (Tier.FILES, files.folder, files.write, files),
     )
     return tuple(
-        ColdSettings(tier, place, Write(write), settings.timeout_ms / 1000, settings.max_bytes, settings.ttl_s or 0.0)
+        ColdSettings(
+            tier=tier,
+            place=place,
+            write=Write(write),
+            timeout_s=settings.timeout_ms / 1000,
+            max_bytes=settings.max_bytes,
+            ttl_s=settings.ttl_s or 0.0,
+        )
         for tier, place, write, settings in tiers
         if place is not None
     )

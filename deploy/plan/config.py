@@ -28,7 +28,7 @@ _NAME = Rule(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The model to serve, by default the demo model. served_name: names for clients, by default the folder's.
 
@@ -74,7 +74,7 @@ class RoleSettings:
     resources: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
     """The resources of each worker. For None the machine decides.
 
@@ -175,7 +175,7 @@ class RaySettings:
     plain_network: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The settings of a cluster, validated when made and immutable.
 

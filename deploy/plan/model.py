@@ -34,7 +34,7 @@ class DraftFacts:
     block_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there.
 
@@ -139,7 +139,9 @@ def inspect_model(
         tool_format=settings.tool_format,
         reasoning_format=settings.reasoning_format,
     )
-    facts = ModelFacts(served, device, count_bytes(checkpoint, compute, backend), backend.name)
+    facts = ModelFacts(
+        served=served, device=device, weight_bytes=count_bytes(checkpoint, compute, backend), kernels=backend.name
+    )
     if other is None:
         return mapped_within(facts, settings.weight_cache_bytes)
     its_dtype = compute_dtype(None, other.config, backend)

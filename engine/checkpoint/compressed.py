@@ -119,11 +119,28 @@ class CompressedCodes:
             raise ModelError(f"tensor {name} has codes without scales of float32, bfloat16 or float16")
         scales, group = self._spread(name, stored, shape)
         if "weight_zero_point" not in parts:
-            return Quantized(codes, bits, group, group, scales, zero=8 if bits == 4 else 0, source=scales.dtype)
+            return Quantized(
+                codes=codes,
+                bits=bits,
+                group=group,
+                block=group,
+                scales=scales,
+                zero=8 if bits == 4 else 0,
+                source=scales.dtype,
+            )
         zeros, _ = self._spread(name, _zeros(parts["weight_zero_point"], bits, len(codes)), shape)
         if codes.dtype.is_floating_point or zeros.shape != scales.shape:
             raise ModelError(f"tensor {name} has zero points that do not fit its codes and scales")
-        return Quantized(codes, bits, group, group, scales, -scales, offset_factors=zeros, source=scales.dtype)
+        return Quantized(
+            codes=codes,
+            bits=bits,
+            group=group,
+            block=group,
+            scales=scales,
+            offsets=-scales,
+            offset_factors=zeros,
+            source=scales.dtype,
+        )
 
     def _part(self, name: str, device: torch.device) -> Tensor:
         file = self._files[name]

@@ -24,7 +24,7 @@ RMS_NORM_EPS = (1e-12, 0.1)
 _ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention of all layers. `windows`: for each layer the tokens that a token sees, itself included; None for all.
 
@@ -67,7 +67,7 @@ class AttentionConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model. `dtype` is the checkpoint's own; other files may name further `eos_token_ids`.
 

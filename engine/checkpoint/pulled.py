@@ -28,7 +28,7 @@ POLL_S = 0.2
 _STEP_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NamedModel:
     """A row of MODELS. `member`: the file's path in the wheel. num_bytes, digest: the file's size and SHA-256."""
 

@@ -223,8 +223,8 @@ def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
 def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:
     factor = fields.number("factor", *FACTORS, max_context_len / trained_len)
     return YarnScaling(
-        factor,
-        fields.number("attention_factor", *FACTORS, _yarn_attention_factor(fields, factor)),
+        factor=factor,
+        attention_factor=fields.number("attention_factor", *FACTORS, _yarn_attention_factor(fields, factor)),
         trained_len=trained_len,
         beta_fast=_factor_if_set(fields, "beta_fast") or 32.0,
         beta_slow=_factor_if_set(fields, "beta_slow") or 1.0,

@@ -1,8 +1,8 @@
-"""The choice of the tokens whose KV a sequence keeps, by the attention of its latest rows.
+"""The choice of the tokens whose KV a sequence keeps, by its latest rows' attention.
 
-Tokens are dropped at boundaries only, which follow from the prompt and the number of emitted tokens: tokens at the
-prompt's end, and with H2O pages whenever a block is full. No chunk crosses one, and guesses stay within a page. So a
-row sees the same KV however the sequence was batched, preempted or moved.
+Tokens are dropped only at boundaries, which depend on the prompt and the number of emitted tokens: tokens at the
+prompt's end, and with H2O pages whenever a block is full. Chunks do not cross boundaries, and guesses stay within a
+page. So a row sees the same KV however the sequence was batched, preempted or moved.
 
     position    0 ........ start ............ boundary
     queries                  x   x   x   x   x          of the rows since the last boundary, as each was run
@@ -22,10 +22,10 @@ from wire.kv_policy import Dropping, Rule
 
 
 class Chooser:
-    """The choice of the tokens that stay, the heaviest; equal arguments bring equal choices.
+    """The choice of the tokens that stay: the heaviest. Equal arguments give equal choices.
 
-    Sources: SnapKV (arXiv 2404.14469), and H2O (arXiv 2306.14048), page by page behind the prompt. Half of the pages
-    are the latest ones, which stay, as does the first.
+    Sources: SnapKV (arXiv 2404.14469), and H2O (arXiv 2306.14048), page by page behind the prompt. The latest half of
+    the pages stays, and so does the first page.
     """
 
     def tokens(self, attention: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
@@ -52,7 +52,7 @@ HEAVIEST = Chooser()
 class Watch:
     """The rows of a sequence that weigh its tokens, and the boundary up to which they run.
 
-    start: the position of the first one not weighed yet. attention: of the rows before it, on each kept token.
+    start: the position of the first row not weighed yet. attention: the sum over earlier rows, for each kept token.
     """
 
     def __init__(self, dropping: Dropping, num_prompt: int, block_size: int) -> None:
@@ -65,14 +65,14 @@ class Watch:
 
     @property
     def boundary(self) -> int:
-        """The number of computed tokens at which some may be dropped next."""
+        """The number of computed tokens at which tokens may be dropped next."""
         if self.start < self._num_prompt:
             return self._num_prompt
         num_stored = 0 if self.attention is None else self.attention.shape[-1]
         return self.start + self._block_size - num_stored % self._block_size
 
     def rows(self, model: CausalModel, position: int, start: int, stop: int) -> list[Watched]:
-        """Maps the rows start to stop - 1 of a batch to the queries' buffer; `position` is that of the first."""
+        """Maps the rows start to stop - 1 of a batch to the queries' buffer; `position`: the first row's."""
         start += max(0, self.start - position)
         if start >= stop:
             return []
@@ -82,7 +82,7 @@ class Watch:
         return [Watched(slice(start, stop), self._queries[:, place : place + stop - start])]
 
     def weigh(self, model: CausalModel, kv: KVPages, table: torch.Tensor, num_stored: int) -> torch.Tensor:
-        """Adds the attention of the rows up to the boundary to the attention, which it returns."""
+        """Adds the attention of the rows up to the boundary; returns the sum."""
         assert self._queries is not None, "no row was run"
         boundary = self.boundary
         attention = model.weigh(self._queries[:, : boundary - self.start], kv, table, num_stored)
@@ -108,8 +108,8 @@ class Watch:
 def gather_tokens(kv: KVPages, table: torch.Tensor, chosen: torch.Tensor, pages: torch.Tensor) -> None:
     """Copies tokens of a sequence to other pages, in place.
 
-    table: its pages, int64. chosen: places of its tokens, int64 [num_layers, num_kv_heads, tokens]. pages: int64, full
-    with them.
+    table: the sequence's pages, int64. chosen: places of tokens, int64 [num_layers, num_kv_heads, tokens]. pages: the
+    destination, int64, full afterwards.
     """
     num_layers, num_heads, num_tokens = chosen.shape
     block_size = kv.data.shape[4]
@@ -132,14 +132,14 @@ def page_attention(attention: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def with_latest(order: torch.Tensor, num_kept: int, num_latest: int) -> torch.Tensor:
-    """Picks the first of the earlier tokens in an order, and all of the latest; sorts them by position."""
+    """Picks the first earlier tokens in an order, and all latest tokens; sorts them by position."""
     num_earlier = order.shape[-1]
     latest = torch.arange(num_earlier, num_earlier + num_latest, device=order.device).expand(*order.shape[:2], -1)
     return torch.cat([order[..., : num_kept - num_latest], latest], -1).sort(-1).values
 
 
 def replaceable(num_pages: int, num_going: int) -> slice:
-    """Leaves out the first page, and the latest: half of the pages that stay."""
+    """Leaves out the first page and the latest pages, half of the pages that stay."""
     return slice(1, num_pages - (num_pages - num_going) // 2)
 
 

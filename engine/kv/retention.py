@@ -37,10 +37,10 @@ from wire.layout import KVLayout, Window
 
 
 class BlockTable:
-    """The pages of a sequence, in order; kernels read `row`, int32.
+    """The block table of a sequence; kernels read its `row`, int32.
 
-    behind: blocks before the window, and after the sinks, which have no page; the row has other sequences' or 0 there,
-    and nothing reads them. num_dropped: tokens whose KV was dropped; the pages have the others, without gaps.
+    behind: blocks between sinks and window, which have no page; nothing reads the row's numbers there. num_dropped:
+    tokens whose KV was dropped; the pages have the others, without gaps.
     """
 
     def __init__(self, pages: Iterable[PageId] = (), behind: range = range(0), num_dropped: int = 0) -> None:
@@ -53,7 +53,7 @@ class BlockTable:
         return len(self._pages)
 
     def __getitem__(self, span: slice) -> list[PageId]:
-        """Lists pages; ValueError for a block behind the window, whose page may be another sequence's by now."""
+        """Lists pages. Raises ValueError for a block behind the window, whose page may be another sequence's."""
         start, stop, _ = span.indices(len(self._pages))
         if self.behind and (lost := range(max(start, self.behind.start), min(stop, self.behind.stop))):
             raise ValueError(f"block {lost.start} is behind the window")
@@ -64,22 +64,22 @@ class BlockTable:
 
     @property
     def present(self) -> list[PageId]:
-        """Lists the pages of blocks that are not behind the window, the latest blocks before the sinks."""
+        """Lists the pages of blocks that are not behind the window, sinks last."""
         return self[self.behind.stop :] + self[: self.behind.start]
 
     def leave_behind(self, behind: range) -> list[PageId]:
-        """Leaves these blocks behind the window; returns the pages that this frees."""
+        """Puts these blocks behind the window; returns the freed pages."""
         pages = self[max(behind.start, self.behind.stop) : behind.stop] if behind else []
         self.behind = max(self.behind, behind, key=len)
         return pages
 
     @property
     def row(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Views the pages; the view must be gone before the next change."""
+        """Views the pages; drop the view before the next change."""
         return np.frombuffer(self._pages, dtype=np.int32)
 
     def slots(self, start: int, stop: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Locates the KV of positions start to stop - 1: page * block_size + offset."""
+        """Computes the slots of positions start to stop - 1: page * block_size + offset."""
         places = np.arange(start, stop) - self.num_dropped
         return self.row[places // block_size].astype(np.int64) * block_size + places % block_size
 
@@ -91,14 +91,14 @@ class BlockTable:
 
 
 Tokens = Callable[[int, int], list[int]]
-"""Returns known tokens of a sequence, by first position and count."""
+"""A function that returns known tokens of a sequence, by first position and count."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The KV that a sequence may begin with: of its first `num_tokens` tokens, without `num_dropped` of them.
+    """The KV that a sequence may begin with: its first `num_tokens` tokens' without that of `num_dropped` of them.
 
-    num_reserved: further pages that it needs.
+    num_reserved: further pages that the sequence needs.
     """
 
     num_tokens: int
@@ -112,7 +112,7 @@ class Prefix:
 
 
 class Retention:
-    """Retention of all KV that some later row reads."""
+    """The retention of all KV that later rows read."""
 
     def __init__(self, request: EngineRequest, layout: KVLayout) -> None:
         self.window = Window(layout)
@@ -146,11 +146,11 @@ class Retention:
         return True
 
     def begin(self, table: BlockTable) -> None:
-        """Replaces the block table; by an empty one while the sequence waits, and when it ends."""
+        """Replaces the block table, by an empty table while the sequence waits, and when it ends."""
         self.table = table
 
     def names(self, tokens: Tokens, num_tokens: int, num_dropped: int = 0) -> list[BlockName]:
-        """Names the blocks of the first `num_tokens` tokens without dropped ones; a partial last one if named."""
+        """Names the blocks of the first `num_tokens` tokens, dropped tokens left out; a tail only if it has a name."""
         if self.window.layout.has_open_blocks:
             num_tokens -= num_tokens % self.window.layout.block_size
         chain = self._chain(tokens, num_tokens, num_dropped)
@@ -158,13 +158,13 @@ class Retention:
 
     @property
     def lasting_names(self) -> list[BlockName]:
-        """Lists the names of the full blocks that a prompt reads which goes on from here: kept tokens' ones, too."""
+        """Lists the names of the full blocks that a continuing prompt reads, also of kept tokens."""
         chains = [chain.full(chain.num_tokens) for chain in self._chains.values()]
         block_size = self.window.layout.block_size
         return [names[place] for names in chains for place in self.window.needed(len(names), len(names) * block_size)]
 
     def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
-        """Lists the blocks that became full since the sequence had `start` tokens with KV, then its sinks.
+        """Lists the blocks filled since the sequence had `start` tokens with KV, then its sinks.
 
         Sinks are listed again so that they count as recently used: no prefix can be read without its sinks.
         """
@@ -180,7 +180,7 @@ class Retention:
         return list(zip(names, pages, strict=True))
 
     def _chain(self, tokens: Tokens, num_tokens: int, num_dropped: int) -> NameChain | None:
-        """Brings the chain without dropped tokens up to the first `num_tokens`; None if they have no names."""
+        """Extends the chain, without dropped tokens, to the first `num_tokens`; None if they have no names."""
         chain = self._chains.get(num_dropped)
         if chain is not None:
             start = chain.num_tokens + num_dropped
@@ -189,9 +189,9 @@ class Retention:
 
 
 class Weighed(Retention):
-    """Retention of a prompt's tokens chosen at its end, by the attention of its last rows.
+    """The retention of prompt tokens chosen at the prompt's end by its last rows' attention.
 
-    num_kept: blocks that the chosen tokens are copied to; 0 where the whole prompt stays.
+    num_kept: blocks that chosen tokens are copied to; 0 if the whole prompt stays.
     """
 
     def __init__(self, request: EngineRequest, layout: KVLayout, dropping: Dropping) -> None:
@@ -201,7 +201,7 @@ class Weighed(Retention):
         self.begin(self.table)
 
     def prefix(self, num_readable: int, num_known: int) -> Prefix:
-        """Returns whole blocks before the rows whose attention is summed: these are computed even on a hit."""
+        """Returns whole blocks before the rows whose attention is summed; these rows run even on a hit."""
         block_size, first = self.window.layout.block_size, self._request.num_prompt - self._dropping.rule.num_watched
         return Prefix(max(0, min(num_readable, first)) // block_size * block_size, num_reserved=self.num_kept)
 
@@ -221,9 +221,9 @@ class Weighed(Retention):
 
 
 class SnapKV(Weighed):
-    """Retention of chosen tokens of a prompt, and of all that follows. Source: arXiv 2404.14469.
+    """The retention of chosen prompt tokens, and of all later tokens. Source: arXiv 2404.14469.
 
-    The blocks of kept tokens have names, and may be found once a first token was drawn from the whole prompt.
+    Blocks of kept tokens have names, and may be found once the first token was drawn from the whole prompt.
     """
 
     _is_lost = False
@@ -235,7 +235,7 @@ class SnapKV(Weighed):
         return Prefix(num_known - 1, num_prompt - self.num_kept * self.window.layout.block_size)
 
     def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
-        """Refuses a part of the kept blocks; tokens are then chosen again, from the whole prompt."""
+        """Refuses part of the kept blocks; tokens are then chosen again from the whole prompt."""
         is_lost = prefix.num_dropped > 0 and num_blocks < self.num_kept
         self._is_lost |= is_lost
         return not is_lost
@@ -246,7 +246,7 @@ class SnapKV(Weighed):
             self.watch, self._is_lost = None, False
 
     def _chain(self, tokens: Tokens, num_tokens: int, num_dropped: int) -> NameChain | None:
-        """Begins the chain with the names of kept blocks, where tokens were dropped."""
+        """Begins the chain with the names of kept blocks, if tokens were dropped."""
         num_prompt = self._request.num_prompt
         if num_dropped not in self._chains and (prompt := super()._chain(tokens, num_prompt, 0)) is not None:
             self._chains[num_dropped] = prompt.kept(self._dropping.terms, num_prompt, self.num_kept)
@@ -254,9 +254,9 @@ class SnapKV(Weighed):
 
 
 class H2O(Weighed):
-    """Retention of chosen tokens of a prompt, and of as many behind it, page by page. Source: arXiv 2306.14048.
+    """The retention of chosen prompt tokens, and of as many later tokens, page by page. Source: arXiv 2306.14048.
 
-    Blocks have no names once any token was dropped: a reader would lack the attention summed for their tokens.
+    Blocks have no names once a token was dropped: a reader would lack the attention summed for their tokens.
     """
 
     def choose(self, watch: Watch, attention: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
@@ -271,7 +271,7 @@ class H2O(Weighed):
 
 
 def retention_of(request: EngineRequest, layout: KVLayout) -> Retention:
-    """Makes the retention of a choice; a hand-off's KV stays whole with H2O, and short prompts' with SnapKV."""
+    """Makes the retention of a choice. KV stays whole for a hand-off with H2O, and for short prompts with SnapKV."""
     dropping = request.dropping
     if dropping is None or (dropping.rule is Rule.H2O and isinstance(request, HandOff)):
         return Retention(request, layout)
@@ -282,9 +282,9 @@ def retention_of(request: EngineRequest, layout: KVLayout) -> Retention:
 
 
 def require_storable(request: EngineRequest, layout: KVLayout, num_pages: int) -> None:
-    """Raises InvalidRequest if a pool cannot hold a choice at its longest, or its KV cannot be dropped as it asks for.
+    """Raises InvalidRequest if the pool cannot hold a choice at its longest, or its KV cannot be dropped as requested.
 
-    A hand-off draws first tokens: a later one would see KV that is dropped elsewhere.
+    A hand-off draws first tokens only: a later token would see KV that is dropped elsewhere.
     """
     most = request.max_len
     if request.dropping is not None:

@@ -28,7 +28,7 @@ class Watched:
     queries: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Tokens of several sequences, sequence by sequence; decoding sequences, of one token each, come first.
 
@@ -81,7 +81,16 @@ class Batch:
         slots = pages * block_size + positions % block_size
         starts = torch.arange(len(token_ids) + 1, dtype=torch.int32, device=token_ids.device)
         lens, num = self.context_lens + 1, len(token_ids)
-        return Batch(token_ids, positions, slots, self.block_tables, lens, starts, num, starts[:-1].long())
+        return Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=self.block_tables,
+            context_lens=lens,
+            cu_query_lens=starts,
+            num_decodes=num,
+            sample_rows=starts[:-1].long(),
+        )
 
 
 class CausalModel(Protocol):

@@ -27,7 +27,7 @@ from wire.layout import KVLayout, Window
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Buffers:
     """The tensors that a forward pass writes, for a number of rows; None where each pass makes its own."""
 

@@ -47,7 +47,16 @@ class RecordedProgram:
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
+        batch = Batch(
+            token_ids=ids[0],
+            positions=ids[1],
+            slot_mapping=ids[2],
+            block_tables=tables,
+            context_lens=lens,
+            cu_query_lens=starts,
+            num_decodes=num_rows,
+            sample_rows=ids[0],
+        )
         turns = Angles(*torch.empty(2, num_rows, num_columns)) if isinstance(all_angles, FarAngles) else None
         angles = Angles(torch.empty(num_rows, num_columns), torch.empty(num_rows, num_columns), turns)
         if isinstance(all_angles, Angles):
@@ -129,7 +138,16 @@ class CapturedProgram:
         ids, positions, slots, lens, tables = _views(self._on_device, num_rows)
         slots.fill_(-1)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        batch = Batch(ids, positions, slots, tables, lens, starts, num_rows, ids)
+        batch = Batch(
+            token_ids=ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=tables,
+            context_lens=lens,
+            cu_query_lens=starts,
+            num_decodes=num_rows,
+            sample_rows=ids,
+        )
         self._ids, self._kept = ids, (forward, all_angles)
         side = torch.Stream(device)
         side.wait_stream(torch.accelerator.current_stream(device))

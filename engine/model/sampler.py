@@ -24,7 +24,7 @@ LEAST = torch.finfo(torch.float32).min
 _NO_LIMIT = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Draw:
     """The way to choose a token from a row of logits. banned: tokens that may not come yet (min_tokens).
 
@@ -51,7 +51,7 @@ class Draw:
         return params.is_greedy and is_as_is and params.logprobs is None
 
 
-PLAIN = Draw(SamplingParams(temperature=0), choice=0, prompt_ids=(), output_ids=())
+PLAIN = Draw(params=SamplingParams(temperature=0), choice=0, prompt_ids=(), output_ids=())
 """The draw of a row whose next token is the likeliest."""
 
 

@@ -26,7 +26,7 @@ _LENGTH_BYTES, _DIGEST_BYTES = 8, 16
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Entry:
     """A matrix's entry in the table: its bytes in the file, the fields of its `Weight`, dtype and shape of its data."""
 
@@ -55,13 +55,13 @@ class WeightWriter:
         begin = self._end
         self._append(data.view(-1).view(torch.uint8).numpy().data)
         entry = _Entry(
-            begin,
-            self._end,
-            weight.columns,
-            weight.depth,
-            _name_of(weight.dtype),
-            _name_of(data.dtype),
-            list(data.shape),
+            begin=begin,
+            end=self._end,
+            columns=weight.columns,
+            depth=weight.depth,
+            dtype=_name_of(weight.dtype),
+            data_dtype=_name_of(data.dtype),
+            shape=list(data.shape),
         )
         self._append(bytes(-self._end % LINE_BYTES))
         self._entries[name] = entry

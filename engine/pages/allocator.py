@@ -26,9 +26,9 @@ class PageAllocator:
         return Pages(self.ledger.num_allocatable, num_draining, self.layout.block_size, most_needed)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> int:
-        """Makes room for the next `num_tokens` tokens, or as many as may be open; returns their number.
+        """Makes room for the next `num_tokens` tokens, or as many as may be open; returns the number.
 
-        Returns 0, and nothing changed, if there is none.
+        Without room returns 0 and changes nothing.
         """
         num_blocks, block_size = len(sequence.kv.table), self.layout.block_size
         num_writable = (num_blocks + self._pool.num_openable) * block_size - sequence.num_stored
@@ -43,7 +43,7 @@ class PageAllocator:
     def extend(self, sequences: Seq[Sequence], num_ahead: int = 0) -> list[PageId] | None:
         """Gives each sequence a page for position `num_stored + num_ahead`, the first of a block.
 
-        Returns these pages, one a sequence; None, and nothing changed, if too few are free.
+        Returns these pages, one a sequence. If too few are free, returns None and changes nothing.
         """
         places = [(one.num_stored + num_ahead) // self.layout.block_size for one in sequences]
         lacking = [one for one, place in zip(sequences, places, strict=True) if place == len(one.kv.table)]
@@ -68,7 +68,7 @@ class PageAllocator:
         self.free(sequence.kv.table.drop(places, self.layout.block_size))
 
     def take_back(self, sequence: Sequence) -> None:
-        """Frees all pages of a sequence, which has no KV then; pages with a transfer under way drain first."""
+        """Frees all pages of a sequence, which then has no KV; pages with a running transfer drain first."""
         self.free(sequence.kv.table.present)
         self.free(sequence.kv.reserved)
         sequence.kv.reserved = []
@@ -82,7 +82,7 @@ class PageAllocator:
         self.free(pages)
 
     def free(self, pages: Seq[PageId]) -> None:
-        """Frees pages in eviction order: a prefix's end first, or its start where rows have windows."""
+        """Frees pages in eviction order: a prefix's end first, or, with windows, its start."""
         self._pool.close(pages)
         for page in reversed(pages) if self.layout.window is None else pages:
             self.ledger.free(page)

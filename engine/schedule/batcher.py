@@ -24,7 +24,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV.
 

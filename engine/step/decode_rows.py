@@ -120,14 +120,14 @@ class DecodeRows:
         tables[full, (lens[full] - 1) // self._block_size] = pages
         positions, starts = self.positions[:num_rows] + 1, np.arange(num_rows + 1, dtype=np.int32)
         return Batch(
-            token_ids,
-            torch.from_numpy(positions),
-            torch.from_numpy(slots),
-            torch.from_numpy(tables),
-            torch.from_numpy(lens),
-            torch.from_numpy(starts),
-            num_rows,
-            torch.arange(num_rows),
+            token_ids=token_ids,
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(tables),
+            context_lens=torch.from_numpy(lens),
+            cu_query_lens=torch.from_numpy(starts),
+            num_decodes=num_rows,
+            sample_rows=torch.arange(num_rows),
         )
 
     def check(self, num_ahead: int = 0) -> list[str]:

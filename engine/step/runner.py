@@ -167,7 +167,7 @@ class Runner:
         if chosen.faults:
             gained[[*chosen.faults]] = -1
         found = [zip(one.rows, logprobs_of(part), strict=True) for one, part in zip(chosen.scores, parts, strict=False)]
-        gains = Gains(shape.sequences, gained, dict(chain.from_iterable(found)))
+        gains = Gains(sequences=shape.sequences, token_ids=gained, logprobs=dict(chain.from_iterable(found)))
         faults = {gains.sequences[row]: fault for row, fault in chosen.faults.items()}
         if shape.work.drafts:
             gains = self._accept(shape.work.drafts, gains)
@@ -195,7 +195,9 @@ class Runner:
             self._wait()
             sequence = work.chunks[0].sequence if work.chunks else shape.sequences[0]
             error = errors.report(failure, attempt_id=sequence.request.attempt_id)
-            return Gains(shape.sequences, np.full(len(shape.sequences), -1), failed={sequence: error})
+            return Gains(
+                sequences=shape.sequences, token_ids=np.full(len(shape.sequences), -1), failed={sequence: error}
+            )
 
     def _wait(self) -> None:
         """Waits for the rest of a failed pass: its copies may still read the rows, which change next."""
@@ -228,7 +230,16 @@ class Runner:
         zero = torch.zeros(1, dtype=torch.int64)
         slot = zero + page * self._model.layout.block_size
         table, lens, starts = (torch.tensor(one, dtype=torch.int32) for one in ([[page]], [1], [0, 1]))
-        return Batch(zero, zero, slot, table, lens, starts, 1, zero)
+        return Batch(
+            token_ids=zero,
+            positions=zero,
+            slot_mapping=slot,
+            block_tables=table,
+            context_lens=lens,
+            cu_query_lens=starts,
+            num_decodes=1,
+            sample_rows=zero,
+        )
 
     def _batch(self, shape: StepShape) -> Batch:
         """Makes the batch, and keeps it while the same rows run alone: its views change in place with them."""

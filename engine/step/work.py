@@ -128,7 +128,7 @@ class Work:
         return self.num_rows + len(self.drafts) + sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gains:
     """The outcome of a run: samples of the decoding rows, row by row, then of the chunks.
 
@@ -148,7 +148,14 @@ class Gains:
         """Keeps these samples, in order."""
         logprobs = self.logprobs and {at: self.logprobs[one] for at, one in enumerate(samples) if one in self.logprobs}
         sequences = [self.sequences[one] for one in samples]
-        return Gains(sequences, self.token_ids[samples], logprobs, self.failed, num_gained, self.scores)
+        return Gains(
+            sequences=sequences,
+            token_ids=self.token_ids[samples],
+            logprobs=logprobs,
+            failed=self.failed,
+            num_gained=num_gained,
+            scores=self.scores,
+        )
 
     def left(self) -> "Gains":
         """Leaves out the samples of sequences that have ended with the request of a failed one."""
@@ -163,7 +170,13 @@ class Gains:
         logprobs = self.logprobs | {num + sample: one for sample, one in later.logprobs.items()}
         token_ids = np.concatenate([self.token_ids, later.token_ids])
         sequences, failed = [*self.sequences, *later.sequences], self.failed | later.failed
-        return Gains(sequences, token_ids, logprobs, failed, scores=self.scores | later.scores)
+        return Gains(
+            sequences=sequences,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            failed=failed,
+            scores=self.scores | later.scores,
+        )
 
     def newest(self, num_rows: int) -> Ints:
         """Returns the newest token of each of the first `num_rows` rows."""

@@ -26,7 +26,7 @@ ALIGNMENT = 16
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CodeFormat:
     """The format of a matrix; the kernels are compiled for each format.
 

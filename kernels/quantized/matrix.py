@@ -13,7 +13,7 @@ SCALES = (2.0**-100, 2.0**90)
 """Bounds of scales for the CPU's kernels: within them no weight, rounded or not, is subnormal or infinite."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantized:
     """A matrix [columns, depth] of weights (code - zero) * scale + offset, in float32, rounded to `source`.
 
@@ -88,7 +88,7 @@ def round_to_int8(weight: Tensor) -> Quantized:
     groups = _groups(weight, INT8_GROUP)
     scales = _flushed(groups.abs().amax(-1) / 127)
     codes = (groups / scales[..., None]).nan_to_num(0.0).clamp(-127, 127).round().to(torch.int8)
-    return Quantized(_ungrouped(codes, weight), 8, INT8_GROUP, INT8_GROUP, scales)
+    return Quantized(codes=_ungrouped(codes, weight), bits=8, group=INT8_GROUP, block=INT8_GROUP, scales=scales)
 
 
 def round_to_int4(weight: Tensor) -> Quantized:
@@ -98,7 +98,9 @@ def round_to_int4(weight: Tensor) -> Quantized:
     offsets = _flushed(lowest.bfloat16())
     scales = _flushed(((highest - offsets) / 15).bfloat16())
     codes = ((groups - offsets[..., None]) / scales[..., None]).nan_to_num(0.0).clamp(0, 15).round().to(torch.uint8)
-    return Quantized(_ungrouped(codes, weight), 4, INT4_GROUP, INT4_GROUP, scales, offsets)
+    return Quantized(
+        codes=_ungrouped(codes, weight), bits=4, group=INT4_GROUP, block=INT4_GROUP, scales=scales, offsets=offsets
+    )
 
 
 def _groups(weight: Tensor, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The directory of a node's arena as its other processes see it: over a Unix socket."""
+"""The client of a node's directory, over a Unix socket."""
 
 import os
 import secrets
@@ -18,10 +18,10 @@ from wire.ids import PROTOCOL_VERSION
 
 
 class DirectoryClient(DirectoryPort):
-    """Thread-safe; each call is answered or has failed within `timeout_s`, beside what it is to wait for events.
+    """A DirectoryPort over a socket. Thread-safe; each call ends within `timeout_s`, plus its wait for events.
 
-    A failed call is not repeated; the next one connects anew. After three failures in a row calls fail at once, but
-    for one every two seconds. A wait for events has a connection of its own, and keeps no other call waiting.
+    A failed call is not repeated; the next call reconnects. After three failures in a row calls fail at once, except a
+    probe every two seconds. A wait for events has a separate connection, and delays no other call.
     """
 
     def __init__(self, path: str, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class DirectoryClient(DirectoryPort):
         self._epoch: str | None = None
 
     def close(self) -> None:
-        """Closes the connections, the one for events once a wait that is under way is over."""
+        """Closes the connections; the connection for events after the running wait."""
         for channel in (self._channel, self._event_channel):
             with channel.lock:
                 channel.close()
@@ -56,9 +56,9 @@ class DirectoryClient(DirectoryPort):
 
 
 class _Channel:
-    """A blocking Unix socket for one call at a time; it connects when it has to.
+    """A blocking Unix socket for one call at a time, connected on demand.
 
-    It closes after any failure, so that no answer is taken for that to another call. Deadlines are on `clock`.
+    It closes after any failure, so that no answer goes to another call. Deadlines are by `clock`.
     """
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
@@ -71,7 +71,7 @@ class _Channel:
 
     @contextmanager
     def connected(self, timeout_s: float) -> Iterator[tuple[DirectoryInfo, float]]:
-        """Lends the connection until the deadline that it gives; StoreError for any failure on it."""
+        """Yields the directory's description and the deadline. Raises StoreError for any failure on the connection."""
         deadline = self._clock() + timeout_s
         if not self.lock.acquire(timeout=timeout_s):
             raise StoreError("too many calls to the directory")
@@ -88,7 +88,7 @@ class _Channel:
             self.lock.release()
 
     def connect(self, deadline: float) -> DirectoryInfo:
-        """Connects if need be. The server hears only the newest of one client's connections."""
+        """Connects if needed. The server serves only a client's newest connection."""
         if self._process != os.getpid():  # a fork must not use its parent's connection
             self._start_anew()
         if self._socket is None:
@@ -102,7 +102,7 @@ class _Channel:
         return self._info
 
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
-        """Sends a call; returns its answer or a `RefusedCall`. OSError or WireError if none comes in time."""
+        """Sends a call; returns its answer or a `RefusedCall`. Raises OSError or WireError if none comes in time."""
         if self._socket is None:
             raise ConnectionError("not connected")
         try:

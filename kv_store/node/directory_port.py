@@ -28,7 +28,7 @@ from wire.tier import MissRun, StoredBlock, Tier
 
 
 class EpochChanged(StoreError):
-    """The directory has restarted; slot numbers from before are void."""
+    """The directory has restarted; earlier slot numbers are void."""
 
 
 class RecordsPort(Calls):
@@ -40,41 +40,40 @@ class RecordsPort(Calls):
 
     @declared
     def keep(self, keys: Sequence[BlockKey], hint: KeepHint, /) -> int:
-        """Notes the blocks that a session's request has used, in their order; counts the kept ones.
+        """Notes the blocks that a session's request has used, in order; returns the number of kept blocks.
 
-        Blocks that the session's request before it used, and this one does not, are evicted before others. Blocks of
-        another namespace than the hint's stay as they are.
+        Blocks that only the session's last request used are evicted before others. Ignores blocks outside the hint's
+        namespace.
         """
 
     @declared
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes], /) -> list[MissRun]:
-        """Finds the causes of full blocks that a lookup has not found, of one prompt and in its order.
+        """Finds the causes of a prompt's full blocks that a lookup has not found, in order.
 
-        parents: the key of the block before each; empty for the first one under a root. BEHIND for a block that the
-        arena has; ELSEWHERE for an evicted one of which a cold tier was given a copy. Runs count blocks as tokens.
+        parents: the key of the block before each; empty for the first block under a root. BEHIND: the arena has the
+        block. ELSEWHERE: evicted, but a cold tier got a copy. Runs count blocks as tokens.
         """
 
     @declared
     def mark_cold(self, tier: Tier, stored: Sequence[BlockKey], lost: Sequence[BlockKey], /) -> int:
         """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found.
 
-        lost: keys that the tier has no more; the ones whose copies are not known of are ignored.
+        lost: keys that the tier no longer has; keys without a noted copy are ignored.
         """
 
     @declared
     def events(self, after: EventCursor, /) -> EventPage:
-        """Lists events of full blocks behind a place, at once and at most `MAX_PAGE_BLOCKS`; it may list none.
+        """Lists at most `MAX_PAGE_BLOCKS` events of full blocks after a place, maybe none; does not wait.
 
-        Of another epoch's place, or one that the log does not reach back to, all is CLEARED and a snapshot follows.
-        Of cold tiers only copies of blocks that are, or were of late, in the arena are told, and their loss once it is
-        noticed.
+        For a place in another epoch, or before the log, comes CLEARED, then a snapshot. Of cold tiers it lists only
+        copies of blocks that are, or recently were, in the arena, and their loss once noticed.
         """
 
     @declared
     def wait_for_events(self, after: EventCursor, wait_s: WaitS, /) -> bool:
-        """Waits up to `wait_s` until `events` has something behind a place, and returns whether it has.
+        """Waits up to `wait_s` until there are events after a place; returns whether there are.
 
-        May return False earlier. Blocks neither other calls nor their connections.
+        May return False earlier. Does not block other calls or connections.
         """
 
     @declared
@@ -94,7 +93,7 @@ class ContentsPort(Calls):
 
     @declared
     def describe(self, keys: Sequence[BlockKey], /) -> list[StoredBlock]:
-        """Describes the blocks that are in the arena, without counting a use."""
+        """Describes the arena's blocks among these, without counting a use."""
 
     @declared
     def clear(self, keys: Sequence[BlockKey], /) -> int:
@@ -104,8 +103,8 @@ class ContentsPort(Calls):
 class DirectoryPort(Calls):
     """The calls of a directory that claim slots, or free them; `records` and `contents` have the others.
 
-    All but `CALLS_OF_ANY_EPOCH` go to one epoch, that of the first contact or of the last `attach`; EpochChanged if it
-    is over.
+    All but `CALLS_OF_ANY_EPOCH` are for one epoch, of the first contact or the last `attach`; they raise EpochChanged
+    if it is over.
     """
 
     @cached_property
@@ -122,10 +121,10 @@ class DirectoryPort(Calls):
 
     @declared
     def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
-        """Reserves slots for the blocks that are missing; with `hold`, holds the present ones.
+        """Reserves slots for missing blocks; with `hold`, holds the present blocks.
 
-        A slot is the writer's, without a time limit, until its commit or abandon, or the death of its process. A new
-        reservation of a writer gives back the uncommitted slots of the one before.
+        A slot is the writer's, without a time limit, until its commit or abandon, or the death of its process. A
+        writer's new reservation gives back the uncommitted slots of its last.
         """
 
     @declared
@@ -137,7 +136,7 @@ class DirectoryPort(Calls):
 
     @declared
     def abandon(self, writer: ClientName, /) -> int:
-        """Gives back and counts a writer's reserved slots, to which it must not write any more."""
+        """Gives back and counts a writer's reserved slots, which it must no longer write."""
 
     @declared
     def lease(self, reader: ClientName, keys: Sequence[BlockKey], ttl_s: TtlS, /) -> Lease:
@@ -145,7 +144,7 @@ class DirectoryPort(Calls):
 
     @declared
     def release(self, lease_id: int, /) -> bool:
-        """Ends a lease. False if it had run out: the bytes read under it may be another block's."""
+        """Ends a lease; returns False if it had expired: the bytes read under it may be another block's."""
 
     @declared
     def reject(self, blocks: Sequence[Block], /) -> int:
@@ -157,9 +156,9 @@ class DirectoryPort(Calls):
 
     @declared
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:
-        """Prolongs the holds of attempts to `ttl_s` seconds from now; returns the attempts that hold no block.
+        """Prolongs the holds of attempts to `ttl_s` seconds from now; returns the attempts without a hold.
 
-        A hold that was taken while holds had a quarter of the arena ends here, once all its blocks are in cold tiers.
+        Ends a hold that was taken while holds had a quarter of the arena, once cold tiers have all its blocks.
         """
 
     @declared
@@ -175,7 +174,7 @@ def carry_out(directory: DirectoryPort, method: str, arguments: Sequence[Any]) -
 
 
 class Greeting:
-    """The first call on a connection. The directory serves a client's connection of the highest number only."""
+    """The first call on a connection. The directory serves only a client's connection with the highest number."""
 
     def hello(self, protocol_version: int, client_id: str, connection: int, /) -> DirectoryInfo:
         """Introduces a client."""

@@ -1,7 +1,7 @@
-"""Serves a directory to the processes of its node, over a Unix socket that only this user may use.
+"""The server of a directory for the processes of its node, over a Unix socket that only this user may use.
 
-Bytes that are no call end their connection and nothing else. The death of a process gives its slots and leases back;
-a silent, stopped or disconnected process keeps them.
+Bytes that are no call end their connection only. The death of a process frees its slots and leases; a silent, stopped
+or disconnected process keeps them.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class PeerProcess:
-    """A process with all its connections. `own` makes a name of its writers and readers unique to it."""
+    """A process with all its connections. `own` prefixes the names of its writers and readers."""
 
     def __init__(self, pid: int, nth: int, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -42,7 +42,7 @@ class PeerProcess:
 
 
 class PeerProcesses:
-    """A watch over processes; calls `on_death`, on the loop, for each that has ended and so writes no more."""
+    """A watch over processes; calls `on_death`, on the loop, for each process that has ended and so writes no more."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[PeerProcess], None]) -> None:
         self._loop = loop
@@ -51,7 +51,7 @@ class PeerProcesses:
         self._num_met = 0
 
     def of(self, connection: socket.socket) -> PeerProcess:
-        """Finds the process at the other end. ProcessLookupError if it has ended already."""
+        """Finds the process at the other end. Raises ProcessLookupError if it has ended already."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, _, _ = _CREDENTIALS.unpack(credentials)
         return self._by_pid.get(pid) or self._meet(pid)
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 
 class DirectoryServer:
-    """A thread with an event loop, between `start` and `stop`; it is started once."""
+    """The server's thread with its event loop, between `start` and `stop`; it is started once."""
 
     def __init__(self, directory: Directory, path: str) -> None:
         self._directory = directory
@@ -99,20 +99,20 @@ class DirectoryServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="directory", daemon=True)
 
     def start(self) -> None:
-        """Returns when connections are accepted. ConfigError if another server is there, or the path is of no use."""
+        """Returns once connections are accepted. Raises ConfigError if another server runs, or the path is unusable."""
         self._listener = _bound(self._path)
         self._thread.start()
         if not self._is_ready.wait(_THREAD_TIMEOUT_S):
             raise StoreError("the directory's server did not start")
 
     def stop(self) -> None:
-        """Ends all connections and removes the socket. The directory itself stays as it is."""
+        """Ends all connections and removes the socket. The directory itself is unchanged."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_stopping.set)
             self._thread.join(_THREAD_TIMEOUT_S)
 
     async def _serve(self) -> None:
-        """Serves until `stop`; the end of the loop ends the conversations that are under way."""
+        """Serves until `stop`; the end of the loop ends running conversations."""
         self._loop = asyncio.get_running_loop()
         self._is_stopping = asyncio.Event()
         self._peers = PeerProcesses(self._loop, self._forget)
@@ -168,7 +168,7 @@ class DirectoryServer:
                     await news.wait()
 
     def _answer(self, peer: PeerProcess, call: ServiceCall) -> object:
-        """Carries out a call at once, with the names that the process gives its writers and readers made its own."""
+        """Carries out a call at once, with the names of writers and readers prefixed by their process."""
         own: dict[Any, Callable[[Any], object]] = {ClientName: peer.own, WaitS: lambda _: 0.0}
         given = zip(call.hints, call.arguments, strict=True)
         arguments = [own[hint](value) if hint in own else value for hint, value in given]
@@ -184,7 +184,7 @@ class DirectoryServer:
 
 
 def _bound(path: str) -> socket.socket:
-    """Makes a socket to listen on that is never open to other users, in the place of a dead one."""
+    """Makes a listening socket that is never open to other users, replacing a dead socket."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     try:

@@ -92,7 +92,7 @@ class Lease:
     entries: list[Entry | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DirectoryStatus:
     """Hits and misses count keys that readers asked for. cold: the tiers as the node's service finds them, writing."""
 

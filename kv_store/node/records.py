@@ -1,6 +1,6 @@
 """The records of a node's arena: events of its blocks, causes of misses, sessions, copies in cold tiers, and usage.
 
-Beside them its contents, for administration: what it holds, by key.
+Also its contents, by key, for administration.
 """
 
 import threading
@@ -57,12 +57,12 @@ class Records(RecordsPort):
 
     @exclusive
     def note_cold(self, cold: FarStatus) -> None:
-        """Notes a cold tier as its writer finds it, for the processes that only read there."""
+        """Notes the writer's state of a cold tier, for processes that only read there."""
         self.state.queues.status_of[cold.tier] = cold
 
     @exclusive
     def leave(self) -> int:
-        """Has each block that only this arena has written to a cold tier, from now on; counts such blocks."""
+        """Begins to write each block that only this arena has to a cold tier; counts such blocks."""
         return self.state.queues.want_all()
 
     @property
@@ -71,9 +71,9 @@ class Records(RecordsPort):
 
     @exclusive
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first.
+        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own blocks go first.
 
-        Writers hold cold tiers to the same shares.
+        Writers apply the same shares to cold tiers.
         """
         self.state.shares.set(shares, self.state.blocks())
 
@@ -120,7 +120,7 @@ class Records(RecordsPort):
         return after != EventCursor(self.state.epoch, self.state.log.number)
 
     def _with_slots(self, after: EventCursor, first: int, events: list[BlockEvents]) -> EventPage:
-        """Adds a part of a snapshot to all events that there are, so that it holds with them."""
+        """Adds a part of a snapshot to all present events, so that both together are true."""
         copies, ledger = self.state.copies, self.state.ledger
         slots = ledger.pages[first : first + MAX_PAGE_BLOCKS]
         full = [slot for slot in slots if not copies.is_tail(slot)]
@@ -133,7 +133,7 @@ class Records(RecordsPort):
 
 
 class Contents(ContentsPort):
-    """The calls of `ContentsPort` over a DirectoryState; thread-safe. block_bytes: of each slot."""
+    """The calls of `ContentsPort` over a DirectoryState; thread-safe. block_bytes: bytes of a slot."""
 
     def __init__(self, state: DirectoryState, block_bytes: int) -> None:
         self.state = state

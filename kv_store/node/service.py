@@ -1,9 +1,9 @@
 """Services over a socket: the declaration of their calls, and the codec of the calls and answers.
 
-A method that is `declared` is the call itself: its name and its arguments, of the declared types, cross the socket, as
-msgpack behind a length. A call is `[name of the method, argument, ...]`; its answer is `[True, value]`, or
-`[False, message]` for a refusal. A dataclass is the list of its fields. Each value that arrives is checked against its
-declared type before it is used. A call waits if an argument is declared as `WaitS`.
+A `declared` method is the call itself: its name and its arguments, of the declared types, cross the socket, as msgpack
+after a length. A call is `[name of the method, argument, ...]`; its answer is `[True, value]`, or `[False, message]`
+for a refusal. A dataclass is the list of its fields. Each value that arrives is checked against its declared type
+before it is used. A call with an argument declared as `WaitS` may wait.
 """
 
 import struct
@@ -24,7 +24,7 @@ WaitS = Annotated[float, Between(0.0, MAX_WAIT_S)]
 """The seconds that a call may wait before it answers."""
 ClientName = Annotated[str, "a name that a process gives to one of its writers or readers"]
 Ask = Callable[[str, tuple[Any, ...]], Any]
-"""Carries a call, by its name and arguments, to the service; returns its answer."""
+"""A function that carries a call, by name and arguments, to the service, and returns its answer."""
 
 
 class Calls:
@@ -67,7 +67,7 @@ class RefusedCall:
 
 
 class ServiceCodec:
-    """The public methods of classes as calls, each of a name of its own. Arguments are positional.
+    """The codec of calls: the public methods of classes, with distinct names. Arguments are positional.
 
     `wire.typed_reader` lists the types that may be declared, and checks each value that arrives.
     """
@@ -87,25 +87,25 @@ class ServiceCodec:
         self._waits = {name: hints.index(WaitS) for name, hints in self._types.items() if WaitS in hints}
 
     def wait_s(self, method: str, arguments: Sequence[Any]) -> float | None:
-        """Returns the seconds that a call may wait; None for one that is declared to answer at once."""
+        """Returns the seconds that a call may wait; None for a call that answers at once."""
         wait_s: float | None = arguments[self._waits[method]] if method in self._waits else None
         return wait_s
 
     def encode_call(self, method: str, arguments: Sequence[Any]) -> bytes:
-        """Encodes a call behind its length. WireError if longer than MAX_MESSAGE_BYTES."""
+        """Encodes a call after its length. Raises WireError if longer than MAX_MESSAGE_BYTES."""
         return _framed([method, *arguments])
 
     def decode_call(self, body: bytes) -> ServiceCall:
-        """Decodes a call without its length. WireError for bytes that are no call of this service."""
+        """Decodes a call without its length. Raises WireError for bytes that are no call of this service."""
         call: ServiceCall = _checked(body, self._read_call)
         return call
 
     def encode_answer(self, answer: object) -> bytes:
-        """Encodes an answer, or a `RefusedCall`, behind its length. WireError if longer than MAX_MESSAGE_BYTES."""
+        """Encodes an answer, or a `RefusedCall`, after its length. Raises WireError if too long, as above."""
         return _framed([False, answer.message] if isinstance(answer, RefusedCall) else [True, answer])
 
     def decode_answer(self, method: str, body: bytes) -> Any:
-        """Decodes the answer to a method, or a `RefusedCall`. WireError for bytes that are neither."""
+        """Decodes the answer to a method, or a `RefusedCall`. Raises WireError for bytes that are neither."""
         return _checked(body, lambda plain: self._read_answer(method, plain))
 
     def _read_call(self, plain: Any) -> ServiceCall:
@@ -118,7 +118,7 @@ class ServiceCodec:
 
 
 def body_len(length: bytes) -> int:
-    """Counts the bytes that follow a message's length. WireError if no message is as long."""
+    """Decodes a message's length in bytes. Raises WireError if no message is as long."""
     (num_bytes,) = LENGTH.unpack(length)
     if num_bytes > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {num_bytes} bytes")

@@ -105,7 +105,7 @@ class BlockReader:
                         yield checksum
 
     def status(self) -> FarStatus:
-        return FarStatus(self.tier, "broken" if self._breaker.is_open else "up", **self._counted)
+        return FarStatus(tier=self.tier, state="broken" if self._breaker.is_open else "up", **self._counted)
 
     def close(self) -> None:
         if self._connection is not None:

@@ -109,7 +109,7 @@ class FarTiers:
             return []
         state = "up" if any(status.state == "up" for status in each) else "broken"
         counts = {name: sum(getattr(status, name) for status in each) for name in READ_COUNTS}
-        return [FarStatus(Tier.PEERS, state, **counts)]
+        return [FarStatus(tier=Tier.PEERS, state=state, **counts)]
 
 
 class FarLookup:

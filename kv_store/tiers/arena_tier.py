@@ -1,4 +1,4 @@
-"""The host tier of a library: an arena and its directory in this process, behind the seam of cold tiers."""
+"""The host tier of a library: an arena and its directory in this process, as a cold tier."""
 
 import time
 from collections.abc import Callable

@@ -134,7 +134,7 @@ class FramedTier(ABC):
 
     def status(self) -> FarStatus:
         with self._lock:
-            return FarStatus(self.tier, self._state, **self._counted)
+            return FarStatus(tier=self.tier, state=self._state, **self._counted)
 
     @property
     def _state(self) -> str:

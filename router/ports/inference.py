@@ -14,8 +14,7 @@ from wire.errors import Cancelled, Overloaded
 from wire.ids import TRACEPARENT, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
-from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
-from wire.rpc_status import to_status
+from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA, to_status
 from wire.served_model import ServedModel
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from wire import errors
 from wire.errors import BatonError
 from wire.limit import Limit, Pace
 from wire.pb import inference_pb2
-from wire.rpc import TOKEN_METADATA, asks_for_health
-from wire.rpc_status import to_status
+from wire.rpc import TOKEN_METADATA, asks_for_health, to_status
 from wire.trust.key_ring import Key, KeyRing, Scope, bearer, page_key
 
 Context = grpc.aio.ServicerContext[Any, Any]

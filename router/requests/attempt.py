@@ -38,7 +38,7 @@ MAX_NUMBER = (1 << 32) - 1
 """The last number of an attempt; the first is 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Services:
     """The parts that all requests share. `mark_lost` takes the id of a worker that broke off an attempt. traces: if on.
 
@@ -58,7 +58,7 @@ class Services:
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdmittedRequest:
     """A request that was admitted. `root` is its tenant's; times are of the event loop's clock.
 
@@ -77,7 +77,7 @@ class AdmittedRequest:
     trace: RequestTrace | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
     """A request whose tokens are known, and the answer so far, which all its attempts share."""
 

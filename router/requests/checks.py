@@ -44,7 +44,7 @@ class ServingLimits:
 ValidPrompt = Chat | Rendered | str | tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValidRequest:
     """A request whose every field is in range. The prompt is token ids, or not yet rendered or tokenized.
 

@@ -258,7 +258,17 @@ class Dispatcher:
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
         trace = None if services.traces is None else services.traces.begin(valid.prompt, valid.sampling, traceparent)
         journal = RequestJournal(qualified_id, now_s)
-        admitted = AdmittedRequest(qualified_id, request_id, valid, limits, root, journal, life_s, deadline_s, trace)
+        admitted = AdmittedRequest(
+            id=qualified_id,
+            client_id=request_id,
+            valid=valid,
+            limits=limits,
+            root=root,
+            journal=journal,
+            life_s=life_s,
+            deadline_s=deadline_s,
+            trace=trace,
+        )
         outbox = Outbox(self._bounds.max_buffered_tokens)
         opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller))
         self._quotas.enter(caller, now_s)

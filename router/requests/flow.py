@@ -95,7 +95,14 @@ class Flow:
         prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)
-        return PreparedRequest(self._request, self._services, prompt, answer, prompt_answer, self.reply)
+        return PreparedRequest(
+            admitted=self._request,
+            services=self._services,
+            prompt=prompt,
+            answer=answer,
+            prompt_answer=prompt_answer,
+            reply=self.reply,
+        )
 
     def _after(self, attempt: Attempt, error: BatonError) -> tuple[AttemptHistory, NextStep]:
         """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""

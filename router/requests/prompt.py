@@ -26,7 +26,7 @@ MAX_TINY_LEN = 256
 """Characters or tokens of a prompt that is prepared on the event loop: a thread would take longer to begin."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
@@ -44,7 +44,7 @@ class PreparedPrompt:
     frame: AnswerFrame = NO_FRAME
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptPreparer:
     """Renders chats, checks grammars, tokenizes and names blocks, for all requests. Made within an event loop."""
 
@@ -118,14 +118,14 @@ class PromptPreparer:
         text = prompt if isinstance(prompt, str) else self.codec.decode(prompt_ids) if sampling.echo else ""
         frame = prompt.frame if isinstance(prompt, Rendered) else NO_FRAME
         return PreparedPrompt(
-            prompt_ids,
-            sampling,
-            keys,
-            _held_keys(chain, layout, dropping),
-            text if sampling.echo else "",
-            frame.marks if sampling.skip_special_tokens else self.codec.special_tokens,
-            public,
-            frame,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            keys=keys,
+            held_keys=_held_keys(chain, layout, dropping),
+            echo=text if sampling.echo else "",
+            shown=frame.marks if sampling.skip_special_tokens else self.codec.special_tokens,
+            public=public,
+            frame=frame,
         )
 
     def _tokens_of(self, prompt: ValidPrompt, root: NamespaceRoot) -> pb.TokenizeResponse:

@@ -10,8 +10,7 @@ import grpc.aio
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
-from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line, open_channel
-from wire.rpc_status import from_rpc_error
+from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line, from_rpc_error, open_channel
 from wire.trust.identity import NONCE_BYTES, Identity
 
 _OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)

@@ -63,24 +63,16 @@ class Outgoing:
             self._pieces.clear()
         self._changed.set()
 
-    def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
-        ended = (worker_pb2.EndedChoice(attempt=attempt, index=index) for index in indices)
-        self._short.ended_choices.extend(ended)
-        self._changed.set()
-
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Takes the place of a renewal that waits."""
-        del self._short.renewals[:]
-        self._short.renewals.extend(attempts)
-        self._changed.set()
+        short = self.short()
+        del short.renewals[:]
+        short.renewals.extend(attempts)
 
-    def release(self, attempt: AttemptId) -> None:
-        self._short.releases.append(attempt)
+    def short(self) -> worker_pb2.ConnectRequest:
+        """Returns the next message's short orders, to add to; wakes the writer."""
         self._changed.set()
-
-    def ask(self, ask: worker_pb2.Ask) -> None:
-        self._short.asks.append(ask)
-        self._changed.set()
+        return self._short
 
     async def take(self) -> worker_pb2.ConnectRequest:
         """The next message to be written, once there is one."""
@@ -205,7 +197,8 @@ class Line:
 
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
         """Ends choices of an attempt that is under way; the worker goes on with the others."""
-        self._outgoing.end_choices(attempt, indices)
+        ended = (worker_pb2.EndedChoice(attempt=attempt, index=index) for index in indices)
+        self._outgoing.short().ended_choices.extend(ended)
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Lets the holds of these attempts live on."""
@@ -218,7 +211,7 @@ class Line:
 
     def release(self, attempt: AttemptId) -> None:
         """Ends the hold of an attempt."""
-        self._outgoing.release(attempt)
+        self._outgoing.short().releases.append(attempt)
 
     async def close(self, reason: BatonError) -> None:
         """Ends open attempts with this error, and closes the connection."""
@@ -234,7 +227,7 @@ class Line:
 
     def _send(self, question: worker_pb2.Ask) -> None:
         self._require_open()
-        self._outgoing.ask(question)
+        self._outgoing.short().asks.append(question)
 
     async def _write_all(self) -> None:
         try:

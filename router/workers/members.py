@@ -15,7 +15,7 @@ LONG_STEP_S = 5.0
 """An engine whose step takes longer may hang, or compute a long prompt on a CPU: its worker is chosen last."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Member:
     """A worker of the pools. `num_choices` and `num_tokens` count assigned, unfinished work.
 

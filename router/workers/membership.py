@@ -82,7 +82,7 @@ class Membership:
         """Adds a worker; returns the reason if it is refused."""
         line = self._open(worker)
         try:
-            self._members.add(Member(worker, await line.questions.info(JOIN_TIMEOUT_S), line))
+            self._members.add(Member(worker=worker, info=await line.questions.info(JOIN_TIMEOUT_S), line=line))
         except BatonError as error:
             log.warning("worker %s is not taken in: %s", worker.id, error.message)
             await line.close(error)

@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
-from wire.rpc_status import details_of
+from wire.rpc import details_of
 
 MAX_ECHO_CHARS = 64
 FORBIDDEN = ("Traceback", "Error", "Exception", ".py", "/", "\n")

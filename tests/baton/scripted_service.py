@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 from wire.errors import BatonError
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from wire.rpc_status import to_status
+from wire.rpc import to_status
 
 WAIT_S = 10.0
 Step = pb.GenerateResponse | BatonError | threading.Event

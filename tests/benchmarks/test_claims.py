@@ -76,8 +76,16 @@ def test_every_request_ends_and_memory_never_overflows(memory: Memory) -> None:
 
 def test_a_static_batch_lasts_as_long_as_its_longest_answer() -> None:
     assert static_steps([*[1] * (BATCH - 1), 9, 2, 3]) == 9 + 3
-    waiting, pages = [Candidate(1, Phase.WAITING, 4, 0, 0)], Pages(10, 0, 16)
-    assert StaticBatcher(4).plan(waiting, [Candidate(0, Phase.DECODE, 5, 4, 1)], pages).admit == ()
+    waiting, pages = (
+        [Candidate(handle=1, phase=Phase.WAITING, num_known=4, num_computed=0, num_blocks=0)],
+        Pages(10, 0, 16),
+    )
+    assert (
+        StaticBatcher(4)
+        .plan(waiting, [Candidate(handle=0, phase=Phase.DECODE, num_known=5, num_computed=4, num_blocks=1)], pages)
+        .admit
+        == ()
+    )
     assert StaticBatcher(4).plan(waiting, [], pages).admit == (1,)
 
 
@@ -103,7 +111,7 @@ def test_without_a_cache_every_token_is_computed_again(tmp_path: Path) -> None:
 def test_below_2k_disaggregation_must_not_shorten_requests_and_above_8k_it_must() -> None:
     def mode(ended_s: float) -> Mode:
         chunks = ((0.5, 1), (0.7, 1), (0.9, 1))
-        return Mode([[Record(0.0, 0.0, chunks, ended_s, prompt_len=8, cached_len=0)]])
+        return Mode([[Record(scheduled_s=0.0, sent_s=0.0, chunks=chunks, ended_s=ended_s, prompt_len=8, cached_len=0)]])
 
     for other_s, holds in ((1.1, (True, False)), (0.9, (False, True))):
         ratios = compare({"co-located": mode(1.0), "disaggregated": mode(other_s)}, 0)

@@ -24,7 +24,14 @@ input()
 
 
 def record(*times_s: float) -> Record:
-    return Record(0.0, 0.0, tuple((at_s, 1) for at_s in times_s), times_s[-1], prompt_len=8, cached_len=0)
+    return Record(
+        scheduled_s=0.0,
+        sent_s=0.0,
+        chunks=tuple((at_s, 1) for at_s in times_s),
+        ended_s=times_s[-1],
+        prompt_len=8,
+        cached_len=0,
+    )
 
 
 def mode(*rounds: list[Record]) -> Mode:

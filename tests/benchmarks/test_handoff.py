@@ -11,11 +11,17 @@ from benchmarks.handoff import Prompts, handoff_share, make_served_model
 
 
 def _span(name: str, start_ms: float, duration_ms: float) -> Span:
-    return Span(name, "worker", start_ms, duration_ms, {})
+    return Span(name=name, worker="worker", start_ms=start_ms, duration_ms=duration_ms, counts={})
 
 
 def _completion(*spans: Span) -> Completion:
-    return Completion("r", (), Usage(1, 1, {}), 0, Timeline("p", "d", spans, spans[-1].start_ms))
+    return Completion(
+        "r",
+        (),
+        Usage(prompt_tokens=1, completion_tokens=1, cached_tokens={}),
+        0,
+        Timeline("p", "d", spans, spans[-1].start_ms),
+    )
 
 
 def test_the_handoff_is_from_computed_to_generate() -> None:

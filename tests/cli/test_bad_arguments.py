@@ -271,7 +271,13 @@ def test_lines_of_a_chat(
     given: bytes, status: int, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(chat, "find_cluster", lambda name: ClusterState(name, RUNNING, GONE, "/", "", "m", "h:1"))
+    monkeypatch.setattr(
+        chat,
+        "find_cluster",
+        lambda name: ClusterState(
+            name=name, phase=RUNNING, command=GONE, run_dir="/", token="", model="m", ray_address="h:1"
+        ),
+    )
     monkeypatch.setattr(chat, "_answer", lambda _client, messages, _options: asked.append(messages[-1]["content"]))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
     told_status, told = outcome(["chat"], capsys)

@@ -53,7 +53,15 @@ def server(run_folder: Path) -> Iterator[CacheServer]:
     grpc_server.start()
     me, addresses = ProcessRef.of(os.getpid()), Addresses(address, address, address)
     StateFile("default").write(
-        ClusterState("default", ClusterPhase.RUNNING, GONE, str(run_folder), "secret", addresses=addresses, redis=me)
+        ClusterState(
+            name="default",
+            phase=ClusterPhase.RUNNING,
+            command=GONE,
+            run_dir=str(run_folder),
+            token="secret",
+            addresses=addresses,
+            redis=me,
+        )
     )
     yield fake
     grpc_server.stop(None).wait(5)

@@ -33,8 +33,7 @@ from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc import PROXIES, TOKEN_METADATA
-from wire.rpc_status import to_status
+from wire.rpc import PROXIES, TOKEN_METADATA, to_status
 
 BAD_REDIS_URLS = (
     *(
@@ -134,7 +133,12 @@ def server(run_folder: Path) -> Iterator[FakeServer]:
 
 def _write_state(address: str, folder: Path) -> ClusterState:
     state = ClusterState(
-        "default", ClusterPhase.RUNNING, GONE, str(folder), "secret", addresses=Addresses(address, address, address)
+        name="default",
+        phase=ClusterPhase.RUNNING,
+        command=GONE,
+        run_dir=str(folder),
+        token="secret",
+        addresses=Addresses(address, address, address),
     )
     StateFile("default").write(state)
     return state
@@ -558,7 +562,9 @@ def test_output_that_cannot_be_written_is_told_in_one_line(command: str, code: i
 
 
 def test_a_cluster_that_never_came_up_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    StateFile("default").write(ClusterState("default", ClusterPhase.STARTING, GONE, RUN_DIR, "secret"))
+    StateFile("default").write(
+        ClusterState(name="default", phase=ClusterPhase.STARTING, command=GONE, run_dir=RUN_DIR, token="secret")
+    )
     assert main(["status"]) == 1
     assert (
         capsys.readouterr().err

@@ -95,11 +95,11 @@ def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Patient
     monkeypatch.setattr(run_dir, "ROOT", tmp_path)
     fake.run_dir = run_dir.create("default")
     state = ClusterState(
-        "default",
-        ClusterPhase.RUNNING,
-        GONE,
-        str(fake.run_dir),
-        "secret",
+        name="default",
+        phase=ClusterPhase.RUNNING,
+        command=GONE,
+        run_dir=str(fake.run_dir),
+        token="secret",
         addresses=Addresses(address, address, address),
     )
     StateFile("default").write(state)

@@ -21,8 +21,7 @@ from tests.cli.test_cli import GONE, FakeServer
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pools import Addresses
-from wire.rpc import TOKEN_METADATA
-from wire.rpc_status import to_status
+from wire.rpc import TOKEN_METADATA, to_status
 from wire.trust.key_ring import Allowance, KeyRing, Scope
 
 
@@ -55,7 +54,15 @@ def server(run_folder: Path) -> Iterator[KeyServer]:
     addresses = Addresses(address, address, address)
     me, running = ProcessRef.of(os.getpid()), ClusterPhase.RUNNING
     StateFile("default").write(
-        ClusterState("default", running, GONE, str(run_folder), "secret", addresses=addresses, redis=me)
+        ClusterState(
+            name="default",
+            phase=running,
+            command=GONE,
+            run_dir=str(run_folder),
+            token="secret",
+            addresses=addresses,
+            redis=me,
+        )
     )
     yield fake
     grpc_server.stop(None).wait(5)

@@ -31,7 +31,9 @@ def folder(run_folder: Path) -> Path:
     write(run_folder, 701, "first\nsecond\n")
     (run_folder / "ray.log").write_text("ray started\n")
     StateFile("default").write(
-        ClusterState("default", ClusterPhase.RUNNING, GONE, str(run_folder), "secret", head=GONE)
+        ClusterState(
+            name="default", phase=ClusterPhase.RUNNING, command=GONE, run_dir=str(run_folder), token="secret", head=GONE
+        )
     )
     return run_folder
 

@@ -1,11 +1,13 @@
 import os
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.served_cluster import ServedCluster
 from tests.harness.checkpoints import make_checkpoint
+from tests.harness.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +16,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[ServedCluster]:
-    """One prefill and one decode worker on a real Ray, Redis and gRPC, for all tests; each leaves it as it was."""
-    served = ServedCluster(f"t{os.getpid()}", tmp_path_factory.mktemp("cluster"))
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with closing(ForkServer(tmp_path_factory.mktemp("forks"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer, checkpoint: Path) -> Iterator[ServedCluster]:
+    """One prefill and one decode worker, forked, with real Redis and gRPC, for all tests; each leaves it as it was."""
+    with _served(ServedCluster(f"t{os.getpid()}", tmp_path_factory.mktemp("cluster"), forks=forks), checkpoint) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def on_ray(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[ServedCluster]:
+    """The same on a real Ray, for the tests whose subject is Ray, and with real commands."""
+    with _served(ServedCluster(f"r{os.getpid()}", tmp_path_factory.mktemp("on-ray")), checkpoint) as one:
+        yield one
+
+
+@contextmanager
+def _served(served: ServedCluster, checkpoint: Path) -> Iterator[ServedCluster]:
     try:
         served.do("up", "--model", str(checkpoint), "--prefill", "1", "--decode", "1", "--grpc-port", "0")
         yield served

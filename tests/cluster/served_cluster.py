@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cli.status import to_object
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from deploy.processes.process import recorded, recorded_gateways
+from tests.harness.fork_server import ForkedCommand, ForkServer
 from tests.kernels.backends import lend_kernels
 from wire.errors import DeadlineExceeded, Unavailable
 from wire.pb import cluster_pb2
@@ -24,14 +25,25 @@ from wire.pb import cluster_pb2
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
 RUN_ROOT = Path("/tmp")
+Command = subprocess.Popen[str] | ForkedCommand
 
 
 class ServedCluster:
-    """`name` is short: it is part of paths. State and caches of the user stay out of it. program: the command."""
+    """`name` is short: it is part of paths. State and caches of the user stay out of it.
 
-    def __init__(self, name: str, folder: Path, program: Sequence[str] = (sys.executable, "-m", "cli")) -> None:
+    program: the command. forks: forks commands and the cluster's actors, in place of the program and of Ray.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        program: Sequence[str] = (sys.executable, "-m", "cli"),
+        forks: ForkServer | None = None,
+    ) -> None:
         self.name = name
         self._program = program
+        self._forks = forks
         lend_kernels(folder / "cache")
         self._env = {
             **os.environ,
@@ -42,9 +54,14 @@ class ServedCluster:
         }
 
     @contextmanager
-    def started(self, command: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    def started(self, command: str, *arguments: str) -> Iterator[Command]:
         """A command under way, which is killed at the end of the block if it still runs."""
-        whole = [*self._program, command, "--name", self.name, *arguments]
+        own = [*command.split(), "--name", self.name, *arguments]
+        if self._forks is not None:
+            with closing(ForkedCommand(self._forks, own, self._env)) as forked:
+                yield forked
+            return
+        whole = [*self._program, *own]
         pipe = subprocess.PIPE
         with subprocess.Popen(whole, env=self._env, stdout=pipe, stderr=pipe, text=True) as process:
             try:
@@ -61,7 +78,9 @@ class ServedCluster:
                 process.kill()
                 out, error = process.communicate()
                 raise AssertionError(f"{command} takes too long: {out}{error}") from None
-            return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+            code = process.returncode
+            assert code is not None
+            return subprocess.CompletedProcess(process.args, code, out, error)
 
     def do(self, command: str, *arguments: str) -> str:
         """What a command prints; it must succeed."""

@@ -14,15 +14,16 @@ import pytest
 
 from benchmarks.baton_service import num_in_use
 from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.harness.fork_server import ForkServer
 
 pytestmark = pytest.mark.cluster
 QUESTION = "Rooms: Ben 19, Anna 48, Clara 77, David 12, Emma 55. Question: which room has Clara?"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Iterator[ServedCluster]:
     """The demo model, for the first two tests; each leaves it as it was."""
-    served = ServedCluster(f"h{os.getpid()}", tmp_path_factory.mktemp("http"))
+    served = ServedCluster(f"h{os.getpid()}", tmp_path_factory.mktemp("http"), forks=forks)
     served.do("up", "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--redis-url", "off")
     try:
         yield served
@@ -70,8 +71,8 @@ def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(clu
     cluster.do("status", "--check")
 
 
-def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:
-    cluster = ServedCluster(f"m{os.getpid()}", tmp_path)
+def test_of_two_gateways_one_may_die_under_load(tmp_path: Path, forks: ForkServer) -> None:
+    cluster = ServedCluster(f"m{os.getpid()}", tmp_path, forks=forks)
     cluster.do("up", "--prefill", "1", "--decode", "1", "--gateways", "2", "--grpc-port", "0", "--redis-url", "off")
     try:
         status = cluster.status()

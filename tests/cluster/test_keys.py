@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from deploy.plan.authority import Authority
 from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.harness.fork_server import ForkServer
 
 pytestmark = pytest.mark.cluster
 AUTHORITY = Authority.make()
@@ -18,15 +18,13 @@ BODY = '{"prompt": "hello", "max_tokens": 1}'
 
 
 def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: ForkServer
 ) -> None:
     monkeypatch.delenv("BATON_API_KEY", raising=False)
-    cluster, cached = ServedCluster(f"k{os.getpid()}", tmp_path), []
+    cluster, cached = ServedCluster(f"k{os.getpid()}", tmp_path, forks=forks), []
 
-    def key(*arguments: str) -> str:
-        command = [sys.executable, "-m", "cli", "key", *arguments, "--name", cluster.name]
-        env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    def key(verb: str, *arguments: str) -> str:
+        return cluster.do(f"key {verb}", *arguments).strip()
 
     door = AUTHORITY.issue("door", "127.0.0.1")
     for name, text in (("cert", door.certificate_pem), ("key", door.key_pem), ("ca", AUTHORITY.certificate_pem)):
@@ -47,14 +45,14 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
         assert (refused.returncode, "wants a key in BATON_API_KEY" in refused.stderr) == (1, True)
         assert [status_of(address, shown) for shown in ("", text[:-1], text)] == ["401", "401", "200"]
         monkeypatch.setenv("BATON_API_KEY", text)
-        assert ServedCluster(cluster.name, tmp_path).do("generate", "hello", "--max-tokens", "1")
+        assert ServedCluster(cluster.name, tmp_path, forks=forks).do("generate", "hello", "--max-tokens", "1")
         monkeypatch.setenv("BATON_OTHER_API_KEY", key("create", "--tenant", "globex"))
-        told = ServedCluster(cluster.name, tmp_path).do("doctor")
+        told = ServedCluster(cluster.name, tmp_path, forks=forks).do("doctor")
         assert "nor by a key of globex" in told
         assert "the ports' certificates are good until" in told
         for name in ("BATON_API_KEY", "BATON_OTHER_API_KEY"):
             monkeypatch.setenv("BATON_API_KEY", os.environ[name])
-            told = ServedCluster(cluster.name, tmp_path).do(
+            told = ServedCluster(cluster.name, tmp_path, forks=forks).do(
                 "generate", f"{PUBLIC} {name}", "--max-tokens", "1", "--json"
             )
             cached.append(sum(json.loads(told)["usage"]["cached_tokens"].values()))

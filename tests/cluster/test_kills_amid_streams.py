@@ -18,6 +18,7 @@ from benchmarks.baton_service import num_in_use
 from engine.engine import ChoiceOutput, Engine
 from tests.cluster.served_cluster import ServedCluster, wait_until
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.fork_server import ForkServer
 from wire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -91,7 +92,8 @@ def ask(checkpoint: Path, served: dict[str, Any]) -> list[Asked]:
 
 
 def kill_amid(streams: Sequence[Future[Any]], pid: int) -> None:
-    assert not any(stream.done() for stream in streams), "a stream ended before its kill"
+    ended = [stream.exception() or stream.result() for stream in streams if stream.done()]
+    assert ended == [], "a stream ended before its kill"
     psutil.Process(pid).kill()
 
 
@@ -106,12 +108,12 @@ def num_spans(answers: Sequence[Completion], names: set[str]) -> int:
 
 
 @pytest.mark.parametrize("served", SERVED)
-def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path) -> None:
+def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path, forks: ForkServer) -> None:
     arch, settings, flags = SERVED[served]
     checkpoint = make_checkpoint(arch, tmp_path / "model", max_position_embeddings=CONTEXT_LEN)
     asked = ask(checkpoint, settings)
     over_grpc, over_http = asked[: NUM_STREAMS // 2], asked[NUM_STREAMS // 2 :]
-    cluster = ServedCluster(f"k{os.getpid()}", tmp_path)
+    cluster = ServedCluster(f"k{os.getpid()}", tmp_path, forks=forks)
     try:
         flags = ["--prefill", "1", "--decode", "2", "--grpc-port", "0", "--speculate", "ngram", *flags]
         cluster.do("up", "--model", str(checkpoint), *flags)

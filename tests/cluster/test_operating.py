@@ -3,7 +3,6 @@ import mmap
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
+from tests.cluster.served_cluster import SHARED_MEMORY, Command, ServedCluster, wait_until
 from tests.harness.checkpoints import choose_prompt
+from tests.harness.fork_server import ForkServer
 
 BACK = re.compile("the node-[0-9a-f]{8} is back")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -29,7 +29,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 @contextmanager
-def _ordered(cluster: ServedCluster, num_decode: int) -> "Iterator[subprocess.Popen[str]]":
+def _ordered(cluster: ServedCluster, num_decode: int) -> Iterator[Command]:
     """A `baton scale` under way, whose order the controller has taken."""
     with cluster.started("scale", "--decode", str(num_decode)) as scaling:
         record = Path(cluster.state()["run_dir"]) / "pools.json"
@@ -103,19 +103,20 @@ def test_an_arena_that_is_damaged_is_made_anew_and_workers_start_on_it(
     wait_until(cluster.is_sound, "all invariants hold")
 
 
-def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
-    with _ordered(cluster, 2) as scaling:
-        _kill(cluster.actor("controller"))
-        assert _is_right(cluster, checkpoint)
+def test_a_killed_controller_comes_back_and_goes_on(on_ray: ServedCluster, checkpoint: Path) -> None:
+    """It is Ray that starts the controller again, and that knows the actors that were left."""
+    with _ordered(on_ray, 2) as scaling:
+        _kill(on_ray.actor("controller"))
+        assert _is_right(on_ray, checkpoint)
         assert scaling.communicate() == ("1 prefill and 2 decode workers\n", "")
-    wait_until(lambda: "the controller was lost, and is back" in json.dumps(cluster.status()["events"]), "it is back")
-    first, second = sorted(cluster.workers("decode"))
-    _kill(psutil.Process(cluster.workers("decode")[first]["pid"]))
-    wait_until(lambda: len(cluster.workers("decode").keys() - {first}) == 2, "a new worker")
-    assert second in cluster.workers("decode")
-    cluster.do("scale", "--decode", "1")
-    assert _is_right(cluster, checkpoint)
-    wait_until(cluster.is_sound, "all invariants hold")
+    wait_until(lambda: "the controller was lost, and is back" in json.dumps(on_ray.status()["events"]), "it is back")
+    first, second = sorted(on_ray.workers("decode"))
+    _kill(psutil.Process(on_ray.workers("decode")[first]["pid"]))
+    wait_until(lambda: len(on_ray.workers("decode").keys() - {first}) == 2, "a new worker")
+    assert second in on_ray.workers("decode")
+    on_ray.do("scale", "--decode", "1")
+    assert _is_right(on_ray, checkpoint)
+    wait_until(on_ray.is_sound, "all invariants hold")
 
 
 def test_a_controller_comes_back_over_damaged_records_and_finds_its_workers(
@@ -166,17 +167,21 @@ def test_a_second_cluster_of_the_name_is_refused(cluster: ServedCluster, checkpo
     assert _is_right(cluster, checkpoint)
 
 
-def test_a_port_in_use_is_found_at_once(cluster: ServedCluster, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_found_at_once(
+    cluster: ServedCluster, checkpoint: Path, tmp_path: Path, forks: ForkServer
+) -> None:
     port = cluster.status()["address"].rpartition(":")[2]
-    other = ServedCluster(f"p{os.getpid()}", tmp_path)
+    other = ServedCluster(f"p{os.getpid()}", tmp_path, forks=forks)
     refused = other.run("up", "--model", str(checkpoint), "--grpc-port", port)
     assert refused.returncode == 78
     assert f"port {port} cannot be had" in refused.stderr
     assert other.left_behind() == []
 
 
-def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, checkpoint: Path) -> None:
-    other = ServedCluster(f"a{os.getpid()}", tmp_path)
+def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(
+    tmp_path: Path, checkpoint: Path, forks: ForkServer
+) -> None:
+    other = ServedCluster(f"a{os.getpid()}", tmp_path, forks=forks)
     refused = other.run("up", "--model", str(checkpoint), "--grpc-port", "0", "--ray-address", "127.0.0.1:1")
     assert refused.returncode == 78
     assert refused.stderr == "baton: no Ray cluster answers at 127.0.0.1:1 (Connection refused)\n"
@@ -185,14 +190,14 @@ def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, ch
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[ServedCluster]:
-    """A cluster that a test starts, of which nothing may be left."""
+    """A cluster on Ray that a test starts, of whose processes, Ray's among them, nothing may be left."""
     served = ServedCluster(f"o{os.getpid()}", tmp_path)
     yield served
     served.run("down")
 
 
 @contextmanager
-def _starting(cluster: ServedCluster, checkpoint: Path, until: str) -> "Iterator[subprocess.Popen[str]]":
+def _starting(cluster: ServedCluster, checkpoint: Path, until: str) -> Iterator[Command]:
     """A start that has printed a line which begins with `until`."""
     with cluster.started("up", "--model", str(checkpoint), "--grpc-port", "0") as starting:
         assert starting.stdout is not None
@@ -227,8 +232,8 @@ def test_a_start_whose_ray_is_told_to_end_says_so(other: ServedCluster, checkpoi
     assert other.left_behind() == []
 
 
-def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    other = ServedCluster(f"f{os.getpid()}", tmp_path)
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, forks: ForkServer) -> None:
+    other = ServedCluster(f"f{os.getpid()}", tmp_path, forks=forks)
     refused = other.run("up", "--model", str(tmp_path), "--grpc-port", "0")
     assert refused.returncode == 78
     assert "config.json is missing" in refused.stderr

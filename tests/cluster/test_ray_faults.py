@@ -19,9 +19,9 @@ MAX_STORE_BYTES = 64 << 10
 """Of the store's own books. The KV of 700 tokens takes many times as much."""
 
 
-def ray_process(cluster: ServedCluster, program: str) -> psutil.Process:
+def ray_process(on_ray: ServedCluster, program: str) -> psutil.Process:
     """The one of that program that Ray's head has started."""
-    children = psutil.Process(cluster.state()["head"]["pid"]).children(recursive=True)
+    children = psutil.Process(on_ray.state()["head"]["pid"]).children(recursive=True)
     [found] = [child for child in children if child.name() == program]
     return found
 
@@ -35,21 +35,21 @@ def stopped(process: psutil.Process) -> Iterator[None]:
         process.send_signal(signal.SIGCONT)
 
 
-def test_requests_go_on_while_rays_control_store_is_stopped(cluster: ServedCluster, checkpoint: Path) -> None:
-    before = cluster.workers("prefill") | cluster.workers("decode")
-    with cluster.started("generate", "It was a dark night", "--max-tokens", "600", "--ignore-eos") as running:
+def test_requests_go_on_while_rays_control_store_is_stopped(on_ray: ServedCluster, checkpoint: Path) -> None:
+    before = on_ray.workers("prefill") | on_ray.workers("decode")
+    with on_ray.started("generate", "It was a dark night", "--max-tokens", "600", "--ignore-eos") as running:
         assert running.stdout is not None
         assert running.stdout.read(1)
-        with stopped(ray_process(cluster, "gcs_server")):
+        with stopped(ray_process(on_ray, "gcs_server")):
             expected = choose_prompt(checkpoint, 17)
-            answer = cluster.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+            answer = on_ray.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
             assert tuple(answer["token_ids"]) == expected.token_ids
             _, told = running.communicate(timeout=60)
             assert running.returncode == 0, told
             assert "600 generated" in told
-            cluster.do("status")
-    wait_until(cluster.is_sound, "all invariants hold")
-    after = cluster.workers("prefill") | cluster.workers("decode")
+            on_ray.do("status")
+    wait_until(on_ray.is_sound, "all invariants hold")
+    after = on_ray.workers("prefill") | on_ray.workers("decode")
     assert {name: worker["pid"] for name, worker in after.items()} == {
         name: worker["pid"] for name, worker in before.items()
     }
@@ -72,10 +72,10 @@ def test_the_end_of_ray_is_told_at_once_and_cleaned_up(program: str, tmp_path: P
     assert other.left_behind() == []
 
 
-def test_kv_does_not_go_through_rays_object_store(cluster: ServedCluster) -> None:
-    cluster.generate([number % 200 for number in range(700)], "--max-tokens", "4", "--ignore-eos")
+def test_kv_does_not_go_through_rays_object_store(on_ray: ServedCluster) -> None:
+    on_ray.generate([number % 200 for number in range(700)], "--max-tokens", "4", "--ignore-eos")
     store = [
-        memory.rss for memory in ray_process(cluster, "raylet").memory_maps(grouped=False) if "plasma" in memory.path
+        memory.rss for memory in ray_process(on_ray, "raylet").memory_maps(grouped=False) if "plasma" in memory.path
     ]
     assert len(store) == 1
     assert store[0] < MAX_STORE_BYTES

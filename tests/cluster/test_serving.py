@@ -12,22 +12,22 @@ NUM_TOKENS = 64
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
 def test_tokens_equal_transformers_and_decode_computes_no_prompt(
-    cluster: ServedCluster, checkpoint: Path, length: int
+    on_ray: ServedCluster, checkpoint: Path, length: int
 ) -> None:
     expected = choose_prompt(checkpoint, length, NUM_TOKENS)
-    before = {name: worker["computed_prompt_tokens"] for name, worker in cluster.workers("decode").items()}
-    answer = cluster.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+    before = {name: worker["computed_prompt_tokens"] for name, worker in on_ray.workers("decode").items()}
+    answer = on_ray.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
     assert tuple(answer["token_ids"]) == expected.token_ids
     assert answer["finish_reason"] == "length"
-    after = {name: worker["computed_prompt_tokens"] for name, worker in cluster.workers("decode").items()}
+    after = {name: worker["computed_prompt_tokens"] for name, worker in on_ray.workers("decode").items()}
     assert after == before
-    assert answer["workers"]["prefill"] in cluster.workers("prefill")
+    assert answer["workers"]["prefill"] in on_ray.workers("prefill")
     assert answer["workers"]["decode"] in after
 
 
-def test_a_prefix_that_was_there_is_not_computed_again(cluster: ServedCluster, checkpoint: Path) -> None:
+def test_a_prefix_that_was_there_is_not_computed_again(on_ray: ServedCluster, checkpoint: Path) -> None:
     prompt_ids = choose_prompt(checkpoint, 100, NUM_TOKENS, seed=1).prompt_ids
-    first, second = (cluster.generate(prompt_ids, "--max-tokens", "8") for _ in range(2))
+    first, second = (on_ray.generate(prompt_ids, "--max-tokens", "8") for _ in range(2))
     assert first["usage"] == {
         "prompt_tokens": 100,
         "completion_tokens": 8,
@@ -40,8 +40,8 @@ def test_a_prefix_that_was_there_is_not_computed_again(cluster: ServedCluster, c
     assert second["token_ids"] == first["token_ids"]
 
 
-def test_decode_fetches_the_prompt_from_the_host_tier(cluster: ServedCluster, checkpoint: Path) -> None:
-    answer = cluster.generate(choose_prompt(checkpoint, 100, NUM_TOKENS, seed=2).prompt_ids, "--max-tokens", "4")
+def test_decode_fetches_the_prompt_from_the_host_tier(on_ray: ServedCluster, checkpoint: Path) -> None:
+    answer = on_ray.generate(choose_prompt(checkpoint, 100, NUM_TOKENS, seed=2).prompt_ids, "--max-tokens", "4")
     (fetch,) = (span for span in answer["timeline"]["spans"] if span["name"] == "decode.fetch")
     assert fetch["worker"] == answer["workers"]["decode"]
     assert fetch["counts"] == {"blocks_host": 7, "tokens_host": 100}
@@ -49,17 +49,17 @@ def test_decode_fetches_the_prompt_from_the_host_tier(cluster: ServedCluster, ch
     assert sum(span["duration_ms"] for span in spans) == pytest.approx(answer["timeline"]["total_ms"])
 
 
-def test_seeded_samples_are_reproducible_and_differ(cluster: ServedCluster) -> None:
+def test_seeded_samples_are_reproducible_and_differ(on_ray: ServedCluster) -> None:
     settings = ("--n", "4", "--seed", "5", "--temperature", "1", "--max-tokens", "16", "--ignore-eos")
-    first, second = (cluster.generate(range(10, 40), *settings) for _ in range(2))
+    first, second = (on_ray.generate(range(10, 40), *settings) for _ in range(2))
     assert first["choices"] == second["choices"]
     assert first["seed"] == 5
     assert [choice["index"] for choice in first["choices"]] == [0, 1, 2, 3]
     assert len({tuple(choice["token_ids"]) for choice in first["choices"]}) == 4
 
 
-def test_text_in_and_text_out(cluster: ServedCluster) -> None:
-    done = cluster.run("generate", "It was a dark and stormy night", "--max-tokens", "12", "--ignore-eos")
+def test_text_in_and_text_out(on_ray: ServedCluster) -> None:
+    done = on_ray.run("generate", "It was a dark and stormy night", "--max-tokens", "12", "--ignore-eos")
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "prefill-" in done.stderr
@@ -77,26 +77,26 @@ def test_text_in_and_text_out(cluster: ServedCluster) -> None:
     ],
 )
 def test_a_bad_request_is_refused_by_name_and_the_next_is_served(
-    cluster: ServedCluster, arguments: tuple[str, ...], named: str
+    on_ray: ServedCluster, arguments: tuple[str, ...], named: str
 ) -> None:
-    refused = cluster.run("generate", *arguments)
+    refused = on_ray.run("generate", *arguments)
     assert refused.returncode == 2
     assert named in refused.stderr
     assert refused.stderr.count("\n") == 1
-    assert cluster.generate([1, 2, 3], "--max-tokens", "2", "--ignore-eos")["usage"]["completion_tokens"] == 2
+    assert on_ray.generate([1, 2, 3], "--max-tokens", "2", "--ignore-eos")["usage"]["completion_tokens"] == 2
 
 
-def test_the_doctor_finds_nothing_wrong(cluster: ServedCluster) -> None:
-    checks = json.loads(cluster.do("doctor", "--json"))["checks"]
+def test_the_doctor_finds_nothing_wrong(on_ray: ServedCluster) -> None:
+    checks = json.loads(on_ray.do("doctor", "--json"))["checks"]
     assert {one["verdict"] for one in checks.values()} == {"ok"}
     assert checks["tokens"]["found"] == "2 workers give the same 8 tokens"
 
 
 @pytest.mark.parametrize("door", ["gRPC", "HTTP"])
-def test_a_bench_of_either_door(cluster: ServedCluster, door: str, tmp_path: Path) -> None:
-    flags = ["--url", f"http://{cluster.status()['http_address']}/v1"] if door == "HTTP" else []
+def test_a_bench_of_either_door(on_ray: ServedCluster, door: str, tmp_path: Path) -> None:
+    flags = ["--url", f"http://{on_ray.status()['http_address']}/v1"] if door == "HTTP" else []
     load = ["--rate", "20", "--num-requests", "10", "--input-len", "50", "--output-len", "6", "--prefix-len", "32"]
-    cluster.do("bench", *flags, *load, "--json", str(tmp_path / "figures.json"))
+    on_ray.do("bench", *flags, *load, "--json", str(tmp_path / "figures.json"))
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["summary"]["num_ended"] == 10
     assert {sum(count for _, count in one["chunks"]) for one in figures["requests"]} == {6}

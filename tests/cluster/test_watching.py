@@ -36,13 +36,15 @@ def test_a_request_leaves_a_line_and_is_counted(cluster: ServedCluster) -> None:
     assert 'baton_requests_total{outcome="OK"}' in text
 
 
-def test_logs_are_found_by_the_names_of_processes(cluster: ServedCluster) -> None:
-    worker_id = next(iter(cluster.workers("decode")))
-    shown = cluster.do("logs", "router", "--lines", "1000")
+def test_logs_are_found_by_the_names_of_processes(on_ray: ServedCluster) -> None:
+    """Ray names the files."""
+    on_ray.generate([1, 2, 3], "--max-tokens", "1")
+    worker_id = next(iter(on_ray.workers("decode")))
+    shown = on_ray.do("logs", "router", "--lines", "1000")
     assert '"process": "router"' in shown
     assert f'"process": "{worker_id}"' not in shown
-    assert {line.partition(" | ")[0] for line in cluster.do("logs").splitlines()} >= {"controller", "router"}
-    refused = cluster.run("logs", "decode-99")
+    assert {line.partition(" | ")[0] for line in on_ray.do("logs").splitlines()} >= {"controller", "router"}
+    refused = on_ray.run("logs", "decode-99")
     assert refused.returncode == 1
     assert {worker_id, "router"} <= set(re.split("[ ,\n]+", refused.stderr))
 

@@ -10,15 +10,33 @@ BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)
 
 
 def decoding(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, Phase.DECODE, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.DECODE,
+        num_known=num_known,
+        num_computed=num_known - 1,
+        num_blocks=-(-(num_known - 1) // BLOCK),
+    )
 
 
 def missing(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(handle, Phase.PREFILL, num_known, num_computed, -(-num_computed // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.PREFILL,
+        num_known=num_known,
+        num_computed=num_computed,
+        num_blocks=-(-num_computed // BLOCK),
+    )
 
 
 def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, Phase.FETCHING, num_known, num_known, -(-num_known // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.FETCHING,
+        num_known=num_known,
+        num_computed=num_known,
+        num_blocks=-(-num_known // BLOCK),
+    )
 
 
 def pages(num_allocatable: int) -> Pages:
@@ -117,7 +135,13 @@ class Pool:
         num_computed = one.num_computed + num_tokens
         is_sampled = num_computed == one.num_known
         num_known, phase = one.num_known + is_sampled, Phase.DECODE if is_sampled else one.phase
-        return Candidate(one.handle, phase, num_known, num_computed, one.num_blocks + needed)
+        return Candidate(
+            handle=one.handle,
+            phase=phase,
+            num_known=num_known,
+            num_computed=num_computed,
+            num_blocks=one.num_blocks + needed,
+        )
 
     def _finish(self) -> None:
         for one in [one for one in self.running if one.num_known == self.goals[one.handle]]:

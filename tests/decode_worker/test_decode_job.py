@@ -32,7 +32,13 @@ LACKING = PromptTokens({"host": 32}, computed=8)
 
 def request(num_choices: int = 1) -> EngineRequest:
     choices = tuple(ChoiceSoFar(index, (90, 91)) for index in range(num_choices))
-    return EngineRequest(ID, NamespaceRoot(bytes(32)), tuple(range(40)), SamplingParams(), choices)
+    return EngineRequest(
+        attempt_id=ID,
+        root=NamespaceRoot(bytes(32)),
+        prompt_ids=tuple(range(40)),
+        sampling=SamplingParams(),
+        choices=choices,
+    )
 
 
 def job(num_choices: int = 1) -> DecodeJob:

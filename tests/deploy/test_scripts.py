@@ -58,7 +58,14 @@ def test_a_port_on_which_something_listens_is_left() -> None:
 def test_ports_of_a_cluster() -> None:
     me = ProcessRef(2, 1.0, "none")
     state = ClusterState(
-        "a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:5", Addresses("h:1", operator="h:2")
+        name="a",
+        phase=ClusterPhase.RUNNING,
+        command=me,
+        run_dir="/tmp/baton-a",
+        token="t",
+        model="m",
+        ray_address="h:5",
+        addresses=Addresses("h:1", operator="h:2"),
     )
     assert state.ports == [1, 2]
     assert replace(state, addresses=Addresses("h:1", "", "h:2", "h:3", "h:4"), head=me).ports == [1, 2, 3, 4, 5]

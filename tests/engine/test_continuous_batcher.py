@@ -10,15 +10,33 @@ BLOCK = 16
 
 
 def decoding(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, Phase.DECODE, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.DECODE,
+        num_known=num_known,
+        num_computed=num_known - 1,
+        num_blocks=-(-(num_known - 1) // BLOCK),
+    )
 
 
 def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(handle, Phase.PREFILL, num_known, num_computed, -(-num_computed // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.PREFILL,
+        num_known=num_known,
+        num_computed=num_computed,
+        num_blocks=-(-num_computed // BLOCK),
+    )
 
 
 def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, Phase.FETCHING, num_known, num_known, -(-num_known // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.FETCHING,
+        num_known=num_known,
+        num_computed=num_known,
+        num_blocks=-(-num_known // BLOCK),
+    )
 
 
 def pages(num_allocatable: int, num_draining: int = 0) -> Pages:

@@ -109,7 +109,13 @@ def test_choices_share_one_run_of_the_prompt_and_differ(model: HashModel, num_pr
     assert [run.fetched[index] for index in range(1, 4)] == [PromptTokens({"device": num_prompt})] * 3
     assert len({tuple(output) for output in run.outputs.values()}) == 4
     for index, output in run.outputs.items():
-        asked = EngineRequest(AttemptId("r"), ROOT, run.request.prompt_ids, sampling, (ChoiceSoFar(index),))
+        asked = EngineRequest(
+            attempt_id=AttemptId("r"),
+            root=ROOT,
+            prompt_ids=run.request.prompt_ids,
+            sampling=sampling,
+            choices=(ChoiceSoFar(index),),
+        )
         assert drive(make_core(model), [asked])[0].outputs[index] == output
 
 
@@ -135,7 +141,13 @@ def test_choices_that_find_no_page_wait_with_their_first_token(model: HashModel)
 
 def test_goes_on_from_emitted_tokens(model: HashModel) -> None:
     emitted = model.oracle(PROMPT, 20)
-    asked = EngineRequest(AttemptId("r"), ROOT, PROMPT, greedy(40), (ChoiceSoFar(0, tuple(emitted)),))
+    asked = EngineRequest(
+        attempt_id=AttemptId("r"),
+        root=ROOT,
+        prompt_ids=PROMPT,
+        sampling=greedy(40),
+        choices=(ChoiceSoFar(0, tuple(emitted)),),
+    )
     assert drive(make_core(model), [asked])[0].outputs[0] == model.oracle(PROMPT, 40)
 
 

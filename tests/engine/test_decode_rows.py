@@ -23,7 +23,12 @@ _handles = count()
 
 def decoding(num_known: int) -> Sequence:
     """A sequence with one token of output, and pages for all."""
-    request = EngineRequest(AttemptId("r"), ROOT, tuple(range(num_known - 1)), SamplingParams(temperature=0))
+    request = EngineRequest(
+        attempt_id=AttemptId("r"),
+        root=ROOT,
+        prompt_ids=tuple(range(num_known - 1)),
+        sampling=SamplingParams(temperature=0),
+    )
     sequence = Sequence(next(_handles), request, ChoiceSoFar(0, (7,)), MODEL)
     num_pages = -(-num_known // BLOCK)
     sequence.kv.table = BlockTable(PageId(100 * sequence.handle + index) for index in range(num_pages))
@@ -95,7 +100,7 @@ def test_a_sequence_that_has_no_row_is_not_taken_out() -> None:
 def test_a_row_is_plain_if_the_likeliest_token_is_all(sampling: SamplingParams, is_plain: bool) -> None:
     model = HashModel(MODEL.layout, 997, 256, eos_token_ids=(3,))
     rows = DecodeRows(model, num_pages=64)
-    request = EngineRequest(AttemptId("r"), ROOT, (1, 2), sampling)
+    request = EngineRequest(attempt_id=AttemptId("r"), root=ROOT, prompt_ids=(1, 2), sampling=sampling)
     sequence = Sequence(0, request, ChoiceSoFar(0, (7,)), model)
     sequence.kv.table = BlockTable([PageId(5)])
     sequence.begin_run(2)

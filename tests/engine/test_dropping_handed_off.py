@@ -33,14 +33,28 @@ def asked(dropping: Dropping | None, sampling: SamplingParams = GREEDY) -> Engin
 
 def handed_off(node: Node, dropping: Dropping | None, sampling: SamplingParams = GREEDY) -> Run:
     one = asked(dropping, sampling)
-    first = HandOff(one.attempt_id, ROOT, PROMPT, sampling, one.choices, dropping=dropping)
+    first = HandOff(
+        attempt_id=one.attempt_id,
+        root=ROOT,
+        prompt_ids=PROMPT,
+        sampling=sampling,
+        choices=one.choices,
+        dropping=dropping,
+    )
     return drive(make_core(MODEL, node), [first])[0]
 
 
 def rest_of(run: Run) -> EngineRequest:
     choices = tuple(ChoiceSoFar(index, tuple(output)) for index, output in run.outputs.items())
     one = run.request
-    return EngineRequest(one.attempt_id, ROOT, PROMPT, one.sampling, choices, dropping=one.dropping)
+    return EngineRequest(
+        attempt_id=one.attempt_id,
+        root=ROOT,
+        prompt_ids=PROMPT,
+        sampling=one.sampling,
+        choices=choices,
+        dropping=one.dropping,
+    )
 
 
 def alone(dropping: Dropping | None, sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
@@ -164,7 +178,7 @@ def test_an_aborted_prompt_leaves_no_page_behind() -> None:
     for num_steps in range(1, 8):
         core = make_core(MODEL, Node(MODEL.layout))
         one = asked(SNAPKV)
-        core.add(HandOff(one.attempt_id, ROOT, PROMPT, GREEDY, dropping=SNAPKV))
+        core.add(HandOff(attempt_id=one.attempt_id, root=ROOT, prompt_ids=PROMPT, sampling=GREEDY, dropping=SNAPKV))
         events = [event for _ in range(num_steps) for event in core.step().events]
         core.abort(one.attempt_id)
         core.step()

@@ -99,7 +99,7 @@ def test_prefixes_of_an_engine_are_in_its_store(checkpoint: Checkpoints, tmp_pat
 def test_names_are_the_same_as_of_a_cluster_that_serves_the_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
     for kv_dtype in ("auto", "int8"):
         settings = ModelSettings(path=str(checkpoint("llama-gqa")), block_size=16, kv_dtype=kv_dtype)
-        router = RouterConfig(inspect_model(settings, "cpu").served, ClusterAccess("token", SECRET.hex()))
+        router = RouterConfig(model=inspect_model(settings, "cpu").served, cluster=ClusterAccess("token", SECRET.hex()))
         with store_of(load(checkpoint("llama-gqa"), tmp_path, kv_dtype)) as store:
             assert store.root == router.root_of("default")
 

@@ -40,7 +40,13 @@ def model() -> HashModel:
 def hand_off(num_prompt: int, n: int, attempt_id: AttemptId = ID) -> HandOff:
     choices = tuple(ChoiceSoFar(index) for index in range(n))
     prompt = tuple(range(len(attempt_id), len(attempt_id) + num_prompt))
-    return HandOff(attempt_id, ROOT, prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), choices)
+    return HandOff(
+        attempt_id=attempt_id,
+        root=ROOT,
+        prompt_ids=prompt,
+        sampling=SamplingParams(temperature=0.0, max_tokens=8, n=n),
+        choices=choices,
+    )
 
 
 def run(core: EngineCore, num_steps: int = 30) -> StepOutput:
@@ -123,6 +129,6 @@ def test_a_prompt_is_handed_off_though_its_first_choice_ends_with_its_first_toke
     core = make_core(model, node)
     stopped = SamplingParams(n=2, seed=1, stop_token_ids=(first[0][0],))
     choices = (ChoiceSoFar(0), ChoiceSoFar(1))
-    core.add(HandOff(ID, ROOT, tuple(prompt), stopped, choices))
+    core.add(HandOff(attempt_id=ID, root=ROOT, prompt_ids=tuple(prompt), sampling=stopped, choices=choices))
     assert run(core).events[-1] == HandedOff(ID, -(-num_prompt // 16))
     assert core.check() == []

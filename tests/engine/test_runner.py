@@ -36,7 +36,9 @@ class Bench:
 
     def make(self, prompt: tuple[int, ...], output: tuple[int, ...], sampling: SamplingParams = GREEDY) -> Sequence:
         self._num_made += 1
-        request = EngineRequest(AttemptId(str(self._num_made)), ROOT, prompt, sampling)
+        request = EngineRequest(
+            attempt_id=AttemptId(str(self._num_made)), root=ROOT, prompt_ids=prompt, sampling=sampling
+        )
         sequence = Sequence(self._num_made, request, ChoiceSoFar(0, output), self.model)
         sequence.begin_run(0)
         assert self.cache.allocator.grow(sequence, sequence.num_known)

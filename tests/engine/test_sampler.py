@@ -16,7 +16,9 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def draw(position: int = 0, choice: int = 0, output: tuple[int, ...] = (), **settings: Any) -> Draw:
-    return Draw(SamplingParams(**{"seed": 7, **settings}), choice, (1,) * position, output)
+    return Draw(
+        params=SamplingParams(**{"seed": 7, **settings}), choice=choice, prompt_ids=(1,) * position, output_ids=output
+    )
 
 
 def chosen(rows: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -104,8 +106,10 @@ def test_top_p_counts_within_what_top_k_left() -> None:
 def test_penalties_by_the_formulas() -> None:
     row = logits()
     one = Draw(
-        SamplingParams(temperature=0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logprobs=0),
-        0,
+        params=SamplingParams(
+            temperature=0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logprobs=0
+        ),
+        choice=0,
         prompt_ids=(3,),
         output_ids=(4, 4),
     )
@@ -120,7 +124,7 @@ def test_penalties_by_the_formulas() -> None:
 def test_banned_tokens_do_not_come() -> None:
     row = logits()
     best = int(row.argmax())
-    one = Draw(SamplingParams(temperature=0), 0, (1,), (), banned=(best,))
+    one = Draw(params=SamplingParams(temperature=0), choice=0, prompt_ids=(1,), output_ids=(), banned=(best,))
     assert chosen(row, [one]) != [best]
 
 

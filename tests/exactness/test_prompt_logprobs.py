@@ -46,7 +46,14 @@ def scored(length: int, num_scored: int = 1) -> EngineRequest:
 
 def handed_off(length: int) -> HandOff:
     one = scored(length)
-    return HandOff(one.attempt_id, one.root, one.prompt_ids, one.sampling, one.choices, num_scored=1)
+    return HandOff(
+        attempt_id=one.attempt_id,
+        root=one.root,
+        prompt_ids=one.prompt_ids,
+        sampling=one.sampling,
+        choices=one.choices,
+        num_scored=1,
+    )
 
 
 class Scores(dict[AttemptId, list[Logprobs]]):

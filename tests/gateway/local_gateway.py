@@ -36,8 +36,7 @@ from wire.errors import BatonError, Cancelled
 from wire.ids import TRACEPARENT
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA
-from wire.rpc_status import bounded
+from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA, bounded
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0
@@ -67,12 +66,12 @@ class LocalClient(AsyncClient):
         model = self._router.config.model
         return tuple(
             Model(
-                name,
-                model.max_context_len,
-                model.dtype,
-                model.fingerprint_hex,
-                self._router.dispatcher.formats.tool,
-                self._router.dispatcher.formats.reasoning,
+                name=name,
+                max_context_len=model.max_context_len,
+                dtype=model.dtype,
+                fingerprint=model.fingerprint_hex,
+                tool_format=self._router.dispatcher.formats.tool,
+                reasoning_format=self._router.dispatcher.formats.reasoning,
             )
             for name in (model.name, *model.aliases)
         )

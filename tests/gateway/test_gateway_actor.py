@@ -27,7 +27,7 @@ async def test_from_start_to_stop() -> None:
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)
-    actor = GatewayActor(to_json(GatewayConfig(addresses.public, addresses.metrics)))
+    actor = GatewayActor(to_json(GatewayConfig(address=addresses.public, metrics_address=addresses.metrics)))
     address = json.loads(await actor.start())["http"]
     status, answer = await ask(address, "/v1/completions", {"prompt": "hello", "max_tokens": 3})
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
@@ -69,7 +69,7 @@ async def test_a_stream_begins_before_its_first_token(monkeypatch: pytest.Monkey
     addresses = await router.start()
     await cluster.resize(1, 1)
     cluster.workers["p0"].may_go.clear()
-    actor = GatewayActor(to_json(GatewayConfig(addresses.public)))
+    actor = GatewayActor(to_json(GatewayConfig(address=addresses.public)))
     connection = http.client.HTTPConnection(json.loads(await actor.start())["http"], timeout=WAIT_S)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True}
     connection.request("POST", "/v1/messages", json.dumps(body), {"content-type": "application/json"})
@@ -86,7 +86,7 @@ async def test_a_stream_begins_before_its_first_token(monkeypatch: pytest.Monkey
 
 async def test_a_host_is_checked_before_an_origin() -> None:
     origin = "https://chat.example.org"
-    actor = GatewayActor(to_json(GatewayConfig("127.0.0.1:1", cors_origins=(origin,))))
+    actor = GatewayActor(to_json(GatewayConfig(address="127.0.0.1:1", cors_origins=(origin,))))
     connection = http.client.HTTPConnection(json.loads(await actor.start())["http"], timeout=WAIT_S)
     asked = {"origin": origin, "access-control-request-method": "POST"}
     for host, status, allowed in (("localhost", 200, origin), ("chat.example.org", 400, None)):

@@ -373,7 +373,7 @@ async def test_parts_of_a_prompt_are_streamed_as_they_come(
 
     monkeypatch.setattr(gateway.client, "stream", noted)
     options: Options = {"max_tokens": 2, "echo": True, "logprobs": 0, "prompt_logprobs": 0}
-    asked = Generation("a", "fake", [PROMPT], options, usage={})
+    asked = Generation(request_id="a", model="fake", prompts=[PROMPT], options=options, usage={})
     async with (
         asyncio.timeout(WAIT_S),
         aclosing(generation.events(asked, CompletionsDialect(), gateway.client).events) as told,

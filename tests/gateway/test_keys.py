@@ -117,7 +117,9 @@ async def test_over_real_sockets_a_revoked_key_is_refused_at_once() -> None:
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)
-    actor = GatewayActor(to_json(GatewayConfig(addresses.public, addresses.metrics, keys=LISTED)))
+    actor = GatewayActor(
+        to_json(GatewayConfig(address=addresses.public, metrics_address=addresses.metrics, keys=LISTED))
+    )
     address = json.loads(await actor.start())["http"]
     try:
         body = b'{"prompt": "hello", "max_tokens": 1}'

@@ -85,7 +85,7 @@ async def serving(folder: Path, client_ca: bool) -> AsyncIterator[Doors]:
     router = RouterServer(cluster.router)
     addresses = await router.start()
     await cluster.resize(1, 1)
-    actor = GatewayActor(to_json(GatewayConfig(addresses.local, keys=LISTED, tls=files)))
+    actor = GatewayActor(to_json(GatewayConfig(address=addresses.local, keys=LISTED, tls=files)))
     http = json.loads(await actor.start())["http"]
     try:
         yield Doors(addresses.public, addresses.local, http, files)

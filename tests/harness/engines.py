@@ -89,7 +89,9 @@ def drive(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Run]:
 
 def request(prompt_ids: Sequence[int], sampling: SamplingParams) -> EngineRequest:
     choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
-    return EngineRequest(_next_id(), ROOT, tuple(prompt_ids), sampling, choices)
+    return EngineRequest(
+        attempt_id=_next_id(), root=ROOT, prompt_ids=tuple(prompt_ids), sampling=sampling, choices=choices
+    )
 
 
 def serve(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams) -> Run:
@@ -100,7 +102,19 @@ def serve(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams)
 def prefill(core: EngineCore, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Run]:
     """The prefill half of requests: one token per choice, the prompts' blocks published."""
     asked = [request(prompt_ids, sampling) for prompt_ids in prompts]
-    return drive(core, [HandOff(one.attempt_id, one.root, one.prompt_ids, one.sampling, one.choices) for one in asked])
+    return drive(
+        core,
+        [
+            HandOff(
+                attempt_id=one.attempt_id,
+                root=one.root,
+                prompt_ids=one.prompt_ids,
+                sampling=one.sampling,
+                choices=one.choices,
+            )
+            for one in asked
+        ],
+    )
 
 
 def resume(core: EngineCore, runs: Sequence[Run]) -> list[Run]:
@@ -114,7 +128,13 @@ def rest_of(run: Run) -> EngineRequest:
     choices = tuple(
         ChoiceSoFar(index, tuple(output)) for index, output in run.outputs.items() if index not in run.ended
     )
-    return EngineRequest(asked.attempt_id, asked.root, asked.prompt_ids, asked.sampling, choices)
+    return EngineRequest(
+        attempt_id=asked.attempt_id,
+        root=asked.root,
+        prompt_ids=asked.prompt_ids,
+        sampling=asked.sampling,
+        choices=choices,
+    )
 
 
 def _next_id() -> AttemptId:

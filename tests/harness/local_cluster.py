@@ -62,8 +62,8 @@ class LocalCluster(Cluster[Assembly]):
     ) -> None:
         """`clock`: of the directory, whose leases and holds run out by it."""
         config = RouterConfig(
-            served(model, sizes.kv_policies),
-            ClusterAccess(TOKEN, "00" * 32),
+            model=served(model, sizes.kv_policies),
+            cluster=ClusterAccess(TOKEN, "00" * 32),
             settings=sizes.settings,
             traces=sizes.traces,
             earlier=sizes.earlier,

@@ -55,7 +55,10 @@ def triton_write(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Ten
     num_rows, num_kv_heads, head_dim = key.shape
     qkv = torch.cat([key, value], dim=1).flatten(1)
     cosines = torch.ones(num_rows, head_dim // 2, device=key.device)
-    angles, heads = Angles(cosines, torch.zeros_like(cosines)), Heads(0, num_kv_heads, head_dim, None, None, 0.0)
+    angles, heads = (
+        Angles(cosines, torch.zeros_like(cosines)),
+        Heads(num_queries=0, num_kv=num_kv_heads, size=head_dim, query_norm=None, key_norm=None, norm_eps=0.0),
+    )
     row_operations.rotate_and_write(qkv, heads, angles, KVPages(kv_layer), slot_mapping)
 
 

@@ -27,7 +27,15 @@ def _groups(bits: int, group: int, has_offsets: bool) -> Draw:
         count = -(-depth // group)
         scales, zero = _scales(columns, count), 0 if bits == 8 or has_offsets else 1 << (bits - 1)
         offsets = _scales(columns, count) * 8 if has_offsets else None
-        return Quantized(_codes(bits, columns, depth), bits, group, group, scales, offsets, zero=zero)
+        return Quantized(
+            codes=_codes(bits, columns, depth),
+            bits=bits,
+            group=group,
+            block=group,
+            scales=scales,
+            offsets=offsets,
+            zero=zero,
+        )
 
     return draw
 
@@ -42,7 +50,17 @@ def _blocks(bits: int, group: int, has_offsets: bool) -> Draw:
         scales, offsets = _scales(columns, blocks), _scales(columns, blocks) if has_offsets else None
         zero, offset_factors = 0 if has_offsets else 1 << (bits - 1), others if has_offsets else None
         codes = _codes(bits, columns, depth)
-        return Quantized(codes, bits, group, 256, scales, offsets, factors, offset_factors, zero)
+        return Quantized(
+            codes=codes,
+            bits=bits,
+            group=group,
+            block=256,
+            scales=scales,
+            offsets=offsets,
+            scale_factors=factors,
+            offset_factors=offset_factors,
+            zero=zero,
+        )
 
     return draw
 
@@ -54,7 +72,7 @@ def _with_scales_of(dtype: torch.dtype, bits: int, group: int | None) -> Draw:
         size = group or depth
         scales, zero = _scales(columns, -(-depth // size), dtype), 0 if bits == 8 else 8
         codes = _codes(bits, columns, depth)
-        return Quantized(codes, bits, size, size, scales, zero=zero, source=dtype)
+        return Quantized(codes=codes, bits=bits, group=size, block=size, scales=scales, zero=zero, source=dtype)
 
     return draw
 
@@ -64,7 +82,7 @@ def _fp8(group: int | None) -> Draw:
         size = group or depth
         codes = (torch.randn(columns, depth) * 2.0 ** torch.randint(-9, 6, (columns, depth))).to(torch.float8_e4m3fn)
         scales = _scales(columns, -(-depth // size), torch.bfloat16)
-        return Quantized(codes, 8, size, size, scales, source=torch.bfloat16)
+        return Quantized(codes=codes, bits=8, group=size, block=size, scales=scales, source=torch.bfloat16)
 
     return draw
 
@@ -74,7 +92,17 @@ def _asymmetric(columns: int, depth: int) -> Quantized:
     count = -(-depth // 32)
     scales, points = _scales(columns, count, torch.bfloat16), torch.randint(0, 16, (columns, count), dtype=torch.int8)
     codes = _codes(4, columns, depth)
-    return Quantized(codes, 4, 32, 32, scales, -scales, None, points, source=torch.bfloat16)
+    return Quantized(
+        codes=codes,
+        bits=4,
+        group=32,
+        block=32,
+        scales=scales,
+        offsets=-scales,
+        scale_factors=None,
+        offset_factors=points,
+        source=torch.bfloat16,
+    )
 
 
 DRAWS: dict[str, Draw] = {

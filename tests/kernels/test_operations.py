@@ -140,7 +140,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("size", [6, 32, 80])
 def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: bool, size: int) -> None:
     query_norm, key_norm = (torch.rand(size).to(dtype) + 0.5 if has_norms else None for _ in range(2))
-    heads = Heads(4, 2, size, query_norm, key_norm, 1e-6)
+    heads = Heads(num_queries=4, num_kv=2, size=size, query_norm=query_norm, key_norm=key_norm, norm_eps=1e-6)
     radians = torch.rand(50, size // 2) * 6
     angles = Angles(radians.cos(), radians.sin())
     qkv, positions = torch.randn(7, 8 * size).to(dtype), torch.tensor([0, 3, 49, 2, 2, 17, 5])
@@ -161,7 +161,10 @@ def test_a_quantized_write_is_that_of_the_oracle_bit_by_bit(
     backend: Backend, dtype: torch.dtype, kept: str, size: int
 ) -> None:
     """A rotation by no angle leaves keys as they are: no backend's rounding of it shows."""
-    heads, still = Heads(4, 2, size, None, None, 1e-6), Angles(torch.ones(9, size // 2), torch.zeros(9, size // 2))
+    heads, still = (
+        Heads(num_queries=4, num_kv=2, size=size, query_norm=None, key_norm=None, norm_eps=1e-6),
+        Angles(torch.ones(9, size // 2), torch.zeros(9, size // 2)),
+    )
     qkv = torch.randn(9, 8, size) * torch.logspace(-30, 4, 9)[:, None, None]
     qkv[0] = 0
     qkv[1, 4:] = torch.linspace(-1, 1, size)
@@ -188,7 +191,10 @@ def test_a_block_of_int4_is_that_of_the_oracle_bit_by_bit(
     backend: Backend, dtype: torch.dtype, size: int, block_size: int
 ) -> None:
     """Pages 2 and 0 are filled by other tokens in between, page 1 is not; a block that was closed is closed again."""
-    heads, still = Heads(4, 2, size, None, None, 1e-6), Angles(torch.ones(1, size // 2), torch.zeros(1, size // 2))
+    heads, still = (
+        Heads(num_queries=4, num_kv=2, size=size, query_norm=None, key_norm=None, norm_eps=1e-6),
+        Angles(torch.ones(1, size // 2), torch.zeros(1, size // 2)),
+    )
     slots = torch.cat([torch.arange(block_size) + 2 * block_size, torch.arange(block_size - 1) + block_size])
     slots = torch.cat([slots, torch.tensor([-1]), torch.arange(block_size)])
     qkv = torch.randn(len(slots), 8, size) * torch.logspace(-3, 3, size)

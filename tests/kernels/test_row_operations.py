@@ -77,7 +77,14 @@ def test_rows_are_rotated_and_written(
     qkv = random(num_rows, num_all * shape.head_dim, dtype=dtype, device=device)
     norms = random(2, shape.head_dim, dtype=dtype, device=device)
     query_norm, key_norm = (norms[0], norms[1]) if has_norms else (None, None)
-    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, query_norm, key_norm, 1e-6)
+    heads = Heads(
+        num_queries=shape.num_heads,
+        num_kv=shape.num_kv_heads,
+        size=shape.head_dim,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        norm_eps=1e-6,
+    )
     turns = torch.rand(num_rows, shape.head_dim // 2, device=device) * 6
     angles = Angles(turns.cos(), turns.sin())
     slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + num_rows, device=device)
@@ -108,5 +115,11 @@ def test_a_head_with_infinity_has_the_scale_nan(device: torch.device) -> None:
     pages = empty_codes(1, shape, BLOCK_SIZE, "int8", device)
     assert pages.scales is not None
     slots = torch.arange(2, device=device)
-    TritonBackend().rotate_and_write(qkv, Heads(1, 1, 32, None, None, 0.0), Angles(diagonal, diagonal), pages, slots)
+    TritonBackend().rotate_and_write(
+        qkv,
+        Heads(num_queries=1, num_kv=1, size=32, query_norm=None, key_norm=None, norm_eps=0.0),
+        Angles(diagonal, diagonal),
+        pages,
+        slots,
+    )
     assert pages.scales[0, :, 0, :2].isnan().tolist() == [[True, False], [False, True]]

@@ -354,7 +354,7 @@ def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
 def crowded(tier_state: str = "up") -> tuple[Directory, list[BlockName]]:
     """A directory with a hold of three blocks and a tail, of eight slots."""
     directory = Directory(NUM_SLOTS, FakeClock())
-    directory.records.note_cold(FarStatus(Tier.REDIS, tier_state))
+    directory.records.note_cold(FarStatus(tier=Tier.REDIS, state=tier_state))
     names = names_of(14)
     Served(directory, directory, FakeClock()).publish(names, hold())
     return directory, names
@@ -380,13 +380,13 @@ def test_a_hold_stays_where_no_cold_tier_answers() -> None:
     assert written_next(directory, Tier.REDIS) == []
     directory, names = crowded()
     directory.records.mark_cold(Tier.REDIS, keys(names), [])
-    directory.records.note_cold(FarStatus(Tier.REDIS, "broken"))
+    directory.records.note_cold(FarStatus(tier=Tier.REDIS, state="broken"))
     assert directory.renew([REQUEST], 10.0) == []
 
 
 def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
     directory = Directory(NUM_SLOTS, FakeClock())
-    directory.records.note_cold(FarStatus(Tier.REDIS, "up"))
+    directory.records.note_cold(FarStatus(tier=Tier.REDIS, state="up"))
     names = names_of(8)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert written_next(directory, Tier.REDIS) == []
@@ -397,7 +397,7 @@ def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
 def test_a_block_that_is_to_move_is_written_to_one_tier() -> None:
     directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
     for tier in COLD_TIERS:
-        directory.records.note_cold(FarStatus(tier, "up"))
+        directory.records.note_cold(FarStatus(tier=tier, state="up"))
     names = names_of(12)
     Served(directory, directory, FakeClock()).publish(names, hold())
     assert (written_next(directory, Tier.REDIS), set(written_next(directory, Tier.FILES))) == ([], set(keys(names)))

@@ -10,11 +10,23 @@ PATIENCE = 100
 
 
 def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(handle, Phase.PREFILL, num_known, num_computed, -(-num_computed // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.PREFILL,
+        num_known=num_known,
+        num_computed=num_computed,
+        num_blocks=-(-num_computed // BLOCK),
+    )
 
 
 def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, Phase.FETCHING, num_known, num_known, -(-num_known // BLOCK))
+    return Candidate(
+        handle=handle,
+        phase=Phase.FETCHING,
+        num_known=num_known,
+        num_computed=num_known,
+        num_blocks=-(-num_known // BLOCK),
+    )
 
 
 def pages(num_allocatable: int) -> Pages:
@@ -92,7 +104,11 @@ class Pool:
         self.free -= needed
         assert self.free >= 0
         return Candidate(
-            one.handle, Phase.PREFILL, one.num_known, one.num_computed + num_tokens, one.num_blocks + needed
+            handle=one.handle,
+            phase=Phase.PREFILL,
+            num_known=one.num_known,
+            num_computed=one.num_computed + num_tokens,
+            num_blocks=one.num_blocks + needed,
         )
 
 

@@ -41,7 +41,13 @@ TIERS = PromptTokens({"device": 16, "host": 20}, computed=4)
 
 def request(num_choices: int = 1) -> HandOff:
     choices = tuple(ChoiceSoFar(index) for index in range(num_choices))
-    return HandOff(ID, NamespaceRoot(bytes(32)), tuple(range(40)), SamplingParams(), choices)
+    return HandOff(
+        attempt_id=ID,
+        root=NamespaceRoot(bytes(32)),
+        prompt_ids=tuple(range(40)),
+        sampling=SamplingParams(),
+        choices=choices,
+    )
 
 
 def job(num_choices: int = 1) -> PrefillJob:

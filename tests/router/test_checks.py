@@ -22,8 +22,7 @@ from wire.errors import BatonError, ContextLengthExceeded, InvalidRequest, Lengt
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
-from wire.rpc import SERVER_OPTIONS
-from wire.rpc_status import details_of
+from wire.rpc import SERVER_OPTIONS, details_of
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype="float32")

@@ -144,7 +144,7 @@ class Pair:
         for worker in self.workers:
             line = Line(LocalTransport(worker))
             listed = Worker(worker.worker_id, Role.DECODE, "", WorkerState.READY)
-            self.members.add(Member(listed, await line.questions.info(5.0), line))
+            self.members.add(Member(worker=listed, info=await line.questions.info(5.0), line=line))
         self.holds.resize()
         self.holds.start()
 

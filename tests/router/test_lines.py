@@ -390,7 +390,11 @@ async def renew_on_a_slow_line() -> None:
     prompts = [begin(AttemptId(f"r{number}/1"), num_prompt=100_000) for number in range(50)]
     async with line_to(FaultyTransport(worker, Faults(bytes_per_s=1e6))) as line:
         members.add(
-            Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.questions.info(5.0), line)
+            Member(
+                worker=Worker(worker.worker_id, worker.role, "", WorkerState.READY),
+                info=await line.questions.info(5.0),
+                line=line,
+            )
         )
         holds.resize()
         holds.start()
@@ -455,8 +459,8 @@ class TestOutgoing:
         outgoing = Outgoing()
         outgoing.begin(begin(A))
         outgoing.renew([B])
-        outgoing.release(C)
-        outgoing.ask(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
+        outgoing.short().releases.append(C)
+        outgoing.short().asks.append(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
         outgoing.abort(C)
         (message,) = written(outgoing)
         assert [AttemptId(one) for one in (*message.renewals, *message.releases, *message.aborts)] == [B, C, C]
@@ -517,5 +521,5 @@ class TestOutgoing:
         taking = asyncio.create_task(outgoing.take())
         await asyncio.sleep(0)
         assert not taking.done()
-        outgoing.release(A)
+        outgoing.short().releases.append(A)
         assert [AttemptId(one) for one in (await taking).releases] == [A]

@@ -122,7 +122,7 @@ async def test_unequal_workers_are_not_paired(field: str, value: object, reason:
     members = Members(FINGERPRINT, LAYOUT.encode())
     line = Line(FaultyTransport(worker))
     with pytest.raises(PairRefused, match=reason) as refused:
-        members.add(Member(Worker(D0, Role.DECODE, "", WorkerState.READY), info, line))
+        members.add(Member(worker=Worker(D0, Role.DECODE, "", WorkerState.READY), info=info, line=line))
     await line.close(refused.value)
     assert refused.value.ids == {"worker_id": "d0"}
     assert D0 not in members

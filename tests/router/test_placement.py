@@ -35,7 +35,7 @@ class Pools:
             worker = FakeWorker(WorkerId(name), Role.PREFILL if name.startswith("p") else Role.DECODE)
             line = Line(LocalTransport(worker))
             listed = Worker(worker.worker_id, worker.role, "", WorkerState.READY)
-            self.members.add(Member(listed, await line.questions.info(5.0), line))
+            self.members.add(Member(worker=listed, info=await line.questions.info(5.0), line=line))
         self.placement.wake()
 
     def route(self, full: Sequence[str] = ()) -> Route:

@@ -34,8 +34,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.pools import Addresses
-from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
-from wire.rpc_status import details_of
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA, details_of
 
 Code = grpc.StatusCode
 GENERATE = "/baton.v1.Inference/Generate"

@@ -147,7 +147,19 @@ def decode(folder: Path) -> None:
     row, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
     lens, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     for _ in range(3):
-        model.forward(Batch(row, row, row, table, lens, starts, 1, row), core.pool.kv)
+        model.forward(
+            Batch(
+                token_ids=row,
+                positions=row,
+                slot_mapping=row,
+                block_tables=table,
+                context_lens=lens,
+                cu_query_lens=starts,
+                num_decodes=1,
+                sample_rows=row,
+            ),
+            core.pool.kv,
+        )
 
 
 def fail_steps(folder: Path) -> None:

@@ -118,7 +118,14 @@ def answers(devices: Sequence[str], dtype: str, served: Served, folders: dict[st
 
 
 def hand_off(one: EngineRequest) -> HandOff:
-    return HandOff(one.attempt_id, one.root, one.prompt_ids, one.sampling, one.choices, dropping=one.dropping)
+    return HandOff(
+        attempt_id=one.attempt_id,
+        root=one.root,
+        prompt_ids=one.prompt_ids,
+        sampling=one.sampling,
+        choices=one.choices,
+        dropping=one.dropping,
+    )
 
 
 def run(core: EngineCore, asked: Sequence[EngineRequest]) -> list[Answer]:

@@ -147,7 +147,19 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
     nothing = torch.tensor([], dtype=torch.int64)
     lens, bounds = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([len(tokens)], [0, len(tokens)]))
     tables = torch.arange(num_blocks, dtype=torch.int32)[None]
-    model.forward(Batch(torch.tensor(tokens), positions, positions, tables, lens, bounds, 0, nothing), KVPages(kv))
+    model.forward(
+        Batch(
+            token_ids=torch.tensor(tokens),
+            positions=positions,
+            slot_mapping=positions,
+            block_tables=tables,
+            context_lens=lens,
+            cu_query_lens=bounds,
+            num_decodes=0,
+            sample_rows=nothing,
+        ),
+        KVPages(kv),
+    )
     return [page.numpy().tobytes() for page in kv[: len(tokens) // LAYOUT.block_size]]
 
 

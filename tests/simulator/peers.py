@@ -64,7 +64,7 @@ class SimPeer:
             self._blocks.delete(keys)
 
     def status(self) -> FarStatus:
-        return FarStatus(self.tier, "broken" if self._breaker.is_open else "up")
+        return FarStatus(tier=self.tier, state="broken" if self._breaker.is_open else "up")
 
     def close(self) -> None:
         """Keeps nothing open."""

@@ -90,7 +90,7 @@ class World:
         self.model = model_of(plan.window)
         model = replace(served(self.model), vocab_size=POISON + 1)
         settings = RouterSettings(disaggregation=plan.disaggregation, max_queued_requests=plan.max_queued)
-        self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), settings=settings)
+        self._config = RouterConfig(model=model, cluster=ClusterAccess(TOKEN, "00" * 32), settings=settings)
         self._num_routers = self._num_nodes = 0
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()

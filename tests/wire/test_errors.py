@@ -17,7 +17,7 @@ from wire.errors import (
     reached,
 )
 from wire.pb import inference_pb2 as pb
-from wire.rpc_status import MAX_TIMELINE_BYTES, bounded, to_status
+from wire.rpc import MAX_TIMELINE_BYTES, bounded, to_status
 
 
 def subclasses(kind: type[BatonError]) -> list[type[BatonError]]:

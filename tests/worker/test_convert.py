@@ -30,7 +30,7 @@ STATS = EngineStats(
     num_preemptions=0,
 )
 DIRECTORY = DirectoryStatus(
-    COUNTS,
+    counts=COUNTS,
     num_leases=2,
     num_holds=3,
     num_kept=4,
@@ -38,7 +38,7 @@ DIRECTORY = DirectoryStatus(
     hits=0,
     misses=0,
     evictions=0,
-    cold=[FarStatus(Tier.REDIS, "up", written=5)],
+    cold=[FarStatus(tier=Tier.REDIS, state="up", written=5)],
 )
 
 
@@ -153,7 +153,12 @@ def test_the_end_of_an_attempt_has_its_error() -> None:
 
 
 def test_status_shows_every_tier() -> None:
-    store = StoreStatus(DIRECTORY, [FarStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096, prefill_token_s=0.25)
+    store = StoreStatus(
+        directory=DIRECTORY,
+        cold=[FarStatus(tier=Tier.REDIS, state="up", hits=4)],
+        block_bytes=4096,
+        prefill_token_s=0.25,
+    )
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     assert (status.num_drafts, status.num_guessed_tokens, status.num_accepted_tokens) == (2, 7, 5)
@@ -169,15 +174,17 @@ def test_status_shows_every_tier() -> None:
     [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "broken"), ("broken", "full", "broken")],
 )
 def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
-    directory = replace(DIRECTORY, cold=[FarStatus(Tier.REDIS, written, refused=7, errors=2)])
-    store = StoreStatus(directory, [FarStatus(Tier.REDIS, read, errors=5)], block_bytes=4096)
+    directory = replace(DIRECTORY, cold=[FarStatus(tier=Tier.REDIS, state=written, refused=7, errors=2)])
+    store = StoreStatus(directory=directory, cold=[FarStatus(tier=Tier.REDIS, state=read, errors=5)], block_bytes=4096)
     _, _, redis, _ = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
     assert (redis.state, redis.counts["refused"]) == (told, 7)
     assert (redis.counts["errors"], redis.counts["write_errors"]) == (5, 2)
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:
-    status = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(None, [], 4096), [])
+    status = status_to_pb(
+        worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(directory=None, cold=[], block_bytes=4096), []
+    )
     host, *far = status.tiers
     assert [tier.state for tier in far] == ["off"] * 3
     assert host.epoch == ""

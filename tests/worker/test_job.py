@@ -20,7 +20,13 @@ LACKING = PromptTokens({"device": 16}, computed=24)
 
 def note(*events: Event) -> Job:
     """The events come a second apart, from 1 s on. The leader is choice 1."""
-    job = DecodeJob(EngineRequest(ID, NamespaceRoot(bytes(32)), (1,), SamplingParams(), CHOICES), 0.0, block_size=16)
+    job = DecodeJob(
+        EngineRequest(
+            attempt_id=ID, root=NamespaceRoot(bytes(32)), prompt_ids=(1,), sampling=SamplingParams(), choices=CHOICES
+        ),
+        0.0,
+        block_size=16,
+    )
     for now_s, event in enumerate(events, start=1):
         job.note(event, float(now_s))
     return job

@@ -74,7 +74,13 @@ class Driver:
         self._changed = threading.Condition()
 
     def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> AttemptId:
-        request = EngineRequest(AttemptId(f"{name}/1"), ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
+        request = EngineRequest(
+            attempt_id=AttemptId(f"{name}/1"),
+            root=ROOT,
+            prompt_ids=prompt,
+            sampling=greedy(max_tokens),
+            choices=(ChoiceSoFar(0),),
+        )
         assert self.loop.put(Add(request))
         return request.attempt_id
 

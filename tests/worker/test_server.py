@@ -36,8 +36,7 @@ from wire.ids import AttemptId
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.pools import Role
-from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line
-from wire.rpc_status import from_rpc_error
+from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line, from_rpc_error
 from wire.trust.identity import NONCE_BYTES, Identity, prove
 from worker.config import ServerSettings
 from worker.server import SERVICE_NAME, WorkerServer

@@ -39,7 +39,7 @@ class SlowStore:
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)
-        return StoreStatus(None, [], 4096)
+        return StoreStatus(directory=None, cold=[], block_bytes=4096)
 
     def check(self) -> list[str]:
         return []
@@ -111,7 +111,7 @@ async def test_a_cancellation_that_comes_with_the_answer_is_obeyed(
     monkeypatch.setattr(loop, "run_in_executor", lambda *_: answer)
     asking = asyncio.create_task(AsyncStore(slow, SlowRecords()).status())
     await asyncio.sleep(0)
-    answer.set_result(StoreStatus(None, [], 4096))
+    answer.set_result(StoreStatus(directory=None, cold=[], block_bytes=4096))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

@@ -14,7 +14,7 @@ AUTO, OFF = "auto", "off"
 """Settings of a format: AUTO finds it by the marks in the chat template; OFF means no format."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallFormat:
     """The syntax of tool calls: opener, lead, calls joined by `between`, trail. A call is head, arguments, tail.
 

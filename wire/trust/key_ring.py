@@ -45,7 +45,7 @@ class Allowance:
             raise ConfigError("a share of the arena must be above 0 and at most 1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """A stored key, without its secret. A revoked key opens nothing, but stays, so that the ring is not empty."""
 
@@ -63,7 +63,7 @@ class Key:
             raise ConfigError("the id and the digest of a key must be hex digits")
 
 
-ANYONE = Key("", "", DEFAULT_TENANT, (Scope.GENERATE, Scope.METRICS))
+ANYONE = Key(id="", digest="", tenant=DEFAULT_TENANT, scopes=(Scope.GENERATE, Scope.METRICS))
 """The caller of a cluster without keys."""
 
 
@@ -84,7 +84,9 @@ class KeyList:
 def make_key(tenant: str, scopes: Sequence[Scope], allowance: Allowance) -> tuple[Key, str]:
     """Draws a key; returns it for storage, and the text that its caller sends. Raises ConfigError."""
     key_id, secret = secrets.token_hex(4), secrets.token_hex(32)
-    return Key(key_id, _digest(secret), tenant, tuple(scopes), allowance), f"baton-{key_id}-{secret}"
+    return Key(
+        id=key_id, digest=_digest(secret), tenant=tenant, scopes=tuple(scopes), allowance=allowance
+    ), f"baton-{key_id}-{secret}"
 
 
 def page_key(token: str) -> str:
@@ -99,7 +101,7 @@ def bearer(credentials: Sequence[str]) -> str:
 
 
 NO_KEYS = KeyList()
-NO_CALLER = KeyList((Key("", "", DEFAULT_TENANT, (), is_revoked=True),))
+NO_CALLER = KeyList((Key(id="", digest="", tenant=DEFAULT_TENANT, scopes=(), is_revoked=True),))
 """A key list that admits no caller."""
 
 

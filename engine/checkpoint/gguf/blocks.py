@@ -37,7 +37,7 @@ class CodedRows:
         return grouped.reshape(self.codes.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockType:
     """A tensor type: its number in a file, and how many `numbers` and `bytes` a block has.
 
@@ -165,17 +165,17 @@ def _q6_k(blocks: Bytes) -> CodedRows:
 TYPES = {
     kind.name: kind
     for kind in (
-        BlockType("F32", 0, 1, 4, "float32"),
-        BlockType("F16", 1, 1, 2, "float16"),
-        BlockType("BF16", 30, 1, 2, "bfloat16"),
-        BlockType("Q4_0", 2, 32, 18, halves=(0,), decode=_q4_0),
-        BlockType("Q4_1", 3, 32, 20, halves=(0, 2), decode=_q4_1),
-        BlockType("Q5_0", 6, 32, 22, halves=(0,), decode=_q5_0),
-        BlockType("Q5_1", 7, 32, 24, halves=(0, 2), decode=_q5_1),
-        BlockType("Q8_0", 8, 32, 34, halves=(0,), decode=_q8_0),
-        BlockType("Q4_K", 12, 256, 144, halves=(0, 2), decode=_q4_k),
-        BlockType("Q5_K", 13, 256, 176, halves=(0, 2), decode=_q5_k),
-        BlockType("Q6_K", 14, 256, 210, halves=(208,), decode=_q6_k),
+        BlockType(name="F32", number=0, numbers=1, bytes=4, dtype="float32"),
+        BlockType(name="F16", number=1, numbers=1, bytes=2, dtype="float16"),
+        BlockType(name="BF16", number=30, numbers=1, bytes=2, dtype="bfloat16"),
+        BlockType(name="Q4_0", number=2, numbers=32, bytes=18, halves=(0,), decode=_q4_0),
+        BlockType(name="Q4_1", number=3, numbers=32, bytes=20, halves=(0, 2), decode=_q4_1),
+        BlockType(name="Q5_0", number=6, numbers=32, bytes=22, halves=(0,), decode=_q5_0),
+        BlockType(name="Q5_1", number=7, numbers=32, bytes=24, halves=(0, 2), decode=_q5_1),
+        BlockType(name="Q8_0", number=8, numbers=32, bytes=34, halves=(0,), decode=_q8_0),
+        BlockType(name="Q4_K", number=12, numbers=256, bytes=144, halves=(0, 2), decode=_q4_k),
+        BlockType(name="Q5_K", number=13, numbers=256, bytes=176, halves=(0, 2), decode=_q5_k),
+        BlockType(name="Q6_K", number=14, numbers=256, bytes=210, halves=(208,), decode=_q6_k),
     )
 }
 """The types that are served."""

@@ -136,13 +136,33 @@ def quantized(kind: BlockType, stored: Bytes) -> Quantized:
     if found.group == kind.numbers:  # one level of scales
         scales, offsets = (None if one is None else _half(one) for one in (found.scale, found.offset))
         assert scales is not None
-        return Quantized(codes, bits, found.group, found.group, scales, offsets, zero=zero)
+        return Quantized(
+            codes=codes, bits=bits, group=found.group, block=found.group, scales=scales, offsets=offsets, zero=zero
+        )
     halves = [_read_half(kind, stored, at) for at in kind.halves]
     factors = _factors(found.scale, halves[0])
     if found.offset is None:
-        return Quantized(codes, bits, found.group, kind.numbers, _half(halves[0]), None, factors, zero=zero)
+        return Quantized(
+            codes=codes,
+            bits=bits,
+            group=found.group,
+            block=kind.numbers,
+            scales=_half(halves[0]),
+            offsets=None,
+            scale_factors=factors,
+            zero=zero,
+        )
     scales, offsets, minima = _half(halves[0]), _half(-halves[1]), _factors(found.offset, -halves[1])
-    return Quantized(codes, bits, found.group, kind.numbers, scales, offsets, factors, minima)
+    return Quantized(
+        codes=codes,
+        bits=bits,
+        group=found.group,
+        block=kind.numbers,
+        scales=scales,
+        offsets=offsets,
+        scale_factors=factors,
+        offset_factors=minima,
+    )
 
 
 def _half(values: Floats) -> torch.Tensor:

@@ -13,7 +13,15 @@ LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=0.1)
 
 def record(*chunks: tuple[float, int], scheduled_s: float = 0.0, error: str | None = None) -> Record:
     ended_s = chunks[-1][0] + 0.01 if chunks else scheduled_s + 1
-    return Record(scheduled_s, scheduled_s + 0.002, chunks, ended_s, prompt_len=100, cached_len=25, error=error)
+    return Record(
+        scheduled_s=scheduled_s,
+        sent_s=scheduled_s + 0.002,
+        chunks=chunks,
+        ended_s=ended_s,
+        prompt_len=100,
+        cached_len=25,
+        error=error,
+    )
 
 
 def test_one_request() -> None:
@@ -26,7 +34,7 @@ def test_one_request() -> None:
 
 
 def test_first_token_counts_from_when_the_request_was_due() -> None:
-    late = Record(1.0, 3.0, ((3.1, 1),), 3.1, 10, 0)
+    late = Record(scheduled_s=1.0, sent_s=3.0, chunks=((3.1, 1),), ended_s=3.1, prompt_len=10, cached_len=0)
     assert late.ttft_s == pytest.approx(2.1)
 
 

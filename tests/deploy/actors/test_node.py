@@ -40,7 +40,12 @@ WAIT_S = 20.0
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
     arena = Path(f"/dev/shm/baton-test-node-{os.getpid()}")
     socket = str(tmp_path / "directory.sock")
-    yield NodeConfig(StoreSettings(socket, "00" * 32), str(arena), served_model(LAYOUT, folder="/"), NUM_SLOTS)
+    yield NodeConfig(
+        store=StoreSettings(socket, "00" * 32),
+        arena_path=str(arena),
+        model=served_model(LAYOUT, folder="/"),
+        num_slots=NUM_SLOTS,
+    )
     arena.unlink(missing_ok=True)
 
 
@@ -235,7 +240,9 @@ async def test_a_node_at_work_does_not_take_its_own_files_for_damaged(
 
 async def test_what_a_node_had_is_found_in_files_by_the_next_one(config: NodeConfig, tmp_path: Path) -> None:
     """A stop writes the blocks that were not yet written."""
-    files = ColdSettings(Tier.FILES, str(tmp_path / "kv"), Write.ALL, timeout_s=WAIT_S, max_bytes=64 << 20)
+    files = ColdSettings(
+        tier=Tier.FILES, place=str(tmp_path / "kv"), write=Write.ALL, timeout_s=WAIT_S, max_bytes=64 << 20
+    )
     config = replace(config, store=replace(config.store, cold=(files,)))
     names = names_of(NUM_SLOTS * LAYOUT.block_size)
     for expected in ([], [Tier.FILES] * NUM_SLOTS):
@@ -258,7 +265,9 @@ async def test_what_a_node_had_is_found_in_files_by_the_next_one(config: NodeCon
 
 def test_a_node_whose_folder_takes_no_files_says_so(config: NodeConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    files = ColdSettings(Tier.FILES, str(tmp_path / "file"), Write.ALL, timeout_s=WAIT_S, max_bytes=64 << 20)
+    files = ColdSettings(
+        tier=Tier.FILES, place=str(tmp_path / "file"), write=Write.ALL, timeout_s=WAIT_S, max_bytes=64 << 20
+    )
     node = NodeActor(to_json(replace(config, store=replace(config.store, cold=(files,)))))
     with pytest.raises(ConfigError, match=r"files\.folder"):
         asyncio.run(node.start())
@@ -297,7 +306,9 @@ async def test_a_node_that_drains_waits_for_its_holds(config: NodeConfig) -> Non
 
 
 async def test_a_node_that_drains_has_copies_made_of_what_only_it_has(config: NodeConfig, tmp_path: Path) -> None:
-    cold = ColdSettings(Tier.FILES, str(tmp_path / "files"), Write.REUSED, 5.0, 1 << 30)
+    cold = ColdSettings(
+        tier=Tier.FILES, place=str(tmp_path / "files"), write=Write.REUSED, timeout_s=5.0, max_bytes=1 << 30
+    )
     config = replace(config, store=replace(config.store, cold=(cold,)))
     node = NodeActor(to_json(config))
     await node.start()

@@ -122,7 +122,7 @@ class World:
         self.host = host or FleetHost()
         self.router = self.host.router
         self.events = EventLog(lambda: self.now_s)
-        self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
+        self.pools = Pools(PoolsRecord(sizes=PoolSizes(prefill, decode)))
         self.record = LocalRecord()
         self.machine = Machine(memory_bytes=8 << 30, shared_bytes=0, num_cores=2)
         self.node_is_up = asyncio.Event()

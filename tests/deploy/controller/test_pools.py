@@ -29,7 +29,7 @@ def stop(worker_id: WorkerId) -> Worker:
 
 def pools(prefill: int, decode: int) -> Pools:
     """Pools that have just become what they should be."""
-    made = Pools(PoolsRecord(PoolSizes(prefill, decode)))
+    made = Pools(PoolsRecord(sizes=PoolSizes(prefill, decode)))
     for worker in made.plan(0.0):
         made.became_ready(worker.id, ADDRESS)
     assert made.are_as_asked
@@ -48,14 +48,14 @@ def test_pools_without_a_record_are_of_the_workers_that_live_and_give_no_name_ag
 
 
 def test_empty_pools_are_filled_once() -> None:
-    made = Pools(PoolsRecord(PoolSizes(1, 2)))
+    made = Pools(PoolsRecord(sizes=PoolSizes(1, 2)))
     assert made.plan(0.0) == [start(P0), start(D0), start(D1)]
     assert made.plan(0.0) == []
     assert not made.are_as_asked
 
 
 def test_pools_are_as_asked_only_when_all_are_ready() -> None:
-    made = Pools(PoolsRecord(PoolSizes(1, 1)))
+    made = Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
     made.plan(0.0)
     made.became_ready(P0, ADDRESS)
     assert not made.are_as_asked
@@ -135,7 +135,7 @@ def test_a_worker_lost_while_draining_is_not_replaced() -> None:
 
 
 def test_what_never_starts_is_tried_again_after_longer_and_longer_pauses() -> None:
-    made = Pools(PoolsRecord(PoolSizes(0, 1)))
+    made = Pools(PoolsRecord(sizes=PoolSizes(0, 1)))
     now_s, pauses = 0.0, []
     for _ in range(8):
         (started,) = made.plan(now_s)
@@ -146,7 +146,7 @@ def test_what_never_starts_is_tried_again_after_longer_and_longer_pauses() -> No
 
 
 def test_a_start_that_succeeds_ends_the_pauses() -> None:
-    made = Pools(PoolsRecord(PoolSizes(0, 1)))
+    made = Pools(PoolsRecord(sizes=PoolSizes(0, 1)))
     for now_s in (0.0, 10.0, 20.0):
         (started,) = made.plan(now_s)
         made.lost(started.id, now_s)
@@ -157,7 +157,7 @@ def test_a_start_that_succeeds_ends_the_pauses() -> None:
 
 
 def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
-    made = Pools(PoolsRecord(PoolSizes(1, 1)))
+    made = Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
     made.plan(0.0)
     made.lost(P0, 0.0)
     made.lost(D0, 0.0)

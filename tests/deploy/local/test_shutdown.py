@@ -52,7 +52,12 @@ def joined(address: str) -> ClusterState:
     """A cluster on a Ray cluster of somebody else, of whose actors none is known to live."""
     folder = str(run_dir.create("joined"))
     return ClusterState(
-        "joined", ClusterPhase.RUNNING, ProcessRef.of(os.getpid()), folder, "token", ray_address=address
+        name="joined",
+        phase=ClusterPhase.RUNNING,
+        command=ProcessRef.of(os.getpid()),
+        run_dir=folder,
+        token="token",
+        ray_address=address,
     )
 
 
@@ -98,7 +103,11 @@ def test_a_ray_cluster_that_does_not_answer_is_told(ray_address: str, monkeypatc
 def test_a_later_cluster_of_the_name_is_left_alone(tmp_path: Path) -> None:
     file = StateFile("race")
     later = ClusterState(
-        "race", ClusterPhase.STARTING, ProcessRef.of(os.getpid()), str(run_dir.create("race")), "later"
+        name="race",
+        phase=ClusterPhase.STARTING,
+        command=ProcessRef.of(os.getpid()),
+        run_dir=str(run_dir.create("race")),
+        token="later",
     )
     (tmp_path / "later").write_text(to_json(later))
     command = [sys.executable, "-c", SUCCESSOR, str(tmp_path / "later"), str(file.path)]
@@ -117,7 +126,13 @@ def test_a_later_cluster_of_the_name_is_left_alone(tmp_path: Path) -> None:
 def test_nothing_is_touched_while_another_command_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "COMMAND_GRACE_S", 0.05)
     file = StateFile("race")
-    state = ClusterState("race", ClusterPhase.RUNNING, ProcessRef.of(os.getpid()), str(run_dir.create("race")), "t")
+    state = ClusterState(
+        name="race",
+        phase=ClusterPhase.RUNNING,
+        command=ProcessRef.of(os.getpid()),
+        run_dir=str(run_dir.create("race")),
+        token="t",
+    )
     file.write(state)
     with StateFile("race").lock(0), pytest.raises(Unavailable, match="is at work"):
         shutdown.shut_down(file, state)
@@ -135,7 +150,15 @@ def test_processes_of_strangers_and_other_arenas_outlive_a_cluster() -> None:
     Path(f"{folder}.n1").mkdir()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         stranger = replace(ProcessRef.of(process.pid), started=1.0)
-        state = ClusterState("one", ClusterPhase.RUNNING, stranger, str(folder), "t", head=stranger, redis=stranger)
+        state = ClusterState(
+            name="one",
+            phase=ClusterPhase.RUNNING,
+            command=stranger,
+            run_dir=str(folder),
+            token="t",
+            head=stranger,
+            redis=stranger,
+        )
         assert shutdown.tear_down(state) == []
         assert process.poll() is None
         process.kill()

@@ -200,7 +200,9 @@ def _crash() -> Path:
     """Leaves what a crashed cluster does; returns its folder."""
     folder = run_dir.create(NAME)
     _arena(folder).touch()
-    StateFile(NAME).write(ClusterState(NAME, ClusterPhase.RUNNING, GONE, str(folder), "t", head=GONE))
+    StateFile(NAME).write(
+        ClusterState(name=NAME, phase=ClusterPhase.RUNNING, command=GONE, run_dir=str(folder), token="t", head=GONE)
+    )
     return folder
 
 
@@ -232,7 +234,9 @@ def test_a_cluster_that_crashed_or_never_came_up_is_removed_though_parts_of_it_l
 
 def test_a_cluster_that_lives_keeps_its_name(checkpoint: Path) -> None:
     me = ProcessRef.of(os.getpid())
-    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-00000000", "t", head=me)
+    living = ClusterState(
+        name=NAME, phase=ClusterPhase.RUNNING, command=GONE, run_dir=f"/tmp/baton-{NAME}-00000000", token="t", head=me
+    )
     StateFile(NAME).write(living)
     with pytest.raises(ConfigError, match=f"is running: stop it with `baton down --name {NAME}`"):
         Startup(_config(checkpoint), Silent()).run()

@@ -15,7 +15,9 @@ from wire.pools import Addresses
 from wire.typed_reader import to_json
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
-STATE = ClusterState("one", ClusterPhase.STARTING, command=GONE, run_dir="/tmp/baton-one-00000000", token="t")
+STATE = ClusterState(
+    name="one", phase=ClusterPhase.STARTING, command=GONE, run_dir="/tmp/baton-one-00000000", token="t"
+)
 
 
 def test_a_state_comes_back_as_it_was_written() -> None:

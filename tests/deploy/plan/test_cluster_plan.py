@@ -21,15 +21,15 @@ from wire.trust.key_ring import NO_KEYS, KeyRing, Scope
 from worker.config import BatchSettings, WorkerConfig
 
 SERVED = served_model(LAYOUT, max_context_len=64, fingerprint_hex=bytes(32).hex())
-MODEL = ModelFacts(SERVED, "cpu", 1000)
+MODEL = ModelFacts(served=SERVED, device="cpu", weight_bytes=1000)
 MACHINE = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=4)
 HEAD = NodeBaseline(RayNode("a" * 56, "10.0.0.1", {"CPU": 4.0}, is_head=True), MACHINE)
 OTHER = NodeBaseline(
     RayNode("b" * 56, "10.0.0.2", {"CPU": 8.0, "decode": 1.0}), replace(MACHINE, num_cores=8), "10.0.0.2:7"
 )
 GPU_MACHINE = replace(MACHINE, gpus=(16 << 30,) * 2)
-REDIS = ColdSettings(Tier.REDIS, "unix:///run/redis.sock", Write.ALL, 0.7)
-FILES = ColdSettings(Tier.FILES, "/f", Write.ALL, 0.7)
+REDIS = ColdSettings(tier=Tier.REDIS, place="unix:///run/redis.sock", write=Write.ALL, timeout_s=0.7)
+FILES = ColdSettings(tier=Tier.FILES, place="/f", write=Write.ALL, timeout_s=0.7)
 BOUNDS = {
     "max_open_requests": 11,
     "max_queued_requests": 12,

@@ -30,7 +30,7 @@ def bytes_of_matrices(folder: Path) -> int:
 
 def test_what_is_known_of_a_folder(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "small")
-    model = inspect_model(ModelSettings(str(folder), block_size=32), "cpu")
+    model = inspect_model(ModelSettings(path=str(folder), block_size=32), "cpu")
     assert (model.served.name, model.served.folder, model.served.dtype) == ("small", str(folder), "float32")
     assert model.served.layout.block_size == 32
     assert model.served.layout.block_bytes == 16384  # 2 layers, keys and values, 2 heads of 16, 32 tokens, 4 bytes
@@ -41,7 +41,7 @@ def test_what_is_known_of_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("device", "weight_cache_bytes"), [("cuda", 1 << 30), ("cpu", 0), ("cpu", 100)])
 def test_weights_that_the_cache_does_not_take_count_for_each_worker(device: str, weight_cache_bytes: int) -> None:
-    facts = ModelFacts(ServedModel.__new__(ServedModel), device, 200)
+    facts = ModelFacts(served=ServedModel.__new__(ServedModel), device=device, weight_bytes=200)
     mapped = mapped_within(facts, weight_cache_bytes)
     assert (mapped.is_mapped, mapped.node_bytes) == (False, 0)
     shared = mapped_within(replace(facts, device="cpu", draft=DraftFacts("draft", 50)), 250)
@@ -52,16 +52,18 @@ def test_the_fingerprint_follows_weights_and_dtype_and_not_the_place(tmp_path: P
     one, same = (make_checkpoint("llama-gqa", tmp_path / name) for name in ("one", "same"))
     other = make_checkpoint("llama-gqa", tmp_path / "other", seed=1)
     fingerprints = [
-        inspect_model(ModelSettings(str(folder)), "cpu").served.fingerprint for folder in (one, same, other)
+        inspect_model(ModelSettings(path=str(folder)), "cpu").served.fingerprint for folder in (one, same, other)
     ]
-    fingerprints.append(inspect_model(ModelSettings(str(one), dtype="bfloat16"), "cpu").served.fingerprint)
+    fingerprints.append(inspect_model(ModelSettings(path=str(one), dtype="bfloat16"), "cpu").served.fingerprint)
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
 
 
 def test_another_kv_dtype_is_another_layout_of_the_same_model(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "small")
-    full, codes = (inspect_model(ModelSettings(str(folder), kv_dtype=name), "cpu").served for name in ("auto", "int8"))
+    full, codes = (
+        inspect_model(ModelSettings(path=str(folder), kv_dtype=name), "cpu").served for name in ("auto", "int8")
+    )
     assert full.fingerprint == codes.fingerprint
     assert (full.layout.quantization, codes.layout.quantization) == ("none", "int8")
     assert full.layout.payload_bytes / codes.layout.payload_bytes == 4 * 16 / (16 + 2)
@@ -78,11 +80,13 @@ def test_policies_that_drop_by_worth_are_refused(
     tmp_path: Path, arch: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        inspect_model(ModelSettings(str(make_checkpoint(arch, tmp_path / "model")), **settings), "cpu")
+        inspect_model(ModelSettings(path=str(make_checkpoint(arch, tmp_path / "model")), **settings), "cpu")
 
 
 def test_the_first_policy_is_the_deployments_own(tmp_path: Path) -> None:
-    settings = ModelSettings(str(make_checkpoint("llama-gqa", tmp_path)), allowed_kv_policies=("snapkv=25%", "full"))
+    settings = ModelSettings(
+        path=str(make_checkpoint("llama-gqa", tmp_path)), allowed_kv_policies=("snapkv=25%", "full")
+    )
     assert inspect_model(settings, "cpu").served.kv_policies == ("full", "snapkv=25%")
 
 
@@ -90,7 +94,7 @@ def test_sinks_are_another_layout_and_a_longer_context_of_the_same_model(tmp_pat
     folder = make_checkpoint("llama-gqa", tmp_path / "small")
     policies = ("full", "sinks=4+60")
     full, sinks = (
-        inspect_model(ModelSettings(str(folder), dtype="float32", kv_policy=policy), "cpu") for policy in policies
+        inspect_model(ModelSettings(path=str(folder), dtype="float32", kv_policy=policy), "cpu") for policy in policies
     )
     assert full.served.fingerprint == sinks.served.fingerprint
     assert (full.served.layout.num_sinks, full.served.max_context_len, full.context_bytes) == (0, 1024, 64 * 8192)
@@ -130,7 +134,7 @@ def test_a_model_that_would_answer_wrongly_is_refused(
     spoil(folder)
     for _ in range(2):
         with pytest.raises(ModelError, match=message):
-            inspect_model(ModelSettings(str(folder)), "cpu")
+            inspect_model(ModelSettings(path=str(folder)), "cpu")
 
 
 def test_a_model_is_called_what_it_is_told() -> None:
@@ -152,13 +156,15 @@ def test_without_a_name_and_a_demo_model_it_says_what_to_give(tmp_path: Path, mo
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        inspect_model(ModelSettings(str(tmp_path)), "cpu")
+        inspect_model(ModelSettings(path=str(tmp_path)), "cpu")
 
 
 def test_what_is_known_of_a_draft(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "model")
     other = make_checkpoint("llama-mqa", tmp_path / "draft", seed=1, num_hidden_layers=1)
-    without, model = (inspect_model(ModelSettings(str(folder)), "cpu", draft=draft) for draft in (None, str(other)))
+    without, model = (
+        inspect_model(ModelSettings(path=str(folder)), "cpu", draft=draft) for draft in (None, str(other))
+    )
     assert model.served == without.served
     assert model.draft == DraftFacts(str(other), bytes_of_matrices(other), 4096)
     assert without.draft.folder is None
@@ -194,7 +200,7 @@ def test_a_draft_that_is_none_of_the_model_is_refused_by_name(
     folder, draft = (make_checkpoint("llama-gqa", tmp_path / name) for name in ("model", "draft"))
     spoil(draft)
     with pytest.raises(ModelError, match=f"^speculation.draft: .*{message}"):
-        inspect_model(ModelSettings(str(folder)), "cpu", draft=str(draft))
+        inspect_model(ModelSettings(path=str(folder)), "cpu", draft=str(draft))
 
 
 def swap_tokens(file: Path) -> None:

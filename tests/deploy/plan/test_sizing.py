@@ -24,9 +24,15 @@ def served(max_context_len: int, layout: KVLayout) -> ServedModel:
     return served_model(layout, max_context_len=max_context_len)
 
 
-SMALL = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32")), "cpu", weight_bytes=8 * MIB)  # blocks of 32 KiB
-WINDOWED = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32", "int4", window=64)), "cpu", weight_bytes=8 * MIB)
-LARGE = ModelFacts(served(131072, KVLayout(32, 8, 128, 16, "float16")), "cpu", weight_bytes=3 * GIB)  # of 2 MiB
+SMALL = ModelFacts(
+    served=served(2048, KVLayout(1, 4, 64, 16, "float32")), device="cpu", weight_bytes=8 * MIB
+)  # blocks of 32 KiB
+WINDOWED = ModelFacts(
+    served=served(2048, KVLayout(1, 4, 64, 16, "float32", "int4", window=64)), device="cpu", weight_bytes=8 * MIB
+)
+LARGE = ModelFacts(
+    served=served(131072, KVLayout(32, 8, 128, 16, "float16")), device="cpu", weight_bytes=3 * GIB
+)  # of 2 MiB
 
 
 def config(**tables: Any) -> ClusterConfig:

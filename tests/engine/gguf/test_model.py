@@ -125,7 +125,7 @@ def test_a_link_to_a_file_without_a_suffix_is_the_file(tmp_path: Path) -> None:
     found = find_folder(str(link))
     assert found.name.startswith("model-")
     require_same_weights(found, tmp_path / "plain")
-    assert inspect_model(ModelSettings(str(link)), "cpu").served.name == "model"
+    assert inspect_model(ModelSettings(path=str(link)), "cpu").served.name == "model"
     require_folders(str(link), None)
     require_same_weights(find_folder(str(link.resolve())), tmp_path / "plain")
     link.rename(other := link.with_name("its other name"))
