@@ -1,14 +1,14 @@
-"""The engine's core: requests in, tokens and events out, one step at a time. No threads of its own, no text.
+"""The engine's core: requests in, tokens and events out, step by step. Without threads or text.
 
 WAITING -> FETCHING -> PREFILL -> DECODE -> ENDED
    ^          \\          |  \\-> HANDING_OFF -> ENDED
    |           \\---------+----> DECODE, if the fetch found all KV
    \\--- preempted, from PREFILL or DECODE; from FETCHING, if a part of the blocks that a policy kept is gone
 
-A sequence is one choice of a request, and the sequences of one request are siblings. The first, the leader, brings
-the KV of the prompt; the others draw their first token from its last row while they wait, and are then admitted with
-its pages.
-A sequence has a row of `DecodeRows` from its first step in DECODE on. While all have rows, a step is: run the rows.
+A sequence is one choice of a request, and the sequences of one request are siblings. The first, the leader, computes or
+fetches the prompt's KV; the others wait, draw their first token from its last row, and are then admitted with its
+pages. A sequence has a row of `DecodeRows` from its first step in DECODE on. While all sequences have rows, a step just
+runs the rows.
 """
 
 from collections import Counter
@@ -53,13 +53,13 @@ from wire.ids import AttemptId, BlockKey
 from wire.sampling import Logprobs
 
 MAX_SCORED_TOKENS = 512
-"""Tokens of prompts that one step scores: each needs a row of logits, which may be a megabyte."""
+"""Bound on the prompt tokens that a step scores: each needs a row of logits, maybe a megabyte."""
 
 
 class EngineCore:
-    """A model that runs many requests at once.
+    """A model that runs many requests together.
 
-    Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it.
+    Not thread-safe. `transfers` may use other threads; `step` polls it.
     """
 
     def __init__(
@@ -93,29 +93,29 @@ class EngineCore:
 
     @property
     def attempts(self) -> Collection[AttemptId]:
-        """The requests here, by their ids."""
+        """The ids of the engine's requests."""
         return self._table.attempts
 
     @property
     def can_step(self) -> bool:
-        """False: nothing will happen before the next `add`, `abort` or finished transfer."""
+        """Whether `step` has work; if not, nothing happens before the next `add`, `abort` or finished transfer."""
         return self.has_requests and not self._is_stalled
 
     def add(self, request: EngineRequest) -> None:
-        """Queues a request. InvalidRequest if it can never run here, RequestExists if its id is taken."""
+        """Queues a request. Raises InvalidRequest if it can never run here, RequestExists if its id is taken."""
         self._check(request)
         self._table.add(request, self.model)
         self._is_stalled = False
 
     def abort(self, attempt_id: AttemptId) -> None:
-        """Ends a request without a further event, except HoldOrphaned. Does nothing if there is none."""
+        """Ends a request without a further event, except HoldOrphaned. Does nothing for an unknown request."""
         self._cache.pass_on_hint(self._close(attempt_id))
         self._is_stalled = False
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
-        """Ends a choice without an event; the others go on. Returns whether it did.
+        """Ends a choice without an event; the other choices go on. Returns whether it did.
 
-        It does nothing for a choice that has ended, nor for a hand-off's, which end with their first token anyway.
+        Does nothing for an ended choice, or for a hand-off's choice, which ends with its first token anyway.
         """
         choices = (one for one in self._table.siblings(attempt_id) if one.choice.index == index)
         sequence = next(choices, None)
@@ -129,8 +129,8 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Runs one iteration: finish transfers, plan, launch, launch ahead, read, apply. Cheap without work.
 
-        The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
-        A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
+        A step with ended transfers only reports them, so that they do not wait for a run. A faulty request fails alone.
+        A step that raises reports nothing, then or later; its requests can be aborted.
         """
         output = StepOutput()
         self._events = output.before
@@ -169,11 +169,11 @@ class EngineCore:
         )
 
     def drop_cached(self, keys: Seq[BlockKey]) -> int:
-        """Takes blocks out of the device's index, these or else all, and counts them. Sequences keep their pages."""
+        """Takes these blocks, or all, out of the device's index, and counts them. Sequences keep their pages."""
         return self._cache.unindex(keys)
 
     def check(self) -> list[str]:
-        """Lists the faults of the pool's books; an empty list is a clean bill."""
+        """Lists violated invariants of the pool; empty if none."""
         problems = [*self.pool.ledger.check(), *self._rows.check(int(self._runner.launches_ahead))]
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
@@ -228,7 +228,7 @@ class EngineCore:
         return plan
 
     def _carry_out(self, plan: Plan) -> Work | None:
-        """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
+        """Carries out a plan up to the run; chunks of one token come first, as the runner needs."""
         for handle in plan.preempt:
             self._preempt(self._table[handle])
         decoding, chunks = self._make_room(plan)
@@ -243,7 +243,7 @@ class EngineCore:
         return work if decoding or chunks else None
 
     def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[PromptChunk]]:
-        """Finds pages for the tokens of a plan; returns the sequences that have them: decoding ones, and chunks."""
+        """Finds pages for the tokens of a plan; returns the decoding sequences and the chunks that got pages."""
         decoding, chunks, num_scorable = [], [], MAX_SCORED_TOKENS
         for handle, num_planned in plan.run.items():
             sequence = self._table[handle]
@@ -308,7 +308,7 @@ class EngineCore:
                 self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Drops KV of a sequence at its boundary; a fault there, such as too little memory to weigh, fails it alone."""
+        """Drops KV of a sequence at its boundary; an error, such as too little memory, fails this sequence alone."""
         try:
             self._runner.drop(sequence)
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
@@ -324,7 +324,7 @@ class EngineCore:
                 sequence.num_scored += len(logprobs)
 
     def _advance(self, chunks: list[PromptChunk]) -> dict[Sequence, int]:
-        """Counts the tokens of chunks as computed; returns where each began."""
+        """Counts the tokens of chunks as computed; returns the start of each."""
         starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
         for chunk in chunks:
             sequence, num_prompt = chunk.sequence, chunk.sequence.request.num_prompt
@@ -333,7 +333,7 @@ class EngineCore:
         return starts
 
     def _finish(self, ending: list[Sequence], chunks: list[PromptChunk]) -> None:
-        """Ends choices. Where a hand-off's leader ends at once, a sibling that goes on gets its KV and hands it off."""
+        """Ends choices. If a hand-off's leader ends at once, an unfinished sibling gets its KV and hands it off."""
         for chunk in chunks:
             leader = chunk.sequence
             heir = next((one for one in chunk.sampled if one not in ending), None)
@@ -346,7 +346,7 @@ class EngineCore:
             self._close_if_over(choice.attempt_id)
 
     def _go_on(self, sequence: Sequence) -> None:
-        """Continues a sequence that has computed all known tokens and gained a further one."""
+        """Continues a sequence that has computed all known tokens and gained a token."""
         if isinstance(sequence.request, HandOff):
             self._hand_off(sequence)
             self._close_if_over(sequence.choice.attempt_id)
@@ -354,7 +354,7 @@ class EngineCore:
             sequence.begin_run(sequence.num_computed)
 
     def _hand_off(self, sequence: Sequence) -> None:
-        """Hands off a sequence after its first token; the first sibling to do so writes the prompt for all."""
+        """Hands off a sequence after its first token; the first sibling writes the prompt for all."""
         attempt_id = sequence.request.attempt_id
         if attempt_id in self._num_held:
             self._end(sequence)
@@ -372,7 +372,7 @@ class EngineCore:
         self._cache.pass_on_hint(self._close(attempt_id))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
-        """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
+        """Ends the request of a failed sequence, unless a sibling's failure has ended it."""
         if sequence.phase is not Phase.ENDED:
             if not isinstance(error, InvalidRequest):  # a grammar's fault says nothing of KV that others share
                 self._cache.purge(sequence)
@@ -380,7 +380,7 @@ class EngineCore:
             self._events.append(Failed(sequence.choice.attempt_id, error))
 
     def _close(self, attempt_id: AttemptId) -> list[Sequence]:
-        """Ends the sequences of a request that have not ended; returns all of them."""
+        """Ends a request's unfinished sequences; returns all its sequences."""
         self._num_held.pop(attempt_id, None)
         sequences = self._table.remove(attempt_id)
         for sequence in sequences:

@@ -3,7 +3,7 @@
     step n      launch n      launch n + 1      read n, apply n
     step n + 1                                                    read n + 1, apply n + 1
 
-A pass ahead takes its tokens from the device, so that the host chooses and applies while the model runs.
+A pass launched ahead takes its tokens from the device, so that the host chooses and applies while the model runs.
 """
 
 from engine.pages.allocator import PageAllocator
@@ -16,7 +16,7 @@ from wire.ids import PageId
 class Decoding:
     """The work of the decoding rows, and the pages that it takes.
 
-    num_active: the number of sequences that wait or run; all of them decode if there are as many rows.
+    num_active: the number of waiting or running sequences; all decode if there are as many rows.
     """
 
     def __init__(self, rows: DecodeRows, speculator: Speculator, allocator: PageAllocator) -> None:
@@ -27,8 +27,8 @@ class Decoding:
     def work(self, num_active: int, has_launched: bool) -> Work | None:
         """Plans a step of all rows, one token each, without the batcher.
 
-        None if some sequence does not decode, or pages are too few. has_launched: whether a pass was launched ahead,
-        which is taken first, though sequences may wait by now.
+        Returns None if some sequence does not decode, or pages are too few. has_launched: a pass was launched ahead and
+        runs first, even if sequences wait by now.
         """
         rows = self._rows
         if not rows or not (has_launched or len(rows) == num_active):
@@ -46,10 +46,10 @@ class Decoding:
         return Work(work.rows, work.chunks, drafts) if drafts else work
 
     def pages_ahead(self, work: Work, num_active: int) -> tuple[list[int], list[PageId]] | None:
-        """Gives pages for the next forward pass before this step is read: the rows that need one, and their pages.
+        """Allocates pages for the next forward pass before this step is read; returns the rows in need, and the pages.
 
-        None unless all sequences decode one token in both steps, and pages suffice. A sequence that ends with this
-        step's token runs once in vain; a page gained for that is freed with the rest.
+        Returns None unless all sequences decode one token in both steps, and pages suffice. A sequence that ends with
+        this step's token runs once in vain; a page for that is freed with the others.
         """
         rows, num_rows = self._rows, work.num_rows
         if not num_rows == len(rows) == num_active or work.chunks or work.drafts:

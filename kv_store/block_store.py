@@ -1,4 +1,4 @@
-"""The store as an engine sees it below its own pages: it finds, fetches and writes blocks by name."""
+"""The store below an engine's pages: it finds, fetches and writes blocks by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from wire.tier import Disposition, FarStatus, Tier
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatus:
-    """`directory` is None while it is out of reach. Counts since the start of this store.
+    """The state of a store, with counts since its start. directory: None while unreachable.
 
-    prefill_token_s: seconds of prefill a token, as fetches compare reads with; None before the first prompt.
+    prefill_token_s: seconds of prefill a token, which fetches compare with reads; None before the first prompt.
     """
 
     directory: DirectoryStatus | None
@@ -29,9 +29,9 @@ class StoreStatus:
 
 @dataclass(frozen=True)
 class Reading:
-    """The disposition of each block of a fetch, in order; the blocks that were read fill the first pages.
+    """The disposition of each block of a fetch, in order; read blocks fill the first pages.
 
-    later: a step of the plan that is left for `BlockStore.read`.
+    later: a step of the plan for `BlockStore.read`, if any.
     """
 
     blocks: Sequence[Disposition] = ()
@@ -53,41 +53,41 @@ class BlockStore(Protocol):
     """
 
     def fence(self) -> None:
-        """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
+        """Makes later copies wait for the work queued so far. For the computing thread, before each transfer."""
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
     ) -> Reading:
-        """Copies blocks of one prompt that prove good, and are worth it, into the caller's own pages, as planned.
+        """Plans the read of a prompt's blocks, and copies verified blocks into the caller's pages.
 
-        They are a front of `names`; with `needs.starts`, the blocks up to the last that can be used. The pages suffice
-        for these. peers: addresses of the block ports of other nodes to ask, in this order.
+        The read blocks are a front of `names`; with `needs.starts`, the needed blocks up to the last usable block.
+        There are enough pages for these. peers: block ports of other nodes to ask, by address, in order.
         """
 
     def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
-        """Carries out a step that `fetch` has left, up to the first block that is gone or spoilt, without causes."""
+        """Carries out a step that `fetch` has left, up to the first missing or damaged block, without causes."""
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
-        """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.
+        """Copies pages to the host tier unless it has their blocks; with `hold`, holds them for that request.
 
-        Returns how many of the blocks are in the host tier now, of whichever writer.
+        Returns how many of the blocks the host tier now has, from any writer.
         """
 
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
-        """Deletes blocks from every tier, and from the arenas behind these block ports."""
+        """Deletes blocks from every tier, and from the arenas of these block ports."""
 
     def keep(self, names: Sequence[BlockName], hint: KeepHint) -> None:
         """Notes a hint about blocks that a request has used; may do nothing."""
 
 
 class StoreControl(Protocol):
-    """Holds, status and checks of a node's store; moves no block. Blocking; safe beside a `BlockStore`'s thread.
+    """Holds, status and checks of a node's store, without moving blocks. Blocking; safe beside a `BlockStore`'s thread.
 
-    With the directory out of reach `renew` returns nothing, and `check` names it; neither raises.
+    If the directory is unreachable, `renew` returns nothing, and `check` says so; neither raises.
     """
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
-        """Prolongs the holds of requests; returns the requests that have none, or none any more."""
+        """Prolongs the holds of requests; returns the requests without a hold."""
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Ends the holds of requests."""

@@ -1,12 +1,12 @@
-"""The books of a pool's pages: counts of references and of transfers, and the states that follow from them.
+"""The ledger of a pool's pages: counts of references and transfers, and the page states that follow from them.
 
                       indexed by key     not indexed
 references            PUBLISHED          OWNED
 none, but transfers   CACHED             DRAINING
 none                  CACHED             FREE
 
-A page is given out only from FREE, or from CACHED while no transfer touches it. Serves a worker's device pages and an
-arena's slots alike.
+`allocate` takes a page only from FREE, or from CACHED while no transfer touches it. A worker's device pages and an
+arena's slots have the same ledger.
 """
 
 from array import array
@@ -23,11 +23,11 @@ from wire.tier import LedgerCounts
 
 
 class OutOfBlocks(StoreError):
-    """Fewer pages are allocatable than the caller wants; nothing has changed."""
+    """Fewer pages are allocatable than requested; nothing has changed."""
 
 
 class PageState(Enum):
-    """Derived from a page's counts, never stored."""
+    """The state of a page, derived from its counts and never stored."""
 
     FREE = "free"
     OWNED = "owned"
@@ -37,10 +37,10 @@ class PageState(Enum):
 
 
 class Ledger(Generic[Page]):
-    """The books of `num_pages` pages. Not thread-safe.
+    """The ledger of `num_pages` pages. Not thread-safe.
 
-    A page is used when it becomes cached, and when `order.touch` is called. A page is evicted before its parent, unless
-    the order ignores parents; of pages without one, callers free the last page of a sequence first.
+    A page counts as used when it becomes cached, and when `order.touch` is called. A page is evicted before its parent,
+    unless the order ignores parents; for pages without parents, callers free a sequence's last page first.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Ledger(Generic[Page]):
         policy: Callable[[int], EvictionPolicy] = LeastRecentlyUsed,
         on_eviction: Callable[[Page], None] = lambda _: None,
     ) -> None:
-        """on_eviction: called with each page that `allocate` evicts, while it is indexed still."""
+        """on_eviction: called with each page that `allocate` evicts, while it is still indexed."""
         self.num_pages = num_pages
         self.pages = cast(Sequence[Page], range(num_pages))
         self.num_evicted = 0
@@ -66,11 +66,11 @@ class Ledger(Generic[Page]):
 
     @property
     def num_allocatable(self) -> int:
-        """Pages that `allocate` can give out now: free ones, and cached ones that no transfer touches."""
+        """Pages that `allocate` can take now: free pages, and cached pages that no transfer touches."""
         return len(self._free) + len(self.order)
 
     def allocate(self, num_pages: int) -> list[Page]:
-        """Gives out pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
+        """Takes pages, first free, then evicted; each gets a reference. Raises OutOfBlocks if there are too few."""
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} allocatable")
         while len(self._free) < num_pages and (victim := self.order.first()) is not None:
@@ -83,13 +83,13 @@ class Ledger(Generic[Page]):
         return pages
 
     def acquire(self, page: Page) -> None:
-        """Adds a reference to a page that has one or is indexed."""
+        """Adds a reference to a page that has a reference or is indexed."""
         if self.state(page) in (PageState.FREE, PageState.DRAINING):
             raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
         self._change(page, self._references, 1)
 
     def free(self, page: Page) -> None:
-        """Takes a reference away. The last one leaves a page cached, draining or free."""
+        """Removes a reference; without references a page is cached, draining or free."""
         if not self._references[page]:
             raise ValueError(f"page {page} has no reference to give back")
         self._change(page, self._references, -1)
@@ -102,9 +102,9 @@ class Ledger(Generic[Page]):
         parent: bytes | None = None,
         owner: int = 0,
     ) -> bool:
-        """Indexes a page under a key. False, and nothing changed, if another page has that key.
+        """Indexes a page under a key. If another page has the key, returns False and changes nothing.
 
-        parent: the key of the block before it, which is evicted after it. owner: a number, 0 for none.
+        parent: the key of the block before it, which is evicted later. owner: a number, 0 for none.
         """
         before = self.state(page)
         if before is PageState.FREE:
@@ -120,7 +120,7 @@ class Ledger(Generic[Page]):
         return True
 
     def unindex(self, page: Page) -> None:
-        """Takes a page out of the index. Does nothing if it is not there."""
+        """Takes a page out of the index. Does nothing if it is not indexed."""
         key, before = self._keys[page], self.state(page)
         if key is not None:
             del self._key_to_page[key]
@@ -136,7 +136,7 @@ class Ledger(Generic[Page]):
         return self._keys[page]
 
     def begin_transfer(self, page: Page) -> None:
-        """Notes a copy to or from a page: even freed, the page is not given out before `end_transfer`."""
+        """Notes a copy to or from a page: even freed, it is not allocated before `end_transfer`."""
         if self.state(page) is PageState.FREE:
             raise ValueError(f"page {page} is free: nothing to transfer")
         self._change(page, self._transfers, 1)
@@ -176,7 +176,7 @@ class Ledger(Generic[Page]):
         return LedgerCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
 
     def check(self) -> list[str]:
-        """Recounts the books page by page and lists their faults; an empty list is a clean bill."""
+        """Lists violated invariants, recounted page by page; empty if none."""
         found = {state: [page for page in self.pages if self.state(page) is state] for state in PageState}
         idle = {page for page in found[PageState.CACHED] if not self._transfers[page]}
         rules = {

@@ -1,4 +1,4 @@
-"""The arena of a node as one of its processes sees it, with the directory behind it; leases of its blocks."""
+"""The mapping of a node's arena in one of its processes, with the directory; leases of its blocks."""
 
 import logging
 from collections import Counter
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Leased:
-    """Entries of blocks under a lease. has_held: the lease had not run out at its release; else no read counts."""
+    """Entries of blocks under a lease. has_held: the lease had not expired at its release; else no read counts."""
 
     entries: Sequence[Entry | None]
     has_held: bool = False
@@ -44,8 +44,8 @@ def leased(directory: DirectoryPort, reader: str, keys: Sequence[BlockKey], ttl_
 class MappedArena:
     """The mapping of a node's arena, replaced after a restart of its directory.
 
-    num_failed: calls that failed, as the directory was out of reach or had restarted. num_corrupt: blocks rejected for
-    a wrong checksum.
+    num_failed: calls that failed because the directory was unreachable or had restarted. num_corrupt: blocks rejected
+    for a wrong checksum.
     """
 
     def __init__(self, layout: KVLayout, arena: Arena, directory: DirectoryPort) -> None:
@@ -74,17 +74,17 @@ class MappedArena:
         self._is_stale = False
 
     def payload(self, slot: SlotId | None) -> memoryview:
-        """Views the payload of a slot; of None, memory for one block at a time."""
+        """Views the payload of a slot; for None, a buffer for one block at a time."""
         return self._scratch if slot is None else self._arena.slot(slot)[: len(self._scratch)]
 
     def reject(self, block: Block) -> None:
-        """Takes a block out of the index whose bytes are not the ones that were written."""
+        """Rejects a block with wrong bytes: takes it out of the index."""
         self.num_corrupt += 1
         log.warning("slot %d of the arena does not hold what was written there: its block is rejected", block.slot)
         self.directory.reject([block])
 
     def or_else(self, otherwise: T, action: Callable[[], T]) -> T:
-        """Runs an action; returns `otherwise` and counts a failure if the directory is out of reach."""
+        """Runs an action; if the directory is unreachable, counts a failure and returns `otherwise`."""
         try:
             answer = action()
         except EpochChanged:
@@ -102,7 +102,7 @@ class MappedArena:
 
 
 class ArenaBlocks:
-    """A BlockSource over an arena and its directory in this process. reader, ttl_s: of its leases. For one thread."""
+    """A BlockSource over an arena and its directory in this process. reader, ttl_s: its leases'. For one thread."""
 
     tier = Tier.HOST
 

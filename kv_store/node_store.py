@@ -1,7 +1,7 @@
-"""The store as a process sees it: arena, other nodes and cold tiers under one lookup, around its device pages.
+"""The store of a node's process: arena, other nodes and cold tiers under one lookup, below its device pages.
 
-A block is copied to a device only from bytes with the right checksum, and a read from the arena counts only if its
-lease held to the end.
+A block is copied to a device only if its checksum is right, and a read from the arena counts only if its lease held to
+the end.
 """
 
 import os
@@ -71,10 +71,10 @@ class NodeControl:
 
 
 class NodeStore:
-    """The BlockStore of a node's process. Not thread-safe: for the transfer thread; `control` is for any.
+    """The BlockStore of a node's process. For the transfer thread alone; `control` is thread-safe.
 
     cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
-    costs: the durations that fetches learn from, and choose by.
+    costs: the durations that fetches learn, and choose by.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class NodeStore:
     def _fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
     ) -> Reading:
-        """Reads blocks up to the first that no tier has, as planned."""
+        """Reads blocks, by a plan, up to the first that no tier has."""
         with self._leased(names) as lease:
             missing = [name for name, entry in zip(names, lease.entries, strict=True) if entry is None]
             lookup_s = SourceCosts.split_lookup_s if needs.splits else SourceCosts.lookup_s
@@ -155,7 +155,7 @@ class NodeStore:
     def _found(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None], far: Iterable[BlockSource | None]
     ) -> Read:
-        """Finds the source of each block, up to the first that has none. far: of blocks without entry."""
+        """Finds the source of each block, up to the first without any. far: sources of blocks without an entry."""
         sources = iter(far)
         where = takewhile(lambda one: one is not None, (next(sources) if one is None else one for one in entries))
         found = [None if isinstance(one, Entry) else one for one in where]
@@ -164,7 +164,7 @@ class NodeStore:
     def _fetch_window(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
     ) -> Reading:
-        """Reads the blocks that the last usable one needs, which a lookup from the end finds."""
+        """Reads the blocks that the last usable block needs, found by a lookup from the end."""
         is_here = self._host.directory.records.exists([name.key for name in names])
         missing = [place for place, here in reversed([*enumerate(is_here)]) if not here]
         lookup = FarLookup(self._far, [names[place] for place in missing], peers)
@@ -176,7 +176,7 @@ class NodeStore:
         return Reading([*blocks, *self._causes(names[end:], lookup.unasked)])
 
     def _read(self, step: Read, pages: Sequence[PageId]) -> Reading:
-        """Reads blocks up to the first one that was in the arena, and is gone."""
+        """Reads blocks up to the first that has left the arena meanwhile."""
         with self._leased(step.names) as lease:
             far = (source for entry, source in zip(lease.entries, step.sources, strict=True) if entry is None)
             there, deadline = self._found(step.names, lease.entries, far), self._clock() + 2 * step.group_s
@@ -197,7 +197,7 @@ class NodeStore:
 
     @contextmanager
     def _leased(self, names: Sequence[BlockName]) -> Iterator[Leased]:
-        """Leases blocks for long enough to copy them."""
+        """Leases blocks for the time of copying them."""
         self._host.attach()
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
         with leased(self._host.directory, self._me, [name.key for name in names], ttl_s) as blocks, self._writing():
@@ -205,7 +205,7 @@ class NodeStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Gives back the reserved slots if the body fails before its commit."""
+        """Abandons the reserved slots if the body fails before its commit."""
         try:
             yield
         except BaseException:
@@ -217,7 +217,7 @@ class NodeStore:
     def _carry_out(
         self, step: Read, pages: Sequence[PageId], entries: Sequence[Entry | None], is_late: Callable[[], bool]
     ) -> list[Tier]:
-        """Copies blocks up to the first that is not right; blocks from far tiers go into the arena on the way."""
+        """Copies blocks up to the first wrong block; blocks from far tiers also go into the arena."""
         lacking = [name for name, source in zip(step.names, step.sources, strict=True) if source is not None]
         reserved = iter(self._host.directory.reserve(self._me, lacking, None).slots if lacking else ())
         here = [entry for entry in entries[: len(step.names)] if entry is not None]
@@ -249,7 +249,7 @@ class NodeStore:
     def _verify(
         self, names: Sequence[BlockName], entries: Sequence[Entry], payloads: Sequence[memoryview]
     ) -> Generator[bytes, None, None]:
-        """Yields the checksums of leased blocks, up to the first with a wrong one, which it rejects."""
+        """Yields the checksums of leased blocks, up to the first wrong block, which it rejects."""
         for name, entry, checksum in zip(names, entries, self._checksums(payloads), strict=True):
             if checksum != entry.checksum:
                 self._host.reject(Block(entry.slot, name, entry.checksum))
@@ -257,7 +257,7 @@ class NodeStore:
             yield checksum
 
     def _promote(self, blocks: Sequence[tuple[Tier, Block]]) -> None:
-        """Commits blocks of far tiers in the arena, and gives back the other reserved slots."""
+        """Commits blocks from far tiers to the arena, and abandons the other reserved slots."""
         if blocks:
             self._host.directory.commit(self._me, [block for _, block in blocks], None)
         for tier in COLD_TIERS:  # other nodes may lose theirs
@@ -266,7 +266,7 @@ class NodeStore:
         self._host.directory.abandon(self._me)
 
     def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
-        """Copies the pages that have a slot, as many at once as their pool does; one that fails may leave copies."""
+        """Copies the pages that have a slot, as many at once as the pool can; a failure may leave copies running."""
         copies = ((name, page, slot) for name, page, slot in wanted if slot is not None)
         blocks: list[Block] = []
         while group := [*islice(copies, self._pool.num_copied_at_once)]:
@@ -280,5 +280,5 @@ class NodeStore:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Makes the threads of this process that take checksums; xxhash leaves the interpreter to others meanwhile."""
+    """Makes this process's threads for checksums; xxhash releases the GIL."""
     return ThreadPoolExecutor(min(_MAX_SUM_THREADS, os.cpu_count() or 1), "checksums")

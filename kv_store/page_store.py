@@ -1,4 +1,4 @@
-"""The store of an engine without a node: its pages over a list of tiers, in its own process."""
+"""The store of an engine without a node: a list of tiers in the engine's process."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,9 +14,9 @@ from wire.tier import Cause, Disposition, Miss
 
 
 class PageStore:
-    """A BlockStore without holds, tails and other nodes, none of which outlive or leave a process.
+    """A BlockStore over a TierList, without holds, tails and other nodes, which one process does not need.
 
-    Blocks are in every tier that takes them when `write_through` returns; a purge keeps to these tiers.
+    After `write_through` every tier that takes blocks has them; a purge is for these tiers alone.
     """
 
     def __init__(self, tiers: TierList, pool: DevicePool) -> None:
@@ -30,7 +30,7 @@ class PageStore:
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
     ) -> Reading:
-        """Reads all that it finds: these tiers learn no costs, and do not remember what they have lost."""
+        """Reads all blocks that it finds: these tiers learn no costs, and keep no record of lost blocks."""
         blocks: list[Disposition] = [Miss(Cause.PARTIAL if one.is_tail else Cause.NO_LONGER_KNOWN) for one in names]
         end = len(names) if needs.starts is None else self._usable_end(names, needs)
         places = [place for place in needs.places(end) if not names[place].is_tail]
@@ -42,7 +42,7 @@ class PageStore:
         return Reading(blocks)
 
     def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
-        """Reads nothing: no step is left."""
+        """Reads nothing: `fetch` leaves no step."""
         return NOTHING
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:

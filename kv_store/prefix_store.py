@@ -1,11 +1,12 @@
-"""A library of prefixes: the KV of tokens, stored by name in a list of tiers, without Ray, router or engine.
+"""The library of prefixes: KV of tokens, stored by name in a list of tiers, without Ray, router or engine.
 
 >>> store = PrefixStore([tiers.files("cache", max_bytes=1 << 30)], model=b"weights", layout=layout, secret=secret)
 >>> store.put(tokens, kv)
 >>> prefix = store.get_closest(tokens + more)
 
-A block is named by all tokens before it, under a root of secret, tenant, model and layout. A store with another of
-these has other names: it shares a folder or a server and finds nothing of this one, which is a miss and no error.
+A block's name depends on all tokens up to its end, under a root of secret, tenant, model and layout. If any of these
+differs, names differ: two such stores can share a folder or a server and find nothing of each other, which is a miss
+and no error.
 """
 
 import secrets
@@ -33,7 +34,7 @@ MIN_SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """The stored KV of the first tokens of a sequence, whole blocks of them.
+    """The stored KV of the first tokens of a sequence, in whole blocks.
 
     kv: `[num_layers, 2, num_kv_heads, num_tokens, head_dim]` of the layout's dtype, on the CPU, the caller's own; the
     2 is key and value. num_tokens: 0 if nothing was found.
@@ -54,9 +55,9 @@ class Pin:
 class PrefixStore:
     """Prefixes of one tenant, model and layout in tiers, nearest first. Thread-safe.
 
-    Calls block while tiers answer, each within its timeout. A tier at fault is a miss, as is a block that fails its
-    checksum or MAC, which is deleted. Prefixes share blocks: of two sequences with the same beginning it is stored
-    once. A last block that tokens do not fill is not stored.
+    Calls block while tiers answer, each within its timeout. A failed tier is a miss; so is a block that fails its
+    checksum or MAC, which is deleted. Sequences with the same beginning share its blocks. A partly filled last block is
+    not stored.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class PrefixStore:
         secret: bytes,
         tenant: str = DEFAULT_TENANT,
     ) -> None:
-        """Opens the tiers. They are made by `baton.tiers`, or settings of a cluster.
+        """Opens the tiers, which are made by `baton.tiers` or are a cluster's settings.
 
-        model: bytes that no other weights, and no other program that computes KV of them, have: a digest. layout: of
-        blocks; put and get_closest want one without quantization. secret: at least 32 bytes, under which names and MACs
-        are made: readers and writers of it can read and forge blocks. tenant: keeps the names of callers apart.
+        model: a digest, unique to the weights and to the program that computes the KV. layout: a block's layout; put
+        and get_closest need a layout without quantization. secret: at least 32 bytes, from which names and MACs are
+        made: whatever has it can read and forge blocks. tenant: separates the names of callers.
 
         Raises ConfigError for no tier, a short secret, or a tier that cannot be opened.
         """
@@ -85,10 +86,10 @@ class PrefixStore:
         self.tiers = TierList(open_tiers(tiers, layout, mac_key_of(secret)))
 
     def put(self, tokens: Sequence[int], kv: torch.Tensor) -> int:
-        """Stores the full blocks that a tier lacks; returns how many tokens from the front some tier has now.
+        """Stores the full blocks that a tier lacks; returns how many tokens from the front are now stored in some tier.
 
         kv: `[num_layers, 2, num_kv_heads, len(tokens), head_dim]` of the layout's dtype, on any device; not changed.
-        Raises InvalidRequest for another shape or dtype, or ids that no u32 holds; Unsupported for a quantized layout.
+        Raises InvalidRequest for another shape or dtype, or ids beyond u32; Unsupported for a quantized layout.
         """
         self._require_plain()
         self._require_fit(tokens, kv)
@@ -101,10 +102,10 @@ class PrefixStore:
         return size * _front(self.tiers.write(self._names(tokens), payload_of))
 
     def get_closest(self, tokens: Sequence[int]) -> StoredPrefix:
-        """Reads the KV of the most tokens from the front that is stored; blocks go to nearer tiers on the way.
+        """Reads the KV of the longest stored front of tokens; copies the blocks to nearer tiers.
 
-        A model that continues must run at least one token: for that pass all but the last one.
-        Raises InvalidRequest for ids that no u32 holds; Unsupported for a quantized layout.
+        A model must run at least one token to continue: pass all tokens but the last. Raises InvalidRequest for ids
+        beyond u32; Unsupported for a quantized layout.
         """
         self._require_plain()
         names = self._names(tokens)
@@ -124,7 +125,7 @@ class PrefixStore:
         return bool(names) and all(self.tiers.exists(names))
 
     def evict(self, tokens: Sequence[int], from_token: int = 0) -> None:
-        """Deletes the full blocks of tokens from every tier, pinned ones too; longer sequences lose their front.
+        """Deletes the full blocks of tokens from every tier, also pinned blocks; longer sequences lose their front.
 
         from_token: blocks that begin before it stay, such as a system prompt that other sequences share.
         Raises InvalidRequest for ids that no u32 holds.
@@ -134,9 +135,9 @@ class PrefixStore:
     def pin(self, tokens: Sequence[int], ttl_s: float = MAX_TTL_S) -> Pin:
         """Keeps the stored front of tokens in host memory until `unpin`, or for `ttl_s` seconds, at most an hour.
 
-        Blocks of farther tiers are read for that; Redis and files evict their copies as ever. The pin has fewer tokens
-        where fewer are stored, or pins fill the memory.
-        Raises Unsupported without a tier of host memory; InvalidRequest for ids that no u32 holds, or another ttl_s.
+        Reads blocks from farther tiers for that; Redis and files still evict their copies. The pin has fewer tokens if
+        fewer are stored, or if pins fill the memory. Raises Unsupported without a tier of host memory; InvalidRequest
+        for ids that no u32 holds, or another ttl_s.
         """
         if not 0 < ttl_s <= MAX_TTL_S:
             raise InvalidRequest("ttl_s", f"above 0, and at most {MAX_TTL_S:.0f} seconds")
@@ -151,15 +152,15 @@ class PrefixStore:
         return Pin(pin_id, num_held * self.layout.block_size)
 
     def unpin(self, pin: Pin) -> None:
-        """Ends a pin; does nothing for one that has ended."""
+        """Ends a pin. A second call does nothing."""
         self.tiers.host.release(pin.pin_id)
 
     def status(self) -> list[FarStatus]:
-        """Returns state and counts of each tier, since this store was opened, in their order."""
+        """Returns each tier's state, and its counts since this store was opened, in order."""
         return self.tiers.status()
 
     def close(self) -> None:
-        """Closes the tiers, after the last call; waits within bounds for a file system. Host memory is gone."""
+        """Closes the tiers, after the last call; waits within bounds for a file system. Frees host memory."""
         self.tiers.close()
 
     def __enter__(self) -> "PrefixStore":
@@ -189,5 +190,5 @@ class PrefixStore:
 
 
 def _front(is_here: Sequence[bool]) -> int:
-    """Counts the blocks before the first that is missing."""
+    """Counts the blocks before the first missing block."""
     return sum(1 for _ in takewhile(bool, is_here))

@@ -1,6 +1,6 @@
-"""Copies between an engine's pages and the store, beside the engine: it begins them, and polls for their ends.
+"""Copies between an engine's pages and the store, beside the engine, which begins them and polls for their ends.
 
-An engine brackets each in `begin_transfer` and `end_transfer` of its own ledger; nothing here touches that.
+An engine brackets each copy in `begin_transfer` and `end_transfer` of its ledger, which nothing here touches.
 """
 
 import logging
@@ -25,21 +25,21 @@ _CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, eq=False)
 class Transfer(ABC):
-    """An order about blocks and pages of their names; each is its own."""
+    """An order about named blocks and pages. Orders are compared by identity."""
 
     names: Sequence[BlockName]
     pages: Sequence[PageId] = ()
 
     @abstractmethod
     def run(self, store: BlockStore) -> "Done":
-        """Carries out the order. Blocks; raises the errors of the store."""
+        """Carries out the order. Blocks. Raises the errors of the store."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store. peers, needs: as in `BlockStore.fetch`.
+    """An order to fill pages with blocks of the store. peers, needs: see `BlockStore.fetch`.
 
-    step: of a plan that an earlier fetch has left, or a part of it, in place of a new plan.
+    step: a step, or part of it, that an earlier fetch has left, in place of a new plan.
     """
 
     peers: Sequence[str] = ()
@@ -64,7 +64,7 @@ class WriteThrough(Transfer):
 
 @dataclass(frozen=True, eq=False)
 class Purge(Transfer):
-    """An order to delete blocks from every tier. peers: as in `BlockStore.purge`."""
+    """An order to delete blocks from every tier. peers: see `BlockStore.purge`."""
 
     peers: Sequence[str] = ()
 
@@ -75,7 +75,7 @@ class Purge(Transfer):
 
 @dataclass(frozen=True, eq=False)
 class Keep(Transfer):
-    """A hint about blocks that a request has used. It moves nothing, and follows the writes that came before it."""
+    """An order to pass on a hint about blocks that a request has used. It moves nothing, and follows earlier writes."""
 
     hint: KeepHint = field(kw_only=True)
 
@@ -86,7 +86,7 @@ class Keep(Transfer):
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
+    """The end of a transfer. With an `error`, a fetch filled no page, and other orders may have done nothing.
 
     num_resident: blocks of a write that the host tier has.
     """
@@ -98,23 +98,23 @@ class Done:
 
 
 class Transfers(Protocol):
-    """A way to the store. No call blocks, except `close` within bounds; `poll` hands over each end exactly once."""
+    """The seam of transfers. No call blocks, except `close` within bounds; `poll` returns each end exactly once."""
 
     @property
     def pending(self) -> int:
-        """Transfers begun and not yet handed over."""
+        """Transfers begun, whose end `poll` has not returned yet."""
 
     def begin(self, transfer: Transfer) -> None:
-        """Takes an order. For the thread that computes: the work that it has queued so far comes first."""
+        """Takes an order. For the computing thread: work that it has queued so far comes first."""
 
     def poll(self) -> list[Done]: ...
 
     def close(self) -> None:
-        """Begins nothing more and ends the transfer under way."""
+        """Begins nothing more, and ends the running transfer."""
 
 
 class NoStore:
-    """The transfers of an engine without a store: they find and write nothing."""
+    """The Transfers of an engine without a store, which find and write nothing."""
 
     def __init__(self) -> None:
         self._done: list[Done] = []
@@ -147,44 +147,36 @@ class InlineTransfers(NoStore):
 
 
 class ThreadTransfers:
-    """Transfers in order on one thread, between `start` and `close`; `wake` is called from there after each.
+    """Transfers in order on one thread, between `start` and `close`; `wake` is called there after each.
 
-    max_pending: bound beyond which a transfer is refused at once, and ends with an error.
+    max_pending: bound on waiting transfers; a further transfer ends at once, with an error.
     """
 
     def __init__(self, store: BlockStore, wake: Callable[[], None], max_pending: int = 4096) -> None:
         self._store = store
         self._wake = wake
         self._max_pending = max_pending
-        self._num_pending = 0
+        self.pending = 0
         self._orders: SimpleQueue[Transfer | None] = SimpleQueue()
         self._done: deque[Done] = deque()
-        self._is_closing = False
+        self.is_closing = False
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
-
-    @property
-    def pending(self) -> int:
-        return self._num_pending
-
-    @property
-    def is_closing(self) -> bool:
-        return self._is_closing
 
     def start(self) -> None:
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
         self._store.fence()
-        self._num_pending += 1
-        if self._num_pending > self._max_pending:
+        self.pending += 1
+        if self.pending > self._max_pending:
             self._done.append(Done(transfer, error="too many transfers"))
         else:
             self._orders.put(transfer)
 
     def run_one(self) -> bool:
-        """Carries out the oldest order, or blocks until there is one; False once closed."""
+        """Carries out the oldest order; blocks until there is an order. Returns False once closed."""
         transfer = self._orders.get()
-        if transfer is None or self._is_closing:
+        if transfer is None or self.is_closing:
             return False
         self._done.append(self._end_of(transfer))
         self._wake()
@@ -192,11 +184,11 @@ class ThreadTransfers:
 
     def poll(self) -> list[Done]:
         done = [self._done.popleft() for _ in range(len(self._done))]
-        self._num_pending -= len(done)
+        self.pending -= len(done)
         return done
 
     def close(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A router without its ports: the parts that serve requests, put together."""
+"""A router without its ports: the assembly of the parts that serve requests."""
 
 import asyncio
 from functools import lru_cache
@@ -35,11 +35,11 @@ from wire.layout import Window
 from wire.trust.key_ring import KeyRing
 
 MAX_KNOWN_ROOTS = 4096
-"""Tenants with the root of their blocks' names at hand."""
+"""Bound on tenants whose namespace root is cached."""
 
 
 class Router:
-    """Between `start` and `stop`, `dispatcher` takes requests and `membership` workers. Made within an event loop.
+    """A router: between `start` and `stop`, `dispatcher` takes requests, `membership` workers. Needs an event loop.
 
     connect: opens a connection to a worker's address. renderer: renders chats; None for a model without a template.
     """
@@ -118,7 +118,7 @@ class Router:
             await asyncio.to_thread(self._exporter.stop)
 
     def check(self) -> list[str]:
-        """Violated invariants of the router's books; most are known only while no request is open."""
+        """Lists violated invariants of the router; most can be checked only while no request is open."""
         problems = [*self.dispatcher.check(), *self.membership.check()]
         if not self.dispatcher.num_running + self.dispatcher.num_queued:
             problems += [*self.holds.check(), *self._isolated_retries.check(), *self.members.check()]
@@ -129,7 +129,7 @@ class Router:
         self._placement.wake()
 
     def _limits(self) -> ServingLimits:
-        """Bounds as the workers are now; without workers, the bounds of the model."""
+        """Returns the bounds of the present workers; without workers the model's."""
         model, num_blocks = self.config.model, self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = Window(model.layout).num_needed(model.max_context_len)

@@ -182,7 +182,7 @@ def _mark_for(text: str) -> str:
 
 
 def _cut(content: str, special_tokens: Sequence[str], mark: str) -> str:
-    """Puts a mark after the first character of each special token, also of one that the content's end cuts."""
+    """Puts a mark after the first character of each special token, also of a special token's beginning at the end."""
     if not content:
         return content
     if any(len(token) == 1 and token in content for token in special_tokens):

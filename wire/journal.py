@@ -30,9 +30,9 @@ WORKERS, FILLED = (*PREFILL, *DECODE), ("",)
 class Row:
     """A row of the table.
 
-    step: the name behind the place. places: the parts that measure it; "" for what the router fills in. phase: gate if
-    the request waits for others. doc: words of docs/timeline.md. cause: words of `baton requests` and the page.
-    unit: the count whose pace tells a slow worker from others.
+    step: the second part of a span's name. places: the first part, the process that measures it; "" for spans that the
+    router fills in. phase: GATE if the request waits for others. doc: text for docs/timeline.md. cause: words for
+    `baton requests` and the page. unit: the count whose pace shows a slow worker.
     """
 
     step: str

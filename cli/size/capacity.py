@@ -19,8 +19,8 @@ _QUARTER = Dropping(Rule.SNAPKV, 25, "%")
 class RequestKV:
     """KV of one request while it decodes. bits: bits of a number.
 
-    window: tokens that are kept, besides sinks; None for all. dropping: a policy that drops KV of the prompt; all
-    tokens are then prompt tokens.
+    window: tokens that are kept, besides sinks; None for all. dropping: a policy that drops KV of the prompt;
+    `num_tokens` then counts the prompt alone.
     """
 
     layout: KVLayout

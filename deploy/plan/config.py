@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.plan.byte_size import parse_bytes
-from deploy.plan.rules import MIB, TEXT, Rule, is_within, require_all
+from deploy.plan.rules import MIB, TEXT, SettingRule, is_within, require_all
 from router.config import RouterSettings, TraceSettings
 from text.answer.formats import AUTO, OFF
 from wire.errors import ConfigError, require_setting
@@ -23,7 +23,7 @@ DEFAULT_HTTP_PORT = 8000
 ALLOW = "--insecure allows it"
 MAX_FILE_BYTES = MIB
 MAX_DEPTH = 2
-_NAME = Rule(
+_NAME = SettingRule(
     re.compile(r"[a-z0-9][a-z0-9-]{0,15}").fullmatch, "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit"
 )
 
@@ -252,7 +252,7 @@ def check_name(name: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    Rule(TEXT.fullmatch, "a path without control characters").require("--config", str(file))
+    SettingRule(TEXT.fullmatch, "a path without control characters").require("--config", str(file))
     try:
         # Asked first: to open a pipe would wait for its writer.
         require_setting(stat.S_ISREG(file.stat().st_mode), str(file), "a regular file")

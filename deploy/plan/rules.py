@@ -36,7 +36,7 @@ TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 
 
 @dataclass(frozen=True)
-class Rule:
+class SettingRule:
     """A check of a setting that is given, and its words. shows: whether the message has the value."""
 
     holds: Callable[[Any], object]
@@ -50,20 +50,22 @@ class Rule:
             raise ConfigError(f"{name} must be {self.what}{given}")
 
 
-def _one_of(choices: Iterable[object]) -> Rule:
+def _one_of(choices: Iterable[object]) -> SettingRule:
     known = (*choices,)
-    return Rule(lambda value: value in known, f"one of {', '.join(map(str, known))}")
+    return SettingRule(lambda value: value in known, f"one of {', '.join(map(str, known))}")
 
 
-def _between(least: float, most: float) -> Rule:
+def _between(least: float, most: float) -> SettingRule:
     """Makes the rule of a number. A setting that is no number is not decided yet, or off."""
-    return Rule(
+    return SettingRule(
         lambda value: not isinstance(value, int | float) or least <= value <= most, f"between {least} and {most}"
     )
 
 
-def _of_at_most(most: int) -> Rule:
-    return Rule(lambda value: all(len(one) <= most for one in _texts_of(value)), f"of at most {most} characters", False)
+def _of_at_most(most: int) -> SettingRule:
+    return SettingRule(
+        lambda value: all(len(one) <= most for one in _texts_of(value)), f"of at most {most} characters", False
+    )
 
 
 def _texts_of(value: Any) -> list[str]:
@@ -120,13 +122,13 @@ def _names_a_host(url: str) -> bool:
         return False
 
 
-_IS_TEXT = Rule(
+_IS_TEXT = SettingRule(
     lambda value: all(map(TEXT.fullmatch, _texts_of(value))),
     "text without control characters, and not empty: leave it out for the default",
     shows=False,
 )
-_PORT_OR_OFF = Rule(lambda port: isinstance(port, int) or port == OFF, "a port or `off`")
-RULES: tuple[tuple[str, Rule], ...] = (
+_PORT_OR_OFF = SettingRule(lambda port: isinstance(port, int) or port == OFF, "a port or `off`")
+RULES: tuple[tuple[str, SettingRule], ...] = (
     *((name, _IS_TEXT) for name in TEXTS),
     *((name, _of_at_most(MAX_NAME_CHARS if name == "model.served_name" else MAX_TEXT_CHARS)) for name in TEXTS),
     ("model.dtype", _one_of(DTYPES)),
@@ -146,14 +148,14 @@ RULES: tuple[tuple[str, Rule], ...] = (
         (f"{name}.resources", rule)
         for name in WORKER_TABLES
         for rule in (
-            Rule(
+            SettingRule(
                 lambda amounts: all(
                     re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key) and key not in RESERVED for key in amounts
                 ),
                 f"names of letters, digits and ._-, other than {RESERVED}",
                 shows=False,
             ),
-            Rule(
+            SettingRule(
                 lambda amounts: all(0 < amount <= MAX_RESOURCE for amount in amounts.values()),
                 f"amounts above 0, at most {MAX_RESOURCE}",
                 shows=False,
@@ -162,7 +164,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ),
     (
         "redis.url",
-        Rule(
+        SettingRule(
             lambda url: (
                 re.fullmatch(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+", url)
                 and _names_a_host(url)
@@ -171,17 +173,17 @@ RULES: tuple[tuple[str, Rule], ...] = (
             shows=False,  # it may have a password
         ),
     ),
-    ("files.folder", Rule(lambda folder: Path(folder).is_absolute(), "an absolute path")),
+    ("files.folder", SettingRule(lambda folder: Path(folder).is_absolute(), "an absolute path")),
     (
         "ray.address",
-        Rule(
+        SettingRule(
             lambda address: re.fullmatch(r"auto|[^\s/]+:[0-9]+", address) and _names_a_host(f"ray://{address}"),
             "HOST:PORT or auto (without it, Ray is started)",
         ),
     ),
     (
         "http.cors_origins",
-        Rule(
+        SettingRule(
             lambda origins: all(
                 re.fullmatch(
                     r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?",
@@ -195,17 +197,19 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ),
     (
         "http.host_names",
-        Rule(lambda names: all(map(re.compile(r"[A-Za-z0-9._-]{1,253}").fullmatch, names)), "names without ports"),
+        SettingRule(
+            lambda names: all(map(re.compile(r"[A-Za-z0-9._-]{1,253}").fullmatch, names)), "names without ports"
+        ),
     ),
     (
         "traces.endpoint",
-        Rule(
+        SettingRule(
             lambda url: re.fullmatch(r"https?://[^\s/?#@]+/?", url) and _names_a_host(url),
             "a URL without a path: http://HOST:PORT, https://HOST:PORT",
         ),
     ),
-    ("router.host", Rule(lambda host: _is_made(IPv4Address, host), "an IPv4 address")),
-    ("ray.plain_network", Rule(lambda network: _is_made(ip_network, network), "like 10.0.0.0/24")),
+    ("router.host", SettingRule(lambda host: _is_made(IPv4Address, host), "an IPv4 address")),
+    ("ray.plain_network", SettingRule(lambda network: _is_made(ip_network, network), "like 10.0.0.0/24")),
     ("router.metrics_port", _PORT_OR_OFF),
     ("http.port", _PORT_OR_OFF),
 )

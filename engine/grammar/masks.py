@@ -36,8 +36,8 @@ class Masker:
     def begin(self, draws: Mapping[int, Draw]) -> Callable[[], Masks]:
         """Begins the masks of draws, by their place in the step. Draws with one matcher are adjacent.
 
-        The first of them follows known tokens, each other one a further guess. Returns a function that computes the
-        masks or waits for them; call it once the model runs.
+        The first draw of a matcher follows the known tokens, the next draws one guess each. Returns a function that
+        computes the masks or waits for them; call it once the model runs.
         """
         if self._draw_s * len(draws) <= MAX_HERE_S:
             return partial(self._compute, list(draws.values()), _fill)

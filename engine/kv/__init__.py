@@ -1,1 +1,1 @@
-"""The KV of one sequence: its block table, the rule by which KV stays in it, and the read of its prefix."""
+"""The KV of a sequence: its block table, its retention, and the read of its prefix."""

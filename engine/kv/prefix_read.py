@@ -1,9 +1,9 @@
-"""The read of a prefix: the blocks that a sequence begins with, and groups of later ones, read while it computes.
+"""The read of a prefix: the blocks that a sequence begins with, and groups of later blocks, read while it computes.
 
  blocks   0 ... p ─── computed in chunks ──▶        ◀── read in groups ─── last
                   p: pages that are indexed are acquired, and count as run
 
-A group has pages that no sequence owns: they drain while they are filled, and are cached once they are right.
+No sequence owns a group's pages: they drain while they are filled, and are cached once verified.
 """
 
 from bisect import bisect_left
@@ -21,17 +21,16 @@ from wire.layout import Window
 from wire.tier import Cause, Disposition, Miss, Tier, runs_of
 
 Find = Callable[[BlockKey], PageId | None]
-"""Finds the device page of a block."""
+"""A function that finds the device page of a block."""
 
 
 class PrefixRead:
-    """The read of one sequence's prefix: from the device, then from the store, with at most one order at the store.
+    """The read of a sequence's prefix: from the device, then from the store, with at most one running order.
 
-    found: the device page of each block, None where there is none; a fetch adds to it. blocks: their dispositions.
-    hits: pages found at first, but for blocks behind the window. missing: the places of blocks to ask the store for.
-    starts: for each missing block the place in `missing` of the first one to fetch with it, where blocks on the device
-    count as fetched; None without a window, for a block is then of no use without all before it.
-    stop: the block after the last one of the step that a fetch has left.
+    found: the device page of each block or None; a fetch adds pages. blocks: the blocks' dispositions. hits: pages
+    found first, except for blocks behind the window. missing: the places of blocks to ask the store for. starts: for
+    each missing block the place in `missing` of the first block to fetch with it; None without a window, where a block
+    needs all blocks before it. stop: the block after the last of the step that a fetch has left.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class PrefixRead:
         self._tiers: dict[int, Tier] = {}
 
     def usable(self) -> tuple[int, range]:
-        """Finds the end of the longest prefix whose next token can run, and the blocks that its row does not read."""
+        """Finds the end of the longest prefix after which a token can run, and the blocks that it does not read."""
         sinks = self.found[: self._window.num_sink_blocks]
         num_found = sinks.index(None) if None in sinks else len(self.found)
         from_the_end = ((place, self.found[place] is not None) for place in reversed(range(num_found)))
@@ -67,7 +66,7 @@ class PrefixRead:
         return end, self._behind(end)
 
     def pages(self, end: int, behind: range) -> list[PageId]:
-        """Lists the pages of the first `end` blocks that are here, and not behind the window."""
+        """Lists the pages, on the device, of the first `end` blocks, except blocks behind the window."""
         return [page for place, page in enumerate(self.found[:end]) if page is not None and place not in behind]
 
     @property
@@ -79,12 +78,12 @@ class PrefixRead:
         return max(runs, default=0)
 
     def cut(self) -> "PrefixRead":
-        """Returns the read of the usable part alone, for which the store is not asked."""
+        """Returns the read of the usable part alone, without the store."""
         end, _ = self.usable()
         return PrefixRead(self.prefix, self.names[:end], self.found[:end], self._window, self._num_prompt)
 
     def take(self, done: Done) -> list[tuple[BlockName, PageId]]:
-        """Takes the dispositions of a fetch; returns the full blocks that it has read, and their pages."""
+        """Takes the dispositions of a fetch; returns the full blocks that were read, and their pages."""
         for place, block in zip(self.missing, done.reading.blocks, strict=False):
             self.blocks[place] = block
         read = [place for place in self.missing if isinstance(self.blocks[place], Tier)]
@@ -94,9 +93,9 @@ class PrefixRead:
         return [(self.names[place], page) for place, page in pages.items() if not self.names[place].is_tail]
 
     def settle(self, end: int, behind: range) -> None:
-        """Gives each block of the prompt its disposition, once the first `end` blocks are the ones to begin with.
+        """Gives each block of the prompt its disposition, once the sequence begins with the first `end` blocks.
 
-        The block of a prompt's last token has no name where that is its only one: the last token is always computed.
+        A block with only the prompt's last token has no name here: that token is always computed.
         """
         blocks, block_size = self.blocks, self._window.layout.block_size
         blocks[behind.start : behind.stop] = [next(iter(blocks[behind.stop : end]), Tier.DEVICE)] * len(behind)
@@ -109,7 +108,7 @@ class PrefixRead:
 
     @property
     def tokens(self) -> PromptTokens:
-        """The prompt's tokens, by the dispositions of their blocks; dropped ones are the first kept block's."""
+        """The prompt's tokens by the dispositions of their blocks; dropped tokens count with the first kept block."""
         block_size, num_dropped = self._window.layout.block_size, self.prefix.num_dropped
         num_blocks = -(-(self._num_prompt - num_dropped) // block_size)
         num_stored = min(self._num_prompt, self.prefix.num_tokens) - num_dropped
@@ -121,28 +120,28 @@ class PrefixRead:
         return PromptTokens(found, num_computed, runs_of(self.blocks[:num_blocks], block_size))
 
     def fetch(self, pages: Sequence[PageId], peers: Sequence[str], splits: bool) -> Fetch:
-        """Orders the missing blocks. splits: whether they are of use before all before them are here."""
+        """Orders the missing blocks. splits: whether a block is of use before all blocks before it are here."""
         names = [self.names[place] for place in self.missing]
         return Fetch(names, pages, peers, Needs(self.starts if names else None, self._num_sinks, splits))
 
     def begin_later(self, step: Read) -> None:
-        """Begins with the step that a fetch has left."""
+        """Begins the step that a fetch has left."""
         place_of = {name.key: place for place, name in enumerate(self.names)}
         self._later, self._places = step, [place_of[name.key] for name in step.names]
         self._num_left, self.stop = len(step.names), self._places[-1] + 1
 
     def run(self, start: int, find: Find) -> list[PageId]:
-        """Lists the pages of the blocks from `start` on that are on the device, without a gap."""
+        """Lists the pages of consecutive blocks on the device, from `start` on."""
         pages = (find(name.key) for name in self.names[start : self.stop])
         return [*iter(partial(next, pages, None), None)]
 
     def acquired(self, start: int, stop: int) -> PromptTokens:
-        """Notes that these blocks were acquired, by the tiers that they were read from; returns the prompt's tokens."""
+        """Notes acquired blocks, by the tiers that they were read from; returns the prompt's tokens."""
         self.blocks[start:stop] = [self._tiers.get(place, Tier.DEVICE) for place in range(start, stop)]
         return self.tokens
 
     def chunk_stop(self, start: int, find: Find) -> int:
-        """Finds the end of a chunk from block `start` on: a block on the device, or the group under way."""
+        """Finds the end of a chunk from block `start` on: the first block that is cached, or the group being read."""
         assert self._later is not None
         group = self._places[self._num_left] if self._num_left < len(self._places) else self.stop
         stop = start + self._later.num_in_chunk
@@ -151,9 +150,9 @@ class PrefixRead:
         return next((place for place in later if find(self.names[place].key) is not None), stop)
 
     def next_group(self, start: int, find: Find, max_pages: int) -> Read | None:
-        """Takes the next group, which is read before a sequence at block `start` has computed up to it.
+        """Takes the next group, if it can be read before a sequence at block `start` computes up to it.
 
-        None, now and later, if there is none, or if it has no room.
+        Returns None, now and later, if there is no group or no room.
         """
         if not self._may_begin or self._later is None:
             return None
@@ -168,14 +167,14 @@ class PrefixRead:
         return self._later.part(self._num_left, self._num_left + num) if num else None
 
     def end_group(self, done: Done) -> None:
-        """Ends a group; after one that came back short no other begins."""
+        """Ends a group; after an incomplete group no other begins."""
         tiers = done.reading.tiers
         self._may_begin = len(tiers) == len(done.transfer.pages)
         self._tiers |= dict(zip(self._places[self._num_left :], tiers, strict=False))
 
     @property
     def _num_sinks(self) -> int:
-        """Missing blocks that all others need."""
+        """The number of missing sink blocks, which all others need."""
         return bisect_left(self.missing, self._window.num_sink_blocks)
 
     def _starts(self) -> list[int]:
@@ -187,5 +186,5 @@ class PrefixRead:
         return self._window.behind(self._position(end))
 
     def _position(self, end: int) -> int:
-        """Finds the place of the token after `end` blocks."""
+        """Computes the position of the token after `end` blocks."""
         return min(end * self._window.layout.block_size, self.prefix.num_stored)

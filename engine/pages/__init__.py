@@ -1,1 +1,1 @@
-"""The pages of a pool given to sequences: allocated and taken back, read from the store, written through."""
+"""The pages of a pool and their sequences: allocation, reads from the store, write-through."""

@@ -1,4 +1,4 @@
-"""The allocation of a pool's pages to sequences, which write them, and their return."""
+"""The allocation of a pool's pages to sequences, and their return."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq

@@ -28,14 +28,14 @@ from wire.ids import BlockKey, PageId
 
 @dataclass(frozen=True)
 class HandOffStored:
-    """The store holds `num_held` blocks of a sequence to hand off."""
+    """The store holds `num_held` blocks of a handed-off sequence."""
 
     sequence: Sequence
     num_held: int
 
 
 class KVCache:
-    """Writes filled blocks through, and collects the ends of transfers."""
+    """The writer of filled blocks to the store; also collects the ends of transfers."""
 
     def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
         self.allocator = PageAllocator(pool)
@@ -52,8 +52,8 @@ class KVCache:
     def cache_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
         """Indexes the blocks that sequences have filled since they had `start` tokens with KV, and writes them through.
 
-        One transfer takes the blocks of all sequences to the store. Blocks that are behind the window now are left;
-        blocks of a prompt that does not stay whole go to the store after the kept ones.
+        One transfer writes the blocks of all sequences. Skips blocks that are behind the window by now; if KV of a
+        prompt is to be dropped, its blocks follow the kept blocks.
         """
         filled: list[tuple[BlockName, PageId]] = []
         for sequence, start in sequence_to_start.items():
@@ -70,9 +70,9 @@ class KVCache:
             self.allocator.free(kv.table.leave_behind(kv.window.behind(sequence.num_computed)))
 
     def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
-        """Moves a sequence to its reserved pages, with copies of chosen tokens, as in `gather_tokens`.
+        """Copies chosen tokens of a sequence to its reserved pages, by `gather_tokens`, and moves it there.
 
-        Indexes the pages that have names, and writes them through unless a hand-off will.
+        Indexes the named pages, and writes them through unless a hand-off will.
         """
         kv, num_dropped = sequence.kv, sequence.num_computed - chosen.shape[-1]
         table, pages = (torch.tensor(one, device=chosen.device) for one in (kv.table[:], kv.reserved))
@@ -91,7 +91,7 @@ class KVCache:
     def hand_off(self, sequence: Sequence) -> None:
         """Writes all blocks of a prompt that the next token needs, tail included; ends in HandOffStored.
 
-        The attempt holds them. The other blocks of a prompt that does not stay whole follow, and are not held.
+        The attempt holds these blocks. If KV of the prompt was dropped, its own blocks follow without a hold.
         """
         kv, num_prompt = sequence.kv, sequence.request.num_prompt
         names = kv.names(sequence.tokens, num_prompt, kv.table.num_dropped)
@@ -103,7 +103,7 @@ class KVCache:
         self._write_delayed(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
+        """Takes a sequence's pages away; its computed blocks stay findable, its tail in the store."""
         kv, num_computed = sequence.kv, sequence.num_computed
         if num_computed == sequence.num_known - 1:
             names = kv.names(sequence.tokens, num_computed, kv.table.num_dropped)
@@ -111,7 +111,7 @@ class KVCache:
         self.free(sequence)
 
     def purge(self, sequence: Sequence) -> None:
-        """Deletes the blocks of a sequence: from the index, every tier, and the nodes that it may have read from."""
+        """Deletes the blocks of a sequence from the index, every tier, and the nodes that it may have read from."""
         kv, num_computed = sequence.kv, sequence.num_computed
         kept = kv.names(sequence.tokens, num_computed, kv.table.num_dropped) if kv.table.num_dropped else []
         names = [*kv.names(sequence.tokens, num_computed), *kept]
@@ -124,7 +124,7 @@ class KVCache:
             self._begin(Purge(names, peers=sequence.request.peers))
 
     def unindex(self, keys: Seq[BlockKey]) -> int:
-        """Unindexes the pages of some keys, or else all; counts them."""
+        """Unindexes the pages of some keys, or all; counts them."""
         found = [*map(self._ledger.find, keys)] if keys else self._ledger.pages
         pages = [page for page in found if page is not None and self._ledger.key_of(page) is not None]
         for page in pages:
@@ -132,18 +132,18 @@ class KVCache:
         return len(pages)
 
     def pass_on_hint(self, sequences: Seq[Sequence]) -> None:
-        """Passes on the hint of a request that is over, with the blocks of the choices that began."""
+        """Passes on the hint of an ended request, with the blocks of its started choices."""
         names = [name for one in sequences if one.output_ids for name in one.kv.lasting_names]
         if names and (hint := sequences[0].request.hint) is not None:
             self._begin(Keep(names, hint=hint))
 
     def free(self, sequence: Sequence) -> None:
-        """Gives a sequence's pages back; pages with a transfer under way drain first."""
+        """Frees a sequence's pages; pages with a running transfer drain first."""
         self._write_delayed(sequence)
         self.allocator.take_back(sequence)
 
     def poll(self) -> list[Fetched | HandOffStored]:
-        """Collects the transfers with a sequence waiting that have ended since the last call."""
+        """Returns the transfers that ended since the last call, if a sequence waits for them."""
         ended: list[Fetched | HandOffStored] = []
         for done in self._transfers.poll():
             fetched, sequence = self.prefixes.take(done), self._handing_off.pop(done.transfer, None)
@@ -160,7 +160,7 @@ class KVCache:
         self.allocator.free([page for _, page in blocks])
 
     def _write_through(self, blocks: Seq[tuple[BlockName, PageId]]) -> None:
-        """Copies blocks to the store, where there are any."""
+        """Copies blocks to the store; does nothing without blocks."""
         if blocks:
             self._begin(WriteThrough([name for name, _ in blocks], [page for _, page in blocks]))
 

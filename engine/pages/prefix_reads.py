@@ -1,4 +1,4 @@
-"""The reads of prefixes: pages that are acquired, fetches before a sequence runs, and groups read beside it.
+"""The reads of prefixes: acquired pages, fetches before a sequence runs, and groups read while it runs.
 
 admit    acquires the pages of known blocks, and begins the fetch of missing ones
 take     gives the sequence what the fetch has brought; with a step that is left, it is a split prefix:
@@ -23,7 +23,7 @@ from wire.tier import Tier
 
 
 class PrefixReads:
-    """The reads of all sequences. For the engine's thread. begin: begins a transfer, as the cache does."""
+    """The prefix reads of all sequences. For the engine's thread. begin: the function that begins a transfer."""
 
     def __init__(self, pool: DevicePool, allocator: PageAllocator, begin: Callable[[Transfer], None]) -> None:
         self._pool = pool
@@ -38,8 +38,8 @@ class PrefixReads:
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
-        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known token always runs.
-        Allocates reserved pages now: at a prompt's end all its blocks still have theirs.
+        If too few pages are free, returns False and changes nothing. Covers readable tokens: the last known token
+        always runs. Allocates reserved pages now, for at a prompt's end its blocks still have all their pages.
         """
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
@@ -55,9 +55,9 @@ class PrefixReads:
         return True
 
     def _take(self, read: PrefixRead) -> tuple[PrefixRead, list[PageId]] | None:
-        """Acquires the pages found, and allocates reserved ones and ones to fill; None, and no change, without room.
+        """Acquires found pages, and allocates reserved pages and pages to fill; without room returns None, unchanged.
 
-        Windows that begin later may have no room beside the one on the device: they are cut from the read.
+        If there is no room for later windows besides the window on the device, cuts them from the read.
         """
         for page in read.hits:
             self._ledger.acquire(page)
@@ -68,7 +68,7 @@ class PrefixReads:
             return self._take(read.cut()) if read.starts else None
 
     def _fetch(self, sequence: Sequence, read: PrefixRead, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
-        """Begins a fetch; a tail is copied from a sibling's page instead, if all else is on the device."""
+        """Begins a fetch; if only the tail is missing, copies it from a sibling's page instead, if possible."""
         if len(read.missing) == 1 and read.names[-1].is_tail:
             [place] = read.missing
             if self._copy_tail(sequence, place, to_fill[0], siblings):
@@ -90,7 +90,7 @@ class PrefixReads:
         return False
 
     def take(self, done: Done) -> Fetched | None:
-        """Takes what a transfer has read, before its pages are free of it; passes over other transfers."""
+        """Takes the blocks of a read, before its transfer on the pages ends; ignores other transfers."""
         fetched, group = self._fetches.pop(done.transfer, None), self._groups.pop(done.transfer, None)
         if fetched is not None and fetched[0].phase is Phase.FETCHING:
             return self._fetched(*fetched, done)
@@ -102,9 +102,9 @@ class PrefixReads:
         return None
 
     def _fetched(self, sequence: Sequence, read: PrefixRead, done: Done) -> Fetched | None:
-        """Makes the block table of the longest usable prefix, and gives the other pages back.
+        """Makes the block table of the longest usable prefix, and frees the other pages.
 
-        None, and the sequence waits again, if it cannot begin with that.
+        Returns None if the sequence cannot begin with that and waits again.
         """
         for name, page in read.take(done):
             self._ledger.index(page, name.key)
@@ -125,7 +125,7 @@ class PrefixReads:
         return Fetched(sequence.choice.attempt_id, sequence.choice.index, read.tokens)
 
     def follow(self, running: Seq[Sequence]) -> list[Jumped]:
-        """Lets sequences acquire blocks that were read since; begins groups for pages that no sequence lacks."""
+        """Has sequences acquire newly read blocks; begins to read groups into pages that no sequence needs."""
         self._splits = {one: self._splits[one] for one in running if one.chunk_end is not None}
         jumps = []
         for sequence, read in self._splits.items():
@@ -135,7 +135,7 @@ class PrefixReads:
         return jumps
 
     def _follow(self, sequence: Sequence, read: PrefixRead, num_spare: int) -> list[Jumped]:
-        """Lets a sequence acquire the blocks at its place, and begins the next group of at most `num_spare` pages."""
+        """Has a sequence acquire the blocks that it has reached, and begins a group of at most `num_spare` pages."""
         block_size, find = self._block_size, self._ledger.find
         start, is_within = divmod(sequence.num_computed, block_size)
         is_at_end = not is_within and len(sequence.kv.table) == start
@@ -155,7 +155,7 @@ class PrefixReads:
         return [Jumped(choice.attempt_id, choice.index, range(start * block_size, place * block_size), tokens)]
 
     def _read_group(self, sequence: Sequence, read: PrefixRead, group: Read) -> None:
-        """Begins to fill pages that drain meanwhile: batchers count on them, and no sequence has to give them back."""
+        """Begins to read a group. Its pages drain meanwhile, so that batchers count them as soon free."""
         pages = self._allocator.allocate(len(group.names))
         order = Fetch(group.names, pages, step=group)
         self._groups[order] = sequence, read

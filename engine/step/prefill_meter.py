@@ -1,4 +1,4 @@
-"""The meter of prefill, from which the costs of computing are learned."""
+"""The meter of prefill, which reports the cost of computing."""
 
 import time
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from engine.step.work import Work
 
 
 class PrefillMeter:
-    """A meter of prefill: `report` gets the tokens and seconds of steps with chunks, from which the store learns.
+    """A meter of prefill. report: called with tokens and seconds of steps with chunks; the store learns from it.
 
-    A step that samples no token is not waited for, and the device may still run it: its tokens count in the report of
-    the next step with chunks that samples one.
+    A step without samples is not waited for, and may still run on the device: its tokens count in the next report of a
+    step with samples and chunks.
     """
 
     def __init__(

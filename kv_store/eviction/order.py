@@ -1,10 +1,10 @@
-"""The order in which cached pages are evicted: children before parents, and else as an `EvictionPolicy` says.
+"""The order in which cached pages are evicted: children before parents, else by an `EvictionPolicy`.
 
-An owner is a number, 0 for none; a page beyond its owner's bound is evicted before others. Owners share no chain.
-Of the pages of a priority, kept ones are evicted after all others, the one that is kept longest first.
+An owner is a number, 0 for none; a page beyond its owner's bound is evicted before others. Owners share no chain. Among
+pages of a priority, kept pages are evicted after all others, the longest kept first.
 
-A page is counted at its parent as long as both may be evicted, so no call follows a chain of parents: a page whose last
-child is evicted takes over that child's position, and stands in the order from then on.
+A parent counts its children as long as both may be evicted, so that no call follows a chain of parents: a page whose
+last child is evicted takes that child's position, and is in the order from then on.
 """
 
 from array import array
@@ -25,9 +25,9 @@ _MAX_KEPT = 1 << 44
 
 
 class Priority(IntEnum):
-    """The eviction priority of a cached page: pages of the lowest are evicted first.
+    """The eviction priority of a cached page: the lowest is evicted first.
 
-    LEAST: tails, and blocks that the latest request of their session has left.
+    LEAST: tails, and blocks that their session's latest request did not use.
     """
 
     LEAST = 0
@@ -39,7 +39,7 @@ _PRIORITIES = tuple(Priority)
 
 
 class EvictionPolicy(Protocol):
-    """The queues of a pool's pages, the position of each page in its own, and the choice between the queues' heads.
+    """The queues of a pool's pages, each page's position in its queue, and the choice between the queues' heads.
 
     queues, positions: by page; the lowest position of a queue is its head. Every call takes constant time, amortised.
     """
@@ -50,10 +50,10 @@ class EvictionPolicy(Protocol):
     positions: "array[int]"
 
     def index(self, page: int, key: BlockKey) -> None:
-        """Notes that a page holds a block from now on."""
+        """Notes that a page now has a block."""
 
     def unindex(self, page: int, key: BlockKey) -> None:
-        """Notes that a page holds a block no longer: evicted, or withdrawn."""
+        """Notes that a page has lost its block, evicted or withdrawn."""
 
     def touch(self, page: int) -> None:
         """Counts a use of a page."""
@@ -62,15 +62,15 @@ class EvictionPolicy(Protocol):
         """Gives a parent at least the position of a child that it outlives."""
 
     def choose(self, heads: Sequence[int]) -> int:
-        """Returns the page to evict, among the heads of queues that have one."""
+        """Returns the page to evict, among the heads of the queues."""
 
 
 class EvictionOrder(Generic[Page]):
-    """Priority, parent and owner of each indexed page, and the order of eviction of idle cached ones.
+    """Priority, parent and owner of each indexed page, and the eviction order of idle cached pages.
 
-    Each call costs a logarithm of the number of pages, amortised; `first` also looks at each queue of each owner.
-    key_to_page, keys: the index of the ledger, read here and changed there. max_owned: for each owner with a bound, the
-    indexed pages that it keeps; beyond it, its cached ones are evicted before any other.
+    Each call takes logarithmic time in the number of pages, amortised; `first` also looks at each queue of each owner.
+    key_to_page, keys: the ledger's index, which the ledger changes. max_owned: for each owner with a bound, the indexed
+    pages that it keeps; beyond it, its cached pages are evicted before others.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class EvictionOrder(Generic[Page]):
         return self._parents[page]
 
     def touch(self, page: Page) -> None:
-        """Counts a use of a page, cached or not, and once it is evicted of its parent."""
+        """Counts a use of a page, cached or not; its parent inherits it when the page is evicted."""
         before = self._policy.queues[page]
         self._policy.touch(page)
         if self._policy.queues[page] != before:
             self._ranks[self._priorities[page]].requeue(page)
 
     def index(self, page: Page, key: BlockKey, priority: Priority, parent: bytes | None, owner: int) -> None:
-        """Notes a page that is indexed from now on, also as the parent of the pages that name its key."""
+        """Notes a newly indexed page, also as the parent of pages that name its key."""
         above = None if parent is None else self._key_to_page.get(parent)
         self._parents[page] = parent if above is None else self._keys[above]  # equal, and no second copy
         self._priorities[page] = priority
@@ -119,7 +119,7 @@ class EvictionOrder(Generic[Page]):
             rank.num_children[page] = rank.orphans.pop(key, 0) if rank.orphans else 0
 
     def unindex(self, page: Page, key: BlockKey) -> None:
-        """Notes that a page, no longer idle and cached, is not indexed any more."""
+        """Notes that a page is no longer indexed; it must not be in the order."""
         self._num_owned[self._owners[page]] -= 1
         self._kept.pop(page, None)
         self._parents[page] = None
@@ -130,14 +130,14 @@ class EvictionOrder(Generic[Page]):
                 rank.num_children[page] = 0
 
     def add(self, page: Page) -> None:
-        """Adds a page that may be evicted from now on."""
+        """Adds a page that may now be evicted."""
         rank, parent = self._ranks[self._priorities[page]], self._evicted_after(page)
         if parent is not None:
             rank.count_child(self._with_position_of(page, parent), parent, 1)
         rank.add(page)
 
     def remove(self, page: Page) -> None:
-        """Removes a page that may not be evicted any more."""
+        """Removes a page that may no longer be evicted."""
         rank, parent = self._ranks[self._priorities[page]], self._evicted_after(page)
         rank.remove(page)
         if parent is not None:
@@ -148,9 +148,9 @@ class EvictionOrder(Generic[Page]):
             self._priorities[page] = priority
 
     def keep(self, page: Page, end_s: float) -> None:
-        """Has an indexed page evicted after the pages of its priority that are not kept, until `end_keep`.
+        """Keeps an indexed page until `end_keep`: it is evicted after unkept pages of its priority.
 
-        end_s: of kept pages, the one with the latest end is evicted first.
+        end_s: among kept pages, the latest end is evicted first.
         """
         self._kept[page] = _MAX_KEPT - min(int(end_s * 1000), _MAX_KEPT - 1)
         self._requeue(page)
@@ -183,7 +183,7 @@ class EvictionOrder(Generic[Page]):
         return self._num_owned[owner] > self.max_owned.get(owner, len(self._keys))
 
     def first(self) -> Page | None:
-        """Returns the page to evict first: of an owner beyond its bound if it has one, or else of all."""
+        """Returns the page to evict first, preferably of an owner beyond its bound."""
         for owner, most in self.max_owned.items():
             if self._num_owned[owner] > most:
                 for rank in self._ranks:
@@ -192,7 +192,7 @@ class EvictionOrder(Generic[Page]):
         return next((page for rank in self._ranks if (page := rank.first()) is not None), None)
 
     def oldest(self, priority: Priority, num_pages: int) -> list[Page]:
-        """Lists the up to `num_pages` pages of a priority that are evicted first."""
+        """Lists the first `num_pages` pages of a priority to evict, or fewer."""
         pages: list[Page] = []
         while len(pages) < num_pages and (page := self._ranks[priority].first()) is not None:
             self.remove(page)  # its parent may be next
@@ -210,7 +210,7 @@ class EvictionOrder(Generic[Page]):
 
     @contextmanager
     def _out_of_order(self, page: Page) -> Iterator[None]:
-        """Takes a page out of the order, if it is there, while what decides its place changes."""
+        """Takes a page out of the order, if it is there, while its place changes."""
         is_idle = page in self
         if is_idle:
             self.remove(page)
@@ -219,7 +219,7 @@ class EvictionOrder(Generic[Page]):
             self.add(page)
 
     def _evicted_after(self, page: Page) -> bytes | None:
-        """Returns the key of the block that is evicted after a page, as soon as it may be."""
+        """Returns the key of the block that may be evicted only after a page: its parent."""
         return self._parents[page]
 
     def _with_position_of(self, page: Page, parent: bytes) -> Page | None:
@@ -231,7 +231,7 @@ class EvictionOrder(Generic[Page]):
 
 
 class StartFirst(EvictionOrder[Page]):
-    """The same without regard to parents: a prefix's start, used least of late, goes first where rows have windows."""
+    """An EvictionOrder without parents, for layers with windows: evicts a prefix's start first."""
 
     def _evicted_after(self, page: Page) -> bytes | None:
         return None
@@ -240,12 +240,11 @@ class StartFirst(EvictionOrder[Page]):
 class _Rank(Generic[Page]):
     """The pages of one priority.
 
-    num_children: for each page, its children in this rank. orphans: the same by key, for parents that are not indexed.
-    Each owner has the queues of the policy, and one of kept pages; a queue's number is the owner's times the number of
-    these, plus its own. kept: the position of each kept page in that queue.
-    A page's queue has every page without children, and may have others; an entry is a position times the number of
-    all pages, plus the page. A stale entry is put right when it comes first. queued_in: for each page, the queue that
-    has its entry, plus 1; 0 without one.
+    num_children: each page's number of children in this rank. orphans: the same by key, for parents that are not
+    indexed. Each owner has the policy's queues, and a queue of kept pages; a queue's number is the owner's number times
+    the number of these, plus its own. kept: the position of each kept page in its queue. A queue has every page without
+    children, and may have others; an entry is a position times the number of all pages, plus the page. A stale entry is
+    corrected when it comes first. queued_in: for each page, 1 + the queue with its entry; 0 without an entry.
     """
 
     def __init__(
@@ -284,7 +283,7 @@ class _Rank(Generic[Page]):
             self._enqueue(parent)
 
     def requeue(self, page: Page) -> None:
-        """Puts a page into the queue, and to the place, that it has been moved to."""
+        """Puts a moved page into its queue, at its place."""
         self._queued_in[page] = 0
         if self.has[page] and not self.num_children[page]:
             self._enqueue(page)

@@ -1,4 +1,4 @@
-"""The least recently used page goes first: the plainest policy of an eviction order."""
+"""The LRU policy: evicts the least recently used page first."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from wire.ids import BlockKey
 
 
 class LeastRecentlyUsed:
-    """A single queue, in the order of the last use."""
+    """An EvictionPolicy with one queue, in the order of the last use."""
 
     name = "least recent use"
     num_queues = 1

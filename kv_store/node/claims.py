@@ -1,6 +1,6 @@
 """Claims on the slots of an arena: leases of readers, holds of attempts, reservations of writers.
 
-A lease or a reservation is a transfer on its slots, so that none is given out meanwhile; a hold is a reference.
+A lease or a reservation is a transfer on its slots, which are then not allocated; a hold is a reference.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Leases:
         return self._num_taken
 
     def end(self, lease_id: int) -> bool:
-        """Ends a lease; False if it has ended before."""
+        """Ends a lease; returns False if it has ended before."""
         reading = self._readings.pop(lease_id)
         if reading is not None:
             self._stop(reading)
@@ -67,7 +67,7 @@ class Leases:
 
 @dataclass
 class _Held:
-    """The slots of a hold, in order; once it moves, also the slots without a copy in a cold tier."""
+    """The slots of a hold, in order; once it moves, also its slots without a copy in a cold tier."""
 
     slots: dict[SlotId, None] = field(default_factory=dict)
     to_move: list[SlotId] | None = None
@@ -105,7 +105,7 @@ class Holds:
         return list(held.slots)
 
     def end_if_moved(self, attempt_id: AttemptId, is_safe: Callable[[SlotId], bool]) -> None:
-        """Ends a hold that moves, once the arena may lose all its slots."""
+        """Ends a moving hold, once the arena may lose all its slots."""
         held = self._held.get(attempt_id)
         if held is None or held.to_move is None:
             return
@@ -115,14 +115,14 @@ class Holds:
             self.release(attempt_id)
 
     def renew(self, attempt_id: AttemptId, ttl_s: float) -> bool:
-        """Prolongs an attempt's hold; False if there is none."""
+        """Prolongs an attempt's hold; returns False if there is none."""
         held = self._held.get(attempt_id)
         if held is not None:
             self._held.put(attempt_id, held, ttl_s)
         return held is not None
 
     def release(self, attempt_id: AttemptId) -> bool:
-        """Ends an attempt's hold; False if there is none."""
+        """Ends an attempt's hold; returns False if there is none."""
         held = self._held.pop(attempt_id)
         self._let_go(held or _Held())
         return held is not None
@@ -137,7 +137,7 @@ class Holds:
 
 
 class Reservations:
-    """Slots under writing, by writer, without a time limit: only the writer, or its death, ends a reservation."""
+    """Reserved slots by writer, without a time limit: only the writer, or its death, ends a reservation."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self._ledger = ledger
@@ -158,7 +158,7 @@ class Reservations:
         return slots
 
     def name_of(self, writer: str, slot: SlotId) -> BlockName | None:
-        """Names the block that a writer writes to a slot; None if the slot is not reserved by it."""
+        """Names the block that a writer writes to a slot; None if the writer has not reserved the slot."""
         return self._writing.get(writer, {}).get(slot)
 
     def end(self, writer: str, slot: SlotId) -> None:
@@ -184,7 +184,7 @@ class Claims:
         self.reservations = Reservations(ledger)
 
     def expire(self) -> None:
-        """Ends the leases and holds that have run out."""
+        """Ends expired leases and holds."""
         self.leases.expire()
         self.holds.expire()
 

@@ -25,7 +25,7 @@ from wire.ids import AttemptId, BlockKey, SlotId
 from wire.tier import Tier, Write
 
 _MAX_HELD_SHARE = 0.25
-"""Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
+"""Beyond this share of the slots, held blocks move to cold tiers; prefill waits at twice this share (`HoldBudget`)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Directory(DirectoryPort):
 
     @exclusive
     def writer_died(self, writer: str) -> None:
-        """Gives back the slots of a writer and reader. To be called only once its process is gone."""
+        """Gives back the slots of a writer and reader. Call it only after its process has ended."""
         self._claims.reservations.end_all_of(writer)
         self._claims.leases.end_all_of(writer)
 
@@ -128,7 +128,7 @@ class Directory(DirectoryPort):
 
     @exclusive
     def lease_cold(self, tier: Tier, max_blocks: int, ttl_s: float) -> ColdBatch:
-        """Leases blocks to be written to a tier, the oldest first."""
+        """Leases blocks to write to a tier, the oldest first."""
         slots = self.state.queues.next(tier, max_blocks)
         return ColdBatch(self._claims.leases.take("", slots, ttl_s), [self.state.block(slot) for slot in slots])
 

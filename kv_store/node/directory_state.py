@@ -1,4 +1,4 @@
-"""The state of a node's directory: the blocks in its slots, the claims on them, and the memory of lost blocks.
+"""The state of a node's directory: the blocks in its slots, the claims on them, and the record of lost blocks.
 
     Directory ── claims on slots ──▶                   ┌─ ledger, proofs: the index         ─┐
     Records ─── records of blocks ─▶  DirectoryState ──┤  claims: leases, holds, reservations├── one lock
@@ -33,14 +33,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NUM_LOST = 1 << 16
-"""Lost blocks that an arena remembers, at most one a slot; a larger arena remembers a quarter of its slots."""
+"""Number of lost blocks on record, at most the slots; for a larger arena a quarter of its slots."""
 
 
 class DirectoryState:
     """The index, claims and lost blocks of `num_slots` slots. Its context is a lock, and ends expired claims first.
 
-    order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.WriteQueues`. keeps: bounds on hints.
-    num_events: places of the log.
+    order, policy: determine eviction. high_water, writes: see `kv_store.node.copies.WriteQueues`. keeps: bounds on
+    hints. num_events: length of the event log.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DirectoryState:
         self._lock.release()
 
     def find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
-        """Finds the slots of the keys that are indexed."""
+        """Finds the slots of the indexed keys."""
         return [slot for key in keys if (slot := self.ledger.find(key)) is not None]
 
     def block(self, slot: SlotId) -> Block:
@@ -118,7 +118,7 @@ class DirectoryState:
                 self.log.note(EventKind.STORED, Tier.HOST, block.name.key)
 
     def unindex(self, slots: Sequence[SlotId], loss: Loss) -> int:
-        """Takes blocks out of the index, remembers their loss, and counts them."""
+        """Takes blocks out of the index, records their loss, and counts them."""
         for slot in slots:
             self._bury(slot, loss)
             self.ledger.unindex(slot)
@@ -131,7 +131,7 @@ class DirectoryState:
         self.sessions.unindex(slot)
 
     def touch(self, slots: Sequence[SlotId]) -> None:
-        """Counts a use of a prefix's blocks, in their order."""
+        """Counts a use of a prefix's blocks, in order."""
         self.copies.restore(slots)
         now_s = self._clock()
         for slot in reversed(slots):
@@ -142,7 +142,7 @@ class DirectoryState:
         self._bury(slot, Loss.SHARE if self.ledger.order.is_beyond_share(slot) else Loss.ROOM)
 
     def _bury(self, slot: SlotId, loss: Loss) -> None:
-        """Remembers an indexed full block that is about to be lost."""
+        """Records an indexed full block that is about to be lost."""
         key, parent = self.ledger.key_of(slot), self.ledger.order.parent_of(slot)
         if key is not None and parent is not None and not self.copies.is_tail(slot):
             copies = self.copies.tiers_of(slot)
@@ -153,7 +153,7 @@ class DirectoryState:
 
 
 class SlotShares:
-    """The share of the slots (0 to 1) of each namespace, by root digest; owner 0 is all namespaces without one."""
+    """The share of the slots (0 to 1) of each namespace, by root digest; namespaces without a share are owner 0."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self.by_namespace: Mapping[bytes, float] = {}
@@ -171,7 +171,7 @@ class SlotShares:
             order.set_owner(block.slot, self.owner_of(block.name.root_digest))
 
     def owner_of(self, namespace: bytes) -> int:
-        """Returns the number of a namespace's owner; 0 is the one of all namespaces without a share."""
+        """Returns the number of a namespace's owner; 0 for all namespaces without a share."""
         return self._owners.get(namespace, 0)
 
     def max_slots(self, namespace: bytes) -> int:
@@ -189,9 +189,9 @@ class Proof(NamedTuple):
 
 
 class _Proofs:
-    """The proofs of the blocks in slots, in flat memory, and each root's digest once.
+    """The proofs of the blocks in slots, in flat memory, with each root's digest once.
 
-    An object each would take several times as much, and every collection of garbage would visit them all.
+    An object for each would take several times as much memory, and garbage collection would visit all of them.
     """
 
     _PROOF = struct.Struct(f"32s{CHECKSUM_BYTES}s")
@@ -203,7 +203,7 @@ class _Proofs:
         self._num_of = Counter[bytes]()
 
     def put(self, block: Block) -> None:
-        """Takes the place of the proof that the slot has had."""
+        """Replaces the slot's proof."""
         before, root = self._roots[block.slot], block.name.root_digest
         self._num_of[root] += 1
         self._roots[block.slot] = self._known.setdefault(root, root)
@@ -229,7 +229,7 @@ Owner = TypeVar("Owner", bound=_Owner)
 
 
 def exclusive(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Runs a method within the context of its object's state."""
+    """A decorator that runs a method within the context of its object's state."""
 
     @wraps(method)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:

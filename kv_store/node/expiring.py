@@ -1,4 +1,4 @@
-"""Values that end by a clock, and keys in the order of a number."""
+"""Values that expire by a clock, and keys ordered by number."""
 
 import heapq
 from collections.abc import Callable
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class Ranking(Generic[K]):
-    """Keys by a number each, the lowest first. Every call takes a logarithm, amortised; stale entries go lazily."""
+    """Keys ordered by number, the lowest first. Each call takes logarithmic time, amortised."""
 
     def __init__(self) -> None:
         self._ranks: dict[K, float] = {}
@@ -19,7 +19,7 @@ class Ranking(Generic[K]):
         self._counter = count()
 
     def put(self, key: K, rank: float) -> None:
-        """Gives a key its number, in place of an earlier one."""
+        """Sets a key's number."""
         self._ranks[key] = rank
         heapq.heappush(self._order, (rank, next(self._counter), key))
         if len(self._order) > 2 * len(self._ranks) + _MAX_STALE:
@@ -34,7 +34,7 @@ class Ranking(Generic[K]):
         return self._ranks.get(key)
 
     def first(self) -> K | None:
-        """Returns the key of the lowest number; of equal numbers, the one that came first."""
+        """Returns the key with the lowest number; among equals the earliest."""
         while self._order:
             rank, _, key = self._order[0]
             if self._ranks.get(key) == rank:
@@ -44,7 +44,7 @@ class Ranking(Generic[K]):
 
 
 class Expiring(Generic[K, V]):
-    """Values by key, each until its end by `clock`; only `expire` takes out values past their end."""
+    """Values by key, each until its end by `clock`; only `expire` removes values past their end."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class Expiring(Generic[K, V]):
         return self._values.get(key)
 
     def put(self, key: K, value: V, ttl_s: float) -> None:
-        """Stores a value. A known key keeps its end if that is later."""
+        """Stores a value. A known key keeps a later end."""
         self._values[key] = value
         end = self._clock() + ttl_s
         self._ends.put(key, max(end, self._ends.rank_of(key) or end))
@@ -71,7 +71,7 @@ class Expiring(Generic[K, V]):
         return self._values.pop(key, None)
 
     def expire(self) -> list[V]:
-        """Takes out the values past their end, in the order of their ends."""
+        """Removes and returns the values past their end, in order."""
         now, expired = self._clock(), []
         while (key := self._ends.first()) is not None and (self._ends.rank_of(key) or 0.0) <= now:
             self._ends.discard(key)

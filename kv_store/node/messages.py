@@ -1,4 +1,4 @@
-"""The values that cross the socket of an arena's directory, as the arguments and answers of its calls.
+"""The arguments and answers of calls of an arena's directory over its socket.
 
 Times are durations in seconds, counted by the directory's monotonic clock from arrival.
 """
@@ -38,10 +38,10 @@ class Hold:
 
 @dataclass(frozen=True)
 class KeepHint:
-    """A request's hint about its KV: the session that it belongs to, and the time that it should outlive its use.
+    """A request's hint about its KV: its session, and the time to keep it after use.
 
-    namespace: the digest of the request's root. session: as `wire.block_names.session_of` makes it; empty for none.
-    keep_s: 0 where the session needs nothing more of it; None where the request does not say.
+    namespace: the digest of the request's root. session: result of `wire.block_names.session_of`; empty for none.
+    keep_s: 0 if the session needs nothing more of it; None if the request does not say.
     """
 
     namespace: bytes
@@ -60,7 +60,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """The slot of a found block, and the xxh3-128 that its payload must have."""
+    """The slot of a found block, and the expected xxh3-128 of its payload."""
 
     slot: SlotId
     checksum: bytes
@@ -78,7 +78,7 @@ class DirectoryInfo:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A slot to write for each name, or None if the block is there or no room is left; `num_resident` are there."""
+    """A slot to write for each name, or None if the block is there or there is no room. num_resident: blocks there."""
 
     slots: list[SlotId | None]
     num_resident: int
@@ -94,7 +94,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryStatus:
-    """Hits and misses count keys that readers asked for. cold: the tiers as the node's service finds them, writing."""
+    """The state of a directory. Hits and misses count keys that readers asked for. cold: the writers' cold tiers."""
 
     counts: LedgerCounts
     num_leases: int

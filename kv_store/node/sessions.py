@@ -1,8 +1,8 @@
-"""Sessions of an arena: the blocks that the latest request of each has used, and blocks that are kept beyond their use.
+"""Sessions of an arena: the blocks that each session's latest request has used, and blocks kept for a while.
 
-A session's next request takes over what it uses too, and supersedes the rest, unless another session has used it. A
-request after which nothing is to be kept supersedes all.
-Every list here is of indexed slots, each in one list at most, so that requests of any number need no more memory.
+A session's next request takes over the blocks that it uses, too, and supersedes the others, unless another session has
+used them. A request after which nothing is to be kept supersedes all. Each indexed slot is in one list at most, so that
+more requests need no more memory.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from wire.ids import SlotId
 class KeepLimits:
     """Bounds on the hints of requests.
 
-    max_keep_s: a longer hint counts as this. share: of the slots that a tenant may have, the part that may be kept.
+    max_keep_s: the longest time; a longer hint is cut. share: the part of a tenant's slots that may be kept.
     """
 
     max_keep_s: float = 600.0
@@ -42,7 +42,7 @@ class _SessionUse:
 class Sessions:
     """The uses of an arena's slots by sessions. Not thread-safe.
 
-    Each call costs a constant time for each block, amortised, beside the eviction order's.
+    Each call takes constant time for each block, amortised, besides the eviction order's.
     """
 
     def __init__(self, ledger: Ledger[SlotId], copies: Copies, clock: Callable[[], float], limits: KeepLimits) -> None:
@@ -60,14 +60,14 @@ class Sessions:
 
     @property
     def num_kept(self) -> int:
-        """Counts the slots that are kept."""
+        """Counts the kept slots."""
         return self._num_kept.total()
 
     def note(self, hint: KeepHint, slots: Sequence[SlotId], max_slots: int) -> int:
-        """Notes the use of a session's latest request, and keeps its blocks, within the limits.
+        """Notes the slots that a session's latest request has used, and keeps its blocks within the limits.
 
-        Beyond the tenant's share, its blocks of the latest end are kept no more, the last of a request first.
-        slots: in the order of the blocks. max_slots: that the tenant may have. Returns the number of kept blocks.
+        Beyond the tenant's share, blocks with the latest end are no longer kept, a request's last block first. slots:
+        in the order of the blocks. max_slots: the tenant's bound. Returns the number of kept blocks.
         """
         if not (hint.session or hint.keep_s):
             return 0
@@ -91,12 +91,12 @@ class Sessions:
         return sum(use.slots.values())
 
     def unindex(self, slot: SlotId) -> None:
-        """Forgets a block that is not indexed any more."""
+        """Forgets a block that is no longer indexed."""
         self._is_shared[slot] = 0
         self._remove(slot)
 
     def expire(self) -> None:
-        """Ends the keeping of blocks whose time is over."""
+        """Ends the keeping of blocks past their end."""
         for name in self._ends.expire():
             self._end_keep(name)
 
@@ -124,7 +124,7 @@ class Sessions:
         return b"%d" % self._num_unnamed
 
     def _supersede(self, name: bytes, slots: Sequence[SlotId]) -> None:
-        """Supersedes the blocks that a session has used and does not use now."""
+        """Supersedes the blocks that a session has used before and does not use now."""
         still_used, use = {*slots}, self._uses.get(name, _SessionUse(b""))
         for slot in [slot for slot in use.slots if slot not in still_used]:
             self._remove(slot)
@@ -142,7 +142,7 @@ class Sessions:
         self._latest.setdefault(use.namespace, Ranking()).put(name, -use.end_s)
 
     def _shorten(self, namespace: bytes, most: int) -> None:
-        """Ends the keeping of a namespace's blocks beyond `most`, of the latest end first."""
+        """Ends the keeping of a namespace's blocks beyond `most`, the latest end first."""
         while (num_more := self._num_kept[namespace] - most) > 0 and (name := self._latest[namespace].first()):
             use = self._uses[name]
             kept = [slot for slot, is_kept in reversed(use.slots.items()) if is_kept]
@@ -161,7 +161,7 @@ class Sessions:
                 self._count_ended(use, slot)
 
     def _remove(self, slot: SlotId) -> None:
-        """Takes a slot out of the use that it is in, if any."""
+        """Takes a slot out of its session's use, if any."""
         name = self._used_by.pop(slot, None)
         if name is None:
             return

@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class BlockReader:
-    """A BlockSource over the block port of one node. A fault ends the connection. For one thread, but for `status`.
+    """A BlockSource over a node's block port. A fault ends the connection. For one thread, except `status`.
 
-    A node that has failed three times in a row is asked again only every two seconds. timeout_s: for the connection to
-    be made, and for each block to come.
+    A node that has failed three times in a row is asked only every two seconds. timeout_s: bounds the connect, and the
+    wait for each block.
     """
 
     tier = Tier.PEERS
@@ -86,7 +86,7 @@ class BlockReader:
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         """Fills a payload of `into` for each block, and yields its checksum once it is verified.
 
-        Ends at the first block that is missing or spoilt, or at a fault.
+        Ends at the first missing or damaged block, or at a fault.
         """
         with suppress(_Unanswered):
             for start in range(0, len(names), MAX_KEYS):
@@ -114,7 +114,7 @@ class BlockReader:
 
     @contextmanager
     def _asking(self, verb: int, keys: Sequence[BlockKey]) -> Iterator[socket.socket]:
-        """Sends a request. The connection is kept if the body returns, for it has then read the whole answer."""
+        """Sends a request. Keeps the connection if the body returns, having read the whole answer."""
         if not self._breaker.allows():
             raise _Unanswered("the node is left alone for now")
         if self._connection is not None and _has_ended(self._connection):
@@ -153,7 +153,7 @@ class BlockReader:
         return connection
 
     def _greet(self, connection: socket.socket) -> None:
-        """Raises Unauthenticated for a server without the token, StoreError for a server of blocks of another size."""
+        """Greets the server. Raises Unauthenticated if it lacks the token, StoreError for another block size."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(nonce)
         connection.sendall(self._handshake.reply(nonce, receive(connection, NONCE_BYTES + PROOF_BYTES)))
@@ -162,7 +162,7 @@ class BlockReader:
 
 
 class LocalBlocks(ArenaBlocks):
-    """The reader's twin: the blocks of an arena and directory in this process, which stay with their owner."""
+    """The twin of BlockReader: the blocks of an arena and directory in this process, owned by others."""
 
     tier = Tier.PEERS
 
@@ -177,11 +177,11 @@ class LocalBlocks(ArenaBlocks):
 
 
 class _Unanswered(StoreError):
-    """A request had no whole answer."""
+    """A request got no complete answer."""
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Returns whether the server has ended a connection on which it owes nothing."""
+    """Returns whether the server has closed an idle connection."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

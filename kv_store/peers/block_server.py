@@ -8,9 +8,9 @@
            DELETE ◀─ one byte
            READ   ◀─ for each key 1, xxh3-128 and payload; 0 for the first that is missing, and the end
 
-With an identity all of it goes over TLS, where both show a certificate of the cluster. A request is also its credit:
-the reader asks for the blocks that it has room for, and the server keeps nothing but what the socket holds. Every wait
-is bounded.
+With an identity all of it goes over TLS, where both show a certificate of the cluster. A request is also the flow
+control: the reader asks for blocks that it has room for, and the server buffers only in the socket. Every wait is
+bounded.
 """
 
 import logging
@@ -44,15 +44,15 @@ _IDLE_TIMEOUT_S = 60.0
 _STALL_TIMEOUT_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.05
 _JOINED_BYTES = 8 << 10
-"""Of a payload, sent together with what stands before it: in one packet, and in one record of TLS."""
+"""Bytes of a payload that are sent together with the bytes before it: in one packet, and in one TLS record."""
 
 log = logging.getLogger(__name__)
 
 
 class BlockServer:
-    """Serves the blocks of an arena between `start` and `stop`, with a thread a connection.
+    """The server of an arena's blocks, between `start` and `stop`, with a thread a connection.
 
-    stall_timeout_s: for each part of a request to come, and for a reader to take something of an answer.
+    stall_timeout_s: bounds the wait for each part of a request, and for a reader to take part of an answer.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BlockServer:
         self._thread = threading.Thread(target=self._accept, name="block-port", daemon=True)
 
     def start(self, host: str, port: int = 0) -> str:
-        """Listens, and returns the address. OSError if that cannot be."""
+        """Listens; returns the address. Raises OSError."""
         listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
         # A handshake takes as long as its client likes: it is made by the thread of its connection.
         self._listener = self._tls.wrap_socket(listener, True, False) if self._tls else listener
@@ -84,7 +84,7 @@ class BlockServer:
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
     def stop(self) -> None:
-        """Ends all connections, and the leases with them."""
+        """Ends all connections and their leases."""
         self._is_stopping = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -161,7 +161,7 @@ class BlockServer:
             self._send_blocks(connection, keys)
 
     def _send_blocks(self, connection: socket.socket, keys: Sequence[BlockKey]) -> None:
-        """Sends blocks straight from their slots, under a lease. By the checksum the reader sees if it ran out."""
+        """Sends blocks directly from their slots, under a lease; the checksum shows the reader a lease that expired."""
         with leased(self._directory, READER, keys, LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(keys)) as blocks:
             for entry in blocks.entries:
                 if entry is None:
@@ -186,7 +186,7 @@ def receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def receive_into(connection: socket.socket, into: memoryview) -> memoryview:
-    """Fills `into` within the connection's timeout, however many bytes come at a time."""
+    """Fills `into` within the connection's timeout for the whole."""
     deadline = time.monotonic() + (connection.gettimeout() or 0.0)
 
     def receive_some(left: memoryview) -> int:

@@ -1,1 +1,1 @@
-"""The read of a prefix: its plan, sources, learned costs, and the causes of blocks that are computed."""
+"""The read of a prefix: its plan, sources and learned costs, and the causes of computed blocks."""

@@ -1,4 +1,4 @@
-"""Costs of blocks: to read them from a tier or another node, or to compute them, in seconds, learned as both happen.
+"""Costs of reading blocks from a tier or another node, and of computing them: seconds, learned from both.
 
 read n blocks of a source    ask + first + (n - 1) * rest      a latency, and payload / bandwidth
 compute n blocks             n * tokens of a block * prefill
@@ -30,7 +30,7 @@ MOST_OF_UNSPLIT = 0.9
 class SourceCosts:
     """The costs of one source, and the share of blocks that lookups found there.
 
-    due_s: when a source that is not worth its time is tried again; then at most a fiftieth of all time goes there.
+    due_s: time of the next probe of a source that does not pay; probes take at most a fiftieth of all time.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class SourceCosts:
         self.found += _FOUND_WEIGHT * (num_found / num_asked - self.found)
 
     def note_reads(self, took_s: Sequence[float]) -> None:
-        """Learns from the times that successive blocks took."""
+        """Learns from the durations of successive blocks."""
         self.first.learn(took_s[0])
         if len(took_s) > 1:
             self.rest.learn(sum(took_s[1:]) / (len(took_s) - 1))
 
     def lookup_s(self, num_blocks: int, compute_s: float) -> float:
-        """Returns the time that a lookup of blocks, and reading the found ones, is expected to lose."""
+        """Returns the time that a lookup of blocks, and reading found blocks, is expected to lose."""
         return self._lost_s(num_blocks * compute_s - self._read_s(num_blocks))
 
     def split_lookup_s(self, num_blocks: int, compute_s: float) -> float:
-        """Returns the time that a lookup is expected to lose where the found blocks may be split, if that pays."""
+        """Returns the time that a lookup is expected to lose if found blocks may be split where that pays."""
         all_s, read_s = num_blocks * compute_s, self._read_s(num_blocks)
         split_s = all_s * read_s / (all_s + read_s)
         return self._lost_s(all_s - min(read_s, split_s if split_s < MOST_OF_UNSPLIT * all_s else all_s))
@@ -66,11 +66,11 @@ class SourceCosts:
 
 
 LookupS = Callable[[SourceCosts, int, float], float]
-"""Returns the time that a lookup is expected to lose: of a source, by blocks and the seconds to compute one."""
+"""The time that a source's lookup is expected to lose, by number of blocks and seconds to compute a block."""
 
 
 class Costs:
-    """The costs of all sources of one worker and of its prefill. One thread reads blocks, one computes them.
+    """The costs of a worker's sources and of its prefill. One thread reads blocks, another computes them.
 
     clock: monotonic, in seconds.
     """
@@ -87,7 +87,7 @@ class Costs:
         return self._sources[source]
 
     def note_prefill(self, num_tokens: int, took_s: float) -> None:
-        """Learns from a run of the model; not from one of few tokens, nor where no time is counted."""
+        """Learns from a run of the model, unless it has few tokens or no time."""
         if num_tokens >= _MIN_TOKENS and took_s > 0:
             self._prefill.learn(took_s / num_tokens)
 
@@ -102,13 +102,13 @@ class Costs:
         return self._block_size * self._prefill.mean_s
 
     def budget_s(self, num_blocks: int) -> float:
-        """Returns the time after which a read of `num_blocks`, expected to be quicker, is given up."""
+        """Returns the time after which a read of `num_blocks` is abandoned as slower than computing."""
         return max(num_blocks * self.compute_s, _MIN_BUDGET_S)
 
     def worth_asking(
         self, sources: Sequence[BlockSource], num_blocks: int, lookup_s: LookupS = SourceCosts.lookup_s
     ) -> dict[BlockSource, bool]:
-        """Lists the sources to ask, and whether each is a probe: due, though its lookup is expected not to pay."""
+        """Lists the sources to ask, and whether each is a probe: a due lookup that is not expected to pay."""
         asked: dict[BlockSource, bool] = {}
         for source in sources if num_blocks else ():
             costs = self.of(source)
@@ -118,7 +118,7 @@ class Costs:
         return asked
 
     def exists(self, source: BlockSource, keys: Sequence[BlockKey]) -> list[bool]:
-        """Asks a source, and learns from it."""
+        """Asks a source which blocks it has, and learns from the answer."""
         costs, began_s = self.of(source), self._clock()
         found = source.exists(keys)
         took_s = self._clock() - began_s

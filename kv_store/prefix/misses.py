@@ -1,4 +1,4 @@
-"""The causes of the blocks of a fetch that were not read."""
+"""The causes of a fetch's unread blocks."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ UNREACHED = Miss(Cause.LOAD_FAILED, "the arena's directory was out of reach")
 
 
 def failures(unread: Sequence[BlockSource | None], is_late: bool) -> list[Miss]:
-    """Lists the causes of blocks to read of which the first failed. unread: their sources; None is the arena."""
+    """Lists the causes of unread blocks, the first of which failed. unread: their sources; None is the arena."""
     if not unread:
         return []
     failure = "its checksum in the arena was wrong"
@@ -24,7 +24,7 @@ def failures(unread: Sequence[BlockSource | None], is_late: bool) -> list[Miss]:
 
 
 def unasked_cause(cold: Sequence[BlockSource], asked: Collection[BlockSource], is_late: bool) -> Miss | None:
-    """Finds why a cold tier was not asked for a block that was not found, or did not answer; else None."""
+    """Finds the reason why a cold tier was not asked for a missing block, or did not answer; else None."""
     if skipped := [source.tier for source in cold if source not in asked]:
         how = f"{' and '.join(skipped)} was not asked: a lookup there was expected to cost more time than it saves"
         return Miss(Cause.ELSEWHERE, how)
@@ -39,9 +39,10 @@ def causes(
     unasked: Miss | None,
     ask: Callable[[Sequence[BlockName]], Sequence[Miss] | None],
 ) -> list[Miss]:
-    """Finds the causes of the blocks from a hole on, the first of `names`.
+    """Finds the causes of blocks from a missing block on, the first of `names`.
 
-    unasked: why not every cold tier was asked for them. ask: the directory, of full blocks; None if out of reach.
+    unasked: the reason why not every cold tier was asked. ask: asks the directory about full blocks; None if
+    unreachable.
     """
     asked = [name for name in names if not name.is_tail][:_MAX_ASKED]
     told = ask(asked) if asked else []
@@ -54,7 +55,7 @@ def causes(
 
 
 def _copied(miss: Miss, unasked: Miss | None, is_hole: bool) -> Miss:
-    """Finds the cause of a block that the arena has lost, and of which a cold tier was given a copy."""
+    """Finds the cause of a block that the arena has lost after a cold tier got a copy."""
     if unasked is not None:
         return replace(unasked, age_s=miss.age_s)
     if is_hole:

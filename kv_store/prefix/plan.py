@@ -1,10 +1,10 @@
-"""The plan of a prefix: found blocks, their sources and costs in, steps out. Pure.
+"""The plan of a prefix: from found blocks, their sources and costs to steps. Pure.
 
     whole    Read 0:k   then k:n is computed
     split    Read 0:h   then h:n is computed, beside a Read h:n in groups, from its end on
 
-h counts the first blocks of the arena, k the blocks from the front that are worth reading. A block that is read before
-computing gets there is not computed.
+h: the number of first blocks in the arena. k: the blocks from the front that are worth reading. A block that was read
+before computing reaches it is not computed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,10 +23,11 @@ _CHUNKS_PER_GROUP = 6
 
 @dataclass(frozen=True)
 class Needs:
-    """The blocks without which a block is of no use: all before it, which are read, too.
+    """The blocks that each block needs to be of use; they are read, too. By default all before it.
 
-    starts: for each block the place of the first one that it needs, ascending; None: all before it. num_sinks: with
-    `starts`, first blocks that all others need. splits: whether blocks before it may be computed while it is read.
+    starts: for each block the place of the first block that it needs, ascending; None: all before it. num_sinks: with
+    `starts`, the first blocks, which all others need. splits: whether earlier blocks may be computed while a block is
+    read.
     """
 
     starts: Sequence[int] | None = None
@@ -39,7 +40,7 @@ class Needs:
         return [*range(min(self.num_sinks, start)), *range(start, end)]
 
     def usable_end(self, from_the_end: Iterable[tuple[int, bool]]) -> int:
-        """Finds the most blocks that can be used. from_the_end: places, and whether the block there was found."""
+        """Finds the most blocks that are usable. from_the_end: places, and whether the block there was found."""
         assert self.starts is not None
         starts = self.starts
         return usable_end(len(starts), lambda end: starts[end - 1], from_the_end)
@@ -49,9 +50,9 @@ FRONT = Needs()
 
 
 def usable_end(end: int, first_needed: Callable[[int], int], from_the_end: Iterable[tuple[int, bool]]) -> int:
-    """Goes from hole to hole: blocks before a hole may be used without it.
+    """Finds the most usable blocks, going from hole to hole: blocks before a hole are usable without it.
 
-    end: the number of blocks. first_needed: finds the first place that is needed for the use of as many blocks.
+    end: the number of blocks. first_needed: finds the first place that this many blocks need.
     """
     start = first_needed(end) if end else 0
     for place, is_found in from_the_end:
@@ -64,14 +65,14 @@ def usable_end(end: int, first_needed: Callable[[int], int], from_the_end: Itera
 
 @dataclass(frozen=True)
 class Read:
-    """A step that reads blocks in order, each from its source: None is the node's arena. costs: of the sources."""
+    """A step that reads blocks in order, each from its source: None is the node's arena. costs: the sources' costs."""
 
     names: Sequence[BlockName]
     sources: Sequence[BlockSource | None]
     costs: Costs
 
     def at(self, places: Iterable[int]) -> "Read":
-        """Returns the step of the blocks at these places alone."""
+        """Returns the step for the blocks at these places alone."""
         found = [(self.names[place], self.sources[place]) for place in places]
         return replace(self, names=[name for name, _ in found], sources=[source for _, source in found])
 
@@ -80,14 +81,14 @@ class Read:
 
     @property
     def num_here(self) -> int:
-        """Blocks of the arena before the first from elsewhere."""
+        """The number of arena blocks before the first block from elsewhere."""
         return sum(1 for _ in takewhile(lambda source: source is None, self.sources))
 
     def num_worth_reading(self, probes: Collection[BlockSource] = ()) -> int:
-        """Returns how many blocks from the front are worth reading, as the rest is computed.
+        """Returns how many blocks from the front are worth reading, the rest being computed.
 
-        The most blocks that lose at most 10 ms to the best division: computing holds up others, reading does not.
-        probes: sources of which two blocks are read whatever they cost.
+        It is the most blocks within 10 ms of the best division, for computing delays other requests and reading does
+        not. probes: sources from which two blocks are read at any cost.
         """
         gains_s = [0.0]
         num_read = dict.fromkeys(self.sources, 0)
@@ -100,7 +101,7 @@ class Read:
         return max(place for place, gain_s in enumerate(gains_s) if gain_s >= enough_s)
 
     def num_in_group(self, num_before: Sequence[int]) -> int:
-        """Returns how many of these blocks, from the last one on, to read while the blocks before them are computed.
+        """Returns how many of these blocks, counted from the last, to read while the blocks before them are computed.
 
         num_before: for each block, the blocks to compute before it.
         """
@@ -110,17 +111,17 @@ class Read:
 
     @property
     def num_in_chunk(self) -> int:
-        """The blocks to compute in one step beside these: a sixth of a group's time."""
+        """The blocks to compute in a step while these are read: a sixth of a group's time."""
         return max(1, int(self.group_s / _CHUNKS_PER_GROUP / self.costs.compute_s))
 
     @property
     def group_s(self) -> float:
-        """The most seconds that a group may take: a fifth, or four latencies if they are longer."""
+        """The most seconds of a group: a fifth of a second, or four latencies if longer."""
         firsts_s = (self._read_s(source, False) for source in {*self.sources})
         return max(_GROUP_S, _FIRSTS_PER_GROUP * max(firsts_s, default=0.0))
 
     def reads_s(self, sources: Iterable[BlockSource | None]) -> Iterator[float]:
-        """Yields for each block the seconds until it is read, in one call of each source."""
+        """Yields for each block the seconds until it is read, with one call of each source."""
         read_s, begun = 0.0, set[BlockSource | None]()
         for source in sources:
             read_s += self._read_s(source, source in begun)
@@ -139,14 +140,14 @@ Plan = tuple[Read, Read | None]
 
 
 def plan_whole(found: Read, probes: Collection[BlockSource]) -> Plan:
-    """Reads the front that is worth it; the rest is computed."""
+    """Plans to read the front that is worth it, and to compute the rest."""
     return found.part(0, found.num_worth_reading(probes)), None
 
 
 def plan_split(found: Read, probes: Collection[BlockSource]) -> Plan:
-    """Reads the first blocks of the arena, and the others while they are computed; a tail is computed in any case.
+    """Plans to read the first arena blocks, then the last blocks while the front is computed; always computes a tail.
 
-    Does so where it beats all else by 10 ms and a tenth, and plans the whole elsewhere.
+    Plans the whole unless this is better than any other plan by 10 ms and a tenth.
     """
     num_blocks, num_here, compute_s = len(found.names), found.num_here, found.costs.compute_s
     whole, _ = plan_whole(found, probes)

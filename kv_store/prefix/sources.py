@@ -31,7 +31,7 @@ def locate(
     ask: Callable[[Asked, Sequence[BlockKey]], Sequence[bool]] = lambda source, keys: source.exists(keys),
     is_late: Callable[[], bool] = lambda: False,
 ) -> Iterator[Asked | None]:
-    """Yields the first source that has each block, or None; asks for 128 blocks at a time, lazily, until it is late."""
+    """Yields each block's first source that has it, or None; asks for 128 blocks at a time, lazily, until late."""
     for start in range(0, len(names), _LOOKUPS_AT_ONCE):
         found: dict[BlockKey, Asked] = {}
         some = names[start : start + _LOOKUPS_AT_ONCE]
@@ -47,9 +47,9 @@ def locate(
 def read(
     names: Sequence[BlockName], sources: Sequence[Source], into: Sequence[memoryview], get: Get[Source]
 ) -> Generator[tuple[Source, bytes], None, None]:
-    """Fills payloads, and yields source and checksum of each block, up to the first that is not right.
+    """Fills payloads; yields source and checksum of each block, up to the first wrong block.
 
-    sources: of each block. get: as `BlockSource.get`, called once for all blocks of a source.
+    sources: each block's source. get: `BlockSource.get`, called once for all blocks of a source.
     """
     with ExitStack() as stack:
         streams: dict[Source, Generator[bytes, None, None]] = {}
@@ -67,7 +67,7 @@ def read(
 class FarTiers:
     """Sources of the blocks that an arena lacks. peer: makes the source of a node's blocks from its port's address.
 
-    clock: monotonic, in seconds. costs: of these sources.
+    clock: monotonic, in seconds. costs: these sources' costs.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FarTiers:
         self.clock = clock
 
     def sources(self, addresses: Sequence[str]) -> list[BlockSource]:
-        """Returns the nodes at these addresses and the cold tiers. Closes the least recently used of too many nodes."""
+        """Returns the nodes at these addresses and the cold tiers. Closes least recently used nodes beyond a bound."""
         if self._make_peer is None:
             return [*self.cold]
         for address in addresses:
@@ -96,14 +96,14 @@ class FarTiers:
         return [*(self._peers[address] for address in addresses), *self.cold]
 
     def take_lost(self) -> dict[Tier, set[BlockKey]]:
-        """Returns keys that cold tiers were found not to have since the last call."""
+        """Returns keys that cold tiers turned out to lack since the last call."""
         return {tier.tier: {*tier.take_lost()} for tier in self.cold}
 
     def status(self) -> list[FarStatus]:
         return [*self._peers_status(), *(tier.status() for tier in self.cold)]
 
     def _peers_status(self) -> list[FarStatus]:
-        """Sums the counts of all nodes, if there is any."""
+        """Sums the counts of all nodes, if any."""
         each = [peer.status() for peer in self._peers.copy().values()]
         if not each:
             return []
@@ -113,7 +113,7 @@ class FarTiers:
 
 
 class FarLookup:
-    """A lookup of blocks, in the time that computing them takes. asked: the sources, and whether each is a probe."""
+    """A lookup of blocks, bounded by the time to compute them. asked: the sources, and whether each is a probe."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class FarLookup:
         addresses: Sequence[str],
         lookup_s: LookupS = SourceCosts.lookup_s,
     ) -> None:
-        """addresses: of nodes to ask. lookup_s: by which the sources are chosen whose lookup is expected to pay."""
+        """addresses: nodes to ask. lookup_s: estimates lookups, to choose the sources that are expected to pay."""
         sources = far.sources(addresses)
         self.asked = far.costs.worth_asking(sources, len(names), lookup_s)
         self._names = names
@@ -132,7 +132,7 @@ class FarLookup:
 
     @property
     def is_late(self) -> bool:
-        """Whether computing the blocks would have been quicker by now."""
+        """Whether computing the blocks would be done by now."""
         return self._far.clock() > self._deadline
 
     @property
@@ -140,10 +140,10 @@ class FarLookup:
         return [source for source, is_probe in self.asked.items() if is_probe]
 
     def __iter__(self) -> Iterator[BlockSource | None]:
-        """Yields the nearest source that has each block, or None, as `locate`."""
+        """Yields for each block the nearest source that has it, or None, as `locate` does."""
         return locate(self._names, self.asked, self._far.costs.exists, lambda: self.is_late)
 
     @property
     def unasked(self) -> Miss | None:
-        """The reason why a cold tier was not asked for a block that was not found, or did not answer; else None."""
+        """The reason why a cold tier was not asked for a missing block, or did not answer; else None."""
         return unasked_cause(self._cold, self.asked, self.is_late)

@@ -1,4 +1,4 @@
-"""Tiers as one, nearest first: a block is read from the nearest that has it, and written to all."""
+"""A list of tiers, nearest first: a block is read from the nearest that has it, and written to all."""
 
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +16,7 @@ from wire.tier import FarStatus, Tier
 
 
 class TierList:
-    """A list of tiers, thread-safe. A tier at fault has no block and takes none; no call raises for that."""
+    """A list of tiers. Thread-safe. A failed tier has no block and takes none; no call raises for that."""
 
     def __init__(self, tiers: Sequence[ColdTier]) -> None:
         self._tiers = [*tiers]
@@ -36,10 +36,10 @@ class TierList:
             return [tier is not None for tier in locate(names, self._tiers)]
 
     def read(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[Tier, None, None]:
-        """Fills payloads from the front, and yields the tier of each block once it is verified and in nearer tiers.
+        """Fills payloads from the front; yields each block's tier once it is verified and copied to nearer tiers.
 
-        Ends at the first block that no tier has; a block that is spoilt in one tier is read from the next. No other
-        call is let in before the end, or `close`.
+        Ends at the first block that no tier has; a block damaged in one tier is read from the next. Other calls wait
+        until its end, or `close`.
         """
         place, start = 0, -1
         with self._lock:
@@ -54,10 +54,10 @@ class TierList:
                         place += 1
 
     def write(self, names: Sequence[BlockName], payload_of: Callable[[int], memoryview]) -> list[bool]:
-        """Writes each block to the tiers that lack it; returns for each whether some tier has it at the end.
+        """Writes each block to the tiers that lack it; returns for each block whether some tier has it at the end.
 
-        A tier that is smaller than the blocks loses some of them again, the last but one first.
-        payload_of: returns the payload at a place in `names`, valid until its next call; asked where a tier lacks it.
+        A tier smaller than the blocks loses some of them again, the last but one first. payload_of: returns the payload
+        at a place in `names`, valid until its next call; called for blocks that a tier lacks.
         """
         keys = [name.key for name in names]
         with self._lock:

@@ -1,1 +1,1 @@
-"""Tiers beyond the arena: cold ones and their writer, the tiers of a library, lists of what tiers hold."""
+"""Tiers beyond the arena: cold tiers and their writer, the tiers of a library, lists of tiers' blocks."""

@@ -1,4 +1,4 @@
-"""Copies blocks from the arena to a cold tier, in the background of the node's service."""
+"""The writer of blocks from the arena to a cold tier, in the background of the node's service."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ColdWriter:
-    """A thread between `start` and `stop`. It asks the directory for some blocks at a time, and never holds it up."""
+    """The writer's thread, between `start` and `stop`. It asks the directory for a few blocks at a time."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class ColdWriter:
         self._thread.start()
 
     def finish(self, grace_s: float) -> None:
-        """Gives the thread `grace_s` seconds to write the rest, and then ends it. Does not block."""
+        """Ends the thread after the rest is written, or after `grace_s` seconds. Does not block."""
         self._end = time.monotonic() + grace_s
         self._is_stopping.set()
 
     def stop(self) -> None:
-        """Stops the thread after the block under way is written or has failed; after `finish`, at the end of that."""
+        """Stops the thread after the current block; after `finish`, at the end of that."""
         if not self.is_stopping:
             self.finish(0.0)
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
-        """Writes blocks that the directory offers, up to the first failure; reports to the directory and counts them.
+        """Writes blocks that the directory offers, up to the first failure; reports to it and counts them.
 
-        Without blocks it asks a broken tier for a key that no block has, to find out whether the tier answers again.
+        Without blocks it probes a broken tier, by a key that no block has.
         """
         self._directory.records.mark_cold(self._cold.tier, [], self._cold.take_lost())
         batch = self._directory.lease_cold(self._cold.tier, self._max_blocks, _LEASE_TTL_S)

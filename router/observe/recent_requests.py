@@ -1,4 +1,4 @@
-"""The last requests that ended, as the operator lists them: each with the causes of its time, and sums over them."""
+"""The requests that ended last, for the operator: each with the causes of its time, and sums over all."""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -19,18 +19,18 @@ MAX_LISTED = 200
 MINUTES_SUMMED = 60
 MAX_CAUSES = 4
 MIN_SHARE = 0.05
-"""Least part of a request's time that is a cause."""
+"""Least part of a request's time that counts as a cause."""
 SLOW = 3.0
-"""How many times as long as at other workers a token takes at one that is called slow."""
+"""A worker is slow if a token takes this many times as long as at other workers."""
 KEPT = 0.8
-"""Weight of what was known of a worker's pace before its last request."""
+"""Weight of a worker's earlier pace over its last request's."""
 MAX_PACES = 4096
 ENDS = {
     "UNAVAILABLE": "lost {worker}: it went away",
     "CANCELLED": "lost {worker}: it broke off",
     "WORKER_LEAVING": "{worker} gave it back: it drains",
 }
-"""By the reason of the error that an attempt ended with."""
+"""Words for the end of an attempt, by its error's reason."""
 
 
 class RecentRequests:
@@ -44,7 +44,7 @@ class RecentRequests:
         self._uncached: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES_SUMMED)
 
     def add(self, journal: RequestJournal) -> None:
-        """Takes a request that has ended."""
+        """Adds an ended request."""
         self._num_ended += 1
         now_s = self._wall_clock()
         self._ended.append((self._num_ended, now_s, journal))
@@ -52,7 +52,7 @@ class RecentRequests:
         self._paces.add(journal.timeline)
 
     def list(self, asked: cluster_pb2.ListRequestsRequest) -> cluster_pb2.ListRequestsResponse:
-        """Lists the newest ones that are asked for, up to MAX_LISTED. Raises RequestNotFound for an unknown id."""
+        """Lists the newest matching requests, up to MAX_LISTED. Raises RequestNotFound for an unknown id."""
         after = asked.after if asked.after <= self._num_ended else 0  # else of a router before this one
         listed = [one for one in self._ended if one[0] > after and asked.request_id in ("", one[2].request_id)]
         if asked.request_id and not listed:
@@ -61,12 +61,12 @@ class RecentRequests:
         return cluster_pb2.ListRequestsResponse(requests=[self._shown(*one) for one in listed[-limit:]])
 
     def find(self, number: int) -> RequestJournal | None:
-        """Returns the request of that number, unless it is forgotten."""
+        """Returns the request with this number, unless it is forgotten."""
         return next((journal for each, _, journal in self._ended if each == number), None)
 
     @property
     def uncached_blocks(self) -> Mapping[str, int]:
-        """Blocks of prompts that were not cached, by cause, of requests that ended in the last hour."""
+        """Counts the uncached blocks of prompts, by cause, over requests that ended in the last hour."""
         oldest = int(self._wall_clock() // 60) - MINUTES_SUMMED
         return sum((blocks for minute, blocks in self._uncached if minute > oldest), Counter[str]())
 
@@ -97,13 +97,13 @@ class RecentRequests:
 
 
 class Paces:
-    """The time that a token takes at each worker, by phase and by the magnitude of the number of tokens."""
+    """The time of a token at each worker, by phase and by the magnitude of the number of tokens."""
 
     def __init__(self) -> None:
         self._ms: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
 
     def add(self, timeline: pb.Timeline) -> None:
-        """Notes the pace of each phase of a request that is over."""
+        """Notes the pace of each phase of an ended request."""
         for span in timeline.spans:
             if num_tokens := _num_units(span):
                 paces, ms = self._ms[_kind(span, num_tokens)], span.duration_ms / num_tokens
@@ -112,14 +112,14 @@ class Paces:
                 paces[span.worker] = KEPT * paces.get(span.worker, ms) + (1 - KEPT) * ms
 
     def slowness(self, span: pb.Span) -> float:
-        """Returns how many times as long a token took as at other workers; 1.0 where there are none."""
+        """Returns how many times as long a token took as at other workers; 1.0 without other workers."""
         num_tokens = _num_units(span)
         others = [ms for worker, ms in self._ms[_kind(span, num_tokens)].items() if worker != span.worker]
         return span.duration_ms / num_tokens / max(median(others), 1e-6) if others and num_tokens else 1.0
 
 
 def causes_of(timeline: pb.Timeline, paces: Paces) -> Iterator[str]:
-    """Yields ends of attempts with an error, then the longest spans, up to MAX_CAUSES; each with its milliseconds."""
+    """Yields failed attempts, then the longest spans, up to MAX_CAUSES, each with its milliseconds."""
     spans = sorted(timeline.spans, key=lambda span: (not span.error, -span.duration_ms))
     for span in spans[:MAX_CAUSES]:
         if span.error or span.duration_ms >= MIN_SHARE * timeline.total_ms:

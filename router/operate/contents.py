@@ -1,9 +1,9 @@
-"""Contents of the cluster's tiers by tenant and model, and their withdrawal, for the operator.
+"""The contents of the cluster's tiers by tenant and model, and their deletion, for the operator.
 
     CacheRequest ─▶ BlockSelection ─ drop_pages ─▶ each worker
                                    ─ count, clear ─▶ a worker of each node ─▶ its arena, Redis, files
 
-Only the router can name the tenant of a namespace: stores know digests of roots, and roots take the secret to make.
+Only the router can name the tenant of a namespace: stores know digests of roots, and roots need the secret.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import KeyRing
 
 TOKENS_AROUND = 8
-"""Shown before and behind the place where two prompts differ."""
+"""Tokens shown before and after the place where two prompts differ."""
 TIMEOUT_S = 120.0
 """Bound on a node's answer: it lists Redis and files page by page, and an engine may be in a long step."""
 
@@ -48,7 +48,7 @@ class StoreAdministration:
         return self._contents(selection, await self._of_nodes(worker_pb2.Ask(count=selection)))
 
     async def clear(self, request: cluster_pb2.CacheRequest) -> cluster_pb2.CacheContents:
-        """Clears blocks, devices first: a block in no device and no arena reaches no cold tier. Raises as `count`."""
+        """Clears blocks, devices first, since only devices and arenas feed cold tiers. Raises the errors of `count`."""
         if request == cluster_pb2.CacheRequest():
             raise InvalidRequest("everything", "wanted where no tenant, model or prompt is given")
         selection = await self._select(request)
@@ -60,7 +60,7 @@ class StoreAdministration:
         return contents
 
     async def compare(self, request: cluster_pb2.ComparePromptsRequest) -> cluster_pb2.PromptComparison:
-        """Compares two prompts as a tenant's requests would name them. Raises as `count` does."""
+        """Compares two prompts by a tenant's block names. Raises the errors of `count`."""
         tenant, texts = request.tenant or DEFAULT_TENANT, (request.first, request.second)
         _require_tenants([tenant])
         named = [await self._dispatcher.name_blocks(pb.GenerateRequest(text=one), tenant) for one in texts]
@@ -84,7 +84,7 @@ class StoreAdministration:
         )
 
     async def explain(self, request: cluster_pb2.ExplainMissesRequest) -> cluster_pb2.MissExplanation:
-        """Explains the uncached blocks of a request that ended; looks for the first one in other namespaces now.
+        """Explains the uncached blocks of an ended request; now looks for the first of them in other namespaces.
 
         Raises RequestNotFound.
         """
@@ -131,7 +131,7 @@ class StoreAdministration:
         return {digest_of(self._config.root_of(one)): one for one in tenants}
 
     async def _of_nodes(self, question: worker_pb2.Ask) -> dict[str, worker_pb2.Holdings]:
-        """Asks a worker of each node in turn: a clear counts blocks that nodes share once, a list for each node."""
+        """Asks a worker of each node in turn: a clear counts a shared tier's blocks once, a list once for each node."""
         by_node = {member.info.node_id: member for member in self._members}
         if not by_node:
             raise Unavailable("no worker is ready to ask the tiers: see `baton status`")
@@ -167,7 +167,7 @@ def _require_tenants(tenants: Sequence[str]) -> None:
 
 
 def _num_same(first: Sequence[object], second: Sequence[object]) -> int:
-    """Counts the equal values that two sequences begin with."""
+    """Counts the equal first values of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

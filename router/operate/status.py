@@ -1,4 +1,4 @@
-"""The state of the whole cluster, as its workers report it, and the events between two states."""
+"""The status of the whole cluster, from its workers' reports, and the events between two statuses."""
 
 import asyncio
 from collections import deque
@@ -20,28 +20,28 @@ TIER_STATES = {
     "read-only": "refuses blocks, workers read what it has",
     "up": "is up again",
 }
-"""The worst first, with the event that it is when a tier comes to it."""
+"""States of tiers, the worst first, with the event of entering each."""
 READ_EVERY_S = 2.0
 RECENT_S = 0.25
 MAX_EVENTS = 20
 LONG_SILENCE_S = 10.0
-"""From here on, that a worker's engine has not finished a step is worth an event."""
+"""Silence of a worker's engine from which there is an event."""
 
 
 class StatusReader:
-    """Asks all workers at once, and notes with each member its engine's silence and its learned time of a token.
+    """Asks all workers at once; notes each member's engine silence and learned prefill time.
 
-    A worker that does not answer is reported as a problem, and its engine is not known to have turned meanwhile.
+    A worker that does not answer becomes a problem, and its engine counts as silent.
     """
 
     def __init__(self, members: Members, dispatcher: Dispatcher, check: Callable[[], list[str]]) -> None:
-        """check: the violated invariants of the router itself."""
+        """check: lists violated invariants of the router itself."""
         self._members = members
         self._dispatcher = dispatcher
         self._check = check
 
     async def read(self, request: cluster_pb2.GetStatusRequest) -> cluster_pb2.ClusterStatus:
-        """Everything but names, addresses and events. With `check`, workers and router verify their invariants."""
+        """Reads the status without names, addresses and events. With `check`, all processes verify their invariants."""
         workers = await asyncio.gather(*(_ask(member, request.check) for member in self._members))
         pools = [_pool(role, self._members) for role in Role]
         problems = [f"{worker.worker_id}: {problem}" for worker in workers for problem in worker.problems]
@@ -83,10 +83,10 @@ def _shortage(pool: cluster_pb2.PoolStatus) -> str:
 
 
 def _summed(tier: Tier, workers: Sequence[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
-    """Joins the workers' accounts of a tier into one.
+    """Sums the workers' statuses of a tier.
 
-    Pages and holds are a node's, and so are counts of its service: they are taken once from each node, and added up,
-    as each worker's own counts are. The tier's state is the worst that any worker finds.
+    Pages, holds and the service's counts belong to a node and are added once for each node; workers' own counts are
+    added for each worker. The tier's state is the worst among workers.
     """
     of_workers = [status for worker in workers for status in worker.tiers if status.tier == tier]
     of_nodes = list(accounts_of(tier, workers).values())
@@ -126,7 +126,7 @@ class StatusWatch:
             await asyncio.gather(task, return_exceptions=True)
 
     async def recent(self) -> cluster_pb2.ClusterStatus:
-        """Reads the status for all callers at once. Returns a copy of the one before if that takes over RECENT_S."""
+        """Reads the status, once for all callers. If that takes over RECENT_S, returns a copy of the last status."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self.read())
         await asyncio.wait([self._reading], timeout=RECENT_S)
@@ -146,14 +146,14 @@ class StatusWatch:
             await asyncio.sleep(self._read_every_s)
 
     async def read(self) -> None:
-        """Reads it now."""
+        """Reads the status now."""
         status = await self._statuses.read(cluster_pb2.GetStatusRequest())
         self._events.extend((self._clock(), text) for text in changes(self.last, status))
         self.last = status
 
 
 def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
-    """Yields the changes between two statuses that an operator wants to know of."""
+    """Yields the changes between two statuses that concern an operator."""
     for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
         if old.state in TIER_STATES and new.state in TIER_STATES and old.state != new.state:
             way_out = advice(new.tier, new.state)

@@ -1,7 +1,7 @@
 """An attempt at a request, under one id: prefill and decode, or decode alone.
 
 Once the client has a token, an attempt goes straight to a decode worker, which fetches published blocks and computes
-the rest. So does the one attempt after logits that were NaN or infinite, if cached KV was read: it reads none.
+the rest. So does the attempt after NaN or infinite logits, if cached KV was read; it reads no cached KV.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ MAX_NUMBER = (1 << 32) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The parts that all requests share. `mark_lost` takes the id of a worker that broke off an attempt. traces: if on.
+    """The parts that all requests share. mark_lost: takes the id of a lost worker. traces: None if off.
 
-    attempt_numbers: without repetition, for a client may use an id again while workers still know its first use.
+    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use.
     """
 
     prompts: PromptPreparer
@@ -60,10 +60,10 @@ class Services:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedRequest:
-    """A request that was admitted. `root` is its tenant's; times are of the event loop's clock.
+    """An admitted request. root: its tenant's. Times are by the event loop's clock.
 
-    id: the client's id, qualified by its tenant. journal: the request's, from its arrival on. life_s: the deadline as
-    the client gave it, or the longest there is. deadline_s: a moment before it is over. trace: None if it has none.
+    id: the client's id, qualified by its tenant. journal: the request's, from its arrival on. life_s: the client's
+    deadline, or the longest possible. deadline_s: a moment before its end. trace: None without a trace.
     """
 
     id: QualifiedId
@@ -79,7 +79,7 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
-    """A request whose tokens are known, and the answer so far, which all its attempts share."""
+    """A request with known tokens, and its answer so far, which all attempts share."""
 
     admitted: AdmittedRequest
     services: Services
@@ -94,7 +94,7 @@ class PreparedRequest:
 
     @property
     def complete(self) -> pb.Complete:
-        """The last message of an answer that is whole, without its timeline."""
+        """Makes the last message of a complete answer, without its timeline."""
         return pb.Complete(
             choices=self.answer.finishes,
             usage=pb.Usage(
@@ -109,7 +109,7 @@ class PreparedRequest:
         )
 
     def note_source(self, source: worker_pb2.PromptSource) -> None:
-        """Notes where the prompt's KV came from, and begins to name the first missing block in other namespaces."""
+        """Notes the sources of the prompt's KV, and begins to name the first missing block in other namespaces."""
         self.journal.source = worker_pb2.PromptSource()
         self.journal.source.CopyFrom(source)  # it keeps the line's message, else, with the updates of others
         prepared = self.prompt
@@ -117,7 +117,7 @@ class PreparedRequest:
 
 
 class AttemptFailed(Exception):
-    """An attempt ended with this error of its worker, or of the line to it."""
+    """An attempt ended with an error of its worker, or of the line to it."""
 
     def __init__(self, error: BatonError) -> None:
         super().__init__(error.message)
@@ -125,9 +125,9 @@ class AttemptFailed(Exception):
 
 
 class Attempt:
-    """An attempt at the choices that have not ended. is_alone: it may be the last; see IsolatedRetries.
+    """An attempt at the unfinished choices. is_alone: it may be the last; see IsolatedRetries.
 
-    has_read_cache: a worker found KV of the prompt in some tier.
+    has_read_cache: some worker found KV of the prompt in a tier.
     """
 
     def __init__(self, request: PreparedRequest, history: AttemptHistory, is_alone: bool) -> None:
@@ -139,7 +139,7 @@ class Attempt:
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        """Returns when every choice has ended, or prefill ended them all. Raises AttemptFailed."""
+        """Runs until every choice has ended. Raises AttemptFailed."""
         request, journal = self.request, self.request.journal
         placement, holds = request.services.placement, request.services.holds
         is_fresh = not request.answer.num_tokens
@@ -166,12 +166,12 @@ class Attempt:
             await self._decode(route)
 
     async def _prefill(self, route: Route, member: Member) -> Sequence[pb.Span]:
-        """Lets a worker publish the prompt's blocks under a hold; its last update then brings one token per choice."""
+        """Has a worker publish the prompt's blocks under a hold; its last update brings a token for each choice."""
         with member.assigned(self.request.prompt.sampling.n, route.num_new_tokens, route.keys):
             return await self._run_on(route, member, Role.PREFILL, self.request.services.holds.keep)
 
     async def _decode(self, route: Route) -> Sequence[pb.Span]:
-        """Lets a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
+        """Has a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services, journal = self.request.answer, self.request.services, self.request.journal
         journal.begin(Kind.WAIT_DECODE, self._clock())
         member = await services.placement.choose_decode(route)
@@ -196,7 +196,7 @@ class Attempt:
     ) -> Sequence[pb.Span]:
         """Runs the attempt on a worker; returns the spans of the call.
 
-        on_prompt: called when prefill has published its blocks, or decode has them.
+        on_prompt: called when prefill has published the blocks, or decode has them.
         """
         if self.is_alone:
             await self._require_answer(member)
@@ -213,7 +213,7 @@ class Attempt:
         return spans
 
     def _failure(self, member: Member, error: BatonError) -> AttemptFailed:
-        """Judges the error of a call, and marks a worker that broke it off as lost."""
+        """Returns the failure for a call's error, and marks a worker that broke off the call as lost."""
         if isinstance(error, InvalidRequest):
             sources = self.request.prompt.frame.sources(self.request.admitted.valid.sampling.response_format)
             return AttemptFailed(in_sources(error, sources))
@@ -252,7 +252,7 @@ class Attempt:
         )
 
     def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:
-        """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
+        """Makes the function that takes an attempt's updates, on the line's task, without waiting."""
         answer, tells_first = self.request.answer, self.request.journal.source is None
 
         def take(update: worker_pb2.Update) -> bool:
@@ -273,7 +273,7 @@ class Attempt:
         return take
 
     def _pass_on(self, update: worker_pb2.Update) -> None:
-        """Sends the news of an update to the client. Raises WireError for an update that no worker may send."""
+        """Sends the gain of an update to the client. Raises WireError for an invalid update."""
         request = self.request
         if update.HasField("scores") and (part := request.prompt_answer.accept(update.scores)) is not None:
             request.reply.send_prompt(part)

@@ -21,18 +21,18 @@ MAX_CHARACTER_BYTES = 4
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """The bounds of a request: the model's, and `num_blocks`, the smallest pool of the workers that it may meet."""
+    """The bounds of a request: the model's, and `num_blocks`, the smallest pool of the workers."""
 
     model: ServedModel
     num_blocks: int
 
     @property
     def max_sequence_len(self) -> int:
-        """Tokens, prompt and output, that one choice may have."""
+        """The most tokens of a choice, prompt and output."""
         return Window(self.model.layout).max_len(self.num_blocks, self.model.max_context_len)
 
     def require_room(self, num_tokens: int, at_least: str = "") -> None:
-        """Raises ContextLengthExceeded for a prompt that leaves no room for one more token."""
+        """Raises ContextLengthExceeded for a prompt that leaves no room for a token."""
         length, pool = self.model.max_context_len, f"the {self.num_blocks} of the smallest pool"
         for limit, problem in (
             (length, f"leave no room in a context of {length}"),
@@ -46,9 +46,9 @@ ValidPrompt = Chat | Rendered | str | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ValidRequest:
-    """A request whose every field is in range. The prompt is token ids, or not yet rendered or tokenized.
+    """A request with every field in range. The prompt is token ids, a text, or a chat.
 
-    session, keep_s: as in the message; empty, and None, where they are not set.
+    session, keep_s: the message's; empty and None if unset.
     """
 
     request_id: RequestId | None
@@ -62,7 +62,7 @@ class ValidRequest:
 
 
 def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest:
-    """Checks all that can be said before tokenizing. Raises InvalidRequest or ModelNotFound."""
+    """Checks everything that needs no tokens. Raises InvalidRequest or ModelNotFound."""
     model, sampling = limits.model, message.sampling_params
     if given(message, "model") not in (None, *model.names):
         raise ModelNotFound(f"model: no model of that name is served, but {', '.join(model.names)}")
@@ -86,13 +86,13 @@ def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest
 
 
 def valid_text(message: pb.TokenizeRequest) -> ValidPrompt:
-    """Returns the prompt of a request for tokens. Raises InvalidRequest."""
+    """Returns the checked prompt of a Tokenize request. Raises InvalidRequest."""
     require(message.WhichOneof("prompt") is not None, "prompt", "missing: give text or messages")
     return valid_chat(message.messages) if message.HasField("messages") else message.text
 
 
 def require_known(token_ids: Sequence[int], model: ServedModel) -> None:
-    """Raises InvalidRequest for more token ids than the context has, and for ids that no token can have."""
+    """Raises InvalidRequest for more token ids than the context has, and for ids beyond the vocabulary."""
     require(len(token_ids) <= model.max_context_len, "token_ids", f"at most {model.max_context_len}")
     known = max(token_ids, default=0) < model.vocab_size
     require(known, "token_ids", f"must be below the vocabulary's size, {model.vocab_size}")
@@ -106,7 +106,7 @@ def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: ServingLimits
 
 
 def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimits, seed: int) -> SamplingParams:
-    """The settings to run with, once the prompt's tokens are known; `seed` is taken if the client gave none.
+    """Returns the settings to run with, once the prompt's tokens are known. seed: used if the client gave none.
 
     Raises InvalidRequest if prompt and output do not fit into the context or into the smallest pool.
     """
@@ -134,7 +134,7 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
 
 
 def _dropping(message: pb.GenerateRequest, model: ServedModel) -> Dropping | None:
-    """Returns the policy by which a request drops KV, if it is one that is allowed."""
+    """Returns the policy by which a request drops KV, if any. Raises InvalidRequest unless it is allowed."""
     text = message.kv_policy if message.HasField("kv_policy") else model.kv_policies[0]
     require(text in model.kv_policies, "kv_policy", f"must be one of {', '.join(model.kv_policies)}")
     return parse_dropping(text)

@@ -27,7 +27,7 @@ RENDERERS_OWN = frozenset(
         "tools",
     }
 )
-"""Names that the renderer of templates takes for itself."""
+"""Variable names that the renderer of templates uses itself."""
 
 
 def valid_chat(conversation: pb.Conversation) -> Chat:
@@ -45,7 +45,7 @@ def valid_chat(conversation: pb.Conversation) -> Chat:
 
 
 def _tool_use(conversation: pb.Conversation) -> ToolUse:
-    """Reads tools and the choice among them. `strict` is not for the template."""
+    """Reads tools and the tool choice. The template does not get `strict`."""
     require(len(conversation.tools) <= MAX_TOOLS, "tools", f"at most {MAX_TOOLS}")
     tools = tuple(_function(one, f"tools[{place}]") for place, one in enumerate(conversation.tools))
     functions, choice = {one["function"]["name"]: one["function"] for one in tools}, conversation.tool_choice
@@ -64,7 +64,7 @@ def _tool_use(conversation: pb.Conversation) -> ToolUse:
 
 
 def _variables(text: str) -> dict[str, Any]:
-    """Reads what a template takes besides the conversation."""
+    """Reads the further variables of a template."""
     param = "chat_template_kwargs"
     try:
         read = json.loads(text or "{}")
@@ -87,7 +87,7 @@ def _message(message: pb.Message) -> ChatTurn:
 
 
 def _function(text: str, param: str) -> dict[str, Any]:
-    """Reads a tool, or a call of one."""
+    """Reads a tool or a tool call."""
     try:
         read = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Admits requests, knows the open ones, and writes down the end of each."""
+"""The dispatcher: admits requests, keeps the open requests, and records the end of each."""
 
 import asyncio
 import logging
@@ -28,17 +28,17 @@ from wire.trust.key_ring import ANYONE, Key
 log = logging.getLogger(__name__)
 
 MAX_TOKENIZING = 64
-"""Texts of Tokenize at a time; each may have the bytes of a whole message."""
+"""Bound on Tokenize calls at a time; each may have a text of a whole message."""
 ROOT_BYTES = 32
 LAST_WORD_S = 0.05
-"""How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
+"""Time before its deadline at which a request ends, so that the client gets the reason before its own gRPC gives up."""
 
 
 class OpenRequest:
-    """A request under way: a task that serves it, and one last message or error in its outbox when the task is done.
+    """An open request: a task that serves it, and a last message or error in its outbox when the task is done.
 
-    The first reason to stop it is kept here, since a cancellation may lose one on its way; all that the end of a
-    request entails hangs on the task's end, since a task that is cancelled before its first step never runs.
+    The first reason to stop it is kept here, since a cancellation may lose it on the way. Everything at a request's end
+    is a callback of the task, since a task that is cancelled before its first step never runs.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class OpenRequest:
         self._deadline = self._loop.call_at(request.deadline_s, self.stop, DeadlineExceeded("the deadline has passed"))
 
     def stop(self, reason: BatonError) -> None:
-        """Ends the request with this error, unless it has an end already."""
+        """Ends the request with this error, unless it has ended already."""
         if self._reason is None and not self._task.done():
             self._reason = reason
             self._task.cancel()
 
     async def ended(self) -> None:
-        """Returns when the request is over, which is soon after `stop`: nothing is waited for on its way out."""
+        """Waits until the request is over, soon after `stop`, for it waits for nothing on the way out."""
         await asyncio.wait([self._task])
 
     def _ended(self, task: asyncio.Task[pb.Complete]) -> None:
@@ -99,7 +99,7 @@ class OpenRequest:
         log.info("request ended", extra=journal.values)
 
     def _outcome_of(self, task: asyncio.Task[pb.Complete]) -> pb.Complete | BatonError:
-        """Returns the last message, or the error that a request ended with. A bug of ours becomes an incident."""
+        """Returns a request's last message, or its error. A bug becomes an incident."""
         try:
             return task.result()  # unlike `exception`, this takes the frames of `Flow` out of the task
         except asyncio.CancelledError:
@@ -118,9 +118,9 @@ class OpenRequest:
 
 
 class Dispatcher:
-    """All open requests: checks and admits each, starts its task, forgets it at its end.
+    """The open requests: checks and admits each, starts its task, forgets it at its end.
 
-    limits: what fits into the cluster as it is now. root_of: a tenant's namespace root.
+    limits: returns the cluster's present bounds. root_of: returns a tenant's namespace root.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class Dispatcher:
 
     @property
     def formats(self) -> AnswerFormats:
-        """The formats of the model's answers to chats."""
+        """The formats of the model's answers in chats."""
         return self._services.prompts.renderer.formats
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Counts a refusal of a request on its way. Raises Overloaded at once if none may come in, whatever it is."""
+        """Counts a refusal of an arriving request. Raises Overloaded at once if no request can be admitted."""
         with self._refusals_counted():
             self._admission.require_room()
             yield
@@ -163,14 +163,14 @@ class Dispatcher:
     def open(
         self, request: pb.GenerateRequest, time_left_s: float | None, caller: Key = ANYONE, traceparent: str = ""
     ) -> OpenRequest:
-        """Starts a request, or raises InvalidRequest or Overloaded at once. None: it has no deadline."""
+        """Starts a request. Raises InvalidRequest or Overloaded at once. time_left_s: None without a deadline."""
         with self._refusals_counted():
             return self._begin(request, time_left_s, self._services, self.root_of(caller.tenant), caller, traceparent)
 
     def open_on(self, worker_id: WorkerId, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
-        """Starts a request on one worker, under a root drawn for it: no cache has any of it. Raises as `open` does.
+        """Starts a request on one worker, under a newly drawn root, so that no cache has its blocks.
 
-        Raises WorkerNotFound, too.
+        Raises the errors of `open`, and WorkerNotFound.
         """
         services = self._services
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
@@ -178,7 +178,7 @@ class Dispatcher:
         return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)), ANYONE)
 
     async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> PreparedPrompt:
-        """Tokenizes a prompt and names its blocks as a tenant's, for the operator. Raises as `tokenize` does."""
+        """Tokenizes a prompt and names its blocks as a tenant's, for the operator. Raises the errors of `tokenize`."""
         prompts, limits = self._services.prompts, self._limits()
         valid = validate(request, limits)
         require_may_fit(valid.prompt, prompts.codec, limits)
@@ -186,7 +186,7 @@ class Dispatcher:
             return await prompts.prepare(valid, limits, self.root_of(tenant), lambda: None)
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
-        """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
+        """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or at once Overloaded."""
         prompts, limits = self._services.prompts, self._limits()
         prompt = valid_text(request)
         require_may_fit(prompt, prompts.codec, limits)
@@ -206,9 +206,9 @@ class Dispatcher:
         return pb.DetokenizeResponse(text=self._services.prompts.codec.decode(request.token_ids))
 
     async def abort(self, request_id: RequestId, caller: Key = ANYONE) -> None:
-        """Ends a request with Cancelled; returns when its id is free again.
+        """Ends a request with Cancelled; waits until its id is free again.
 
-        Raises RequestNotFound, for a request of another tenant too.
+        Raises RequestNotFound, also for another tenant's request.
         """
         is_id = REQUEST_ID.fullmatch(request_id) is not None  # else it could be another tenant's
         await self._abort(qualified(caller.tenant, request_id) if is_id else None, "the request was aborted")
@@ -230,7 +230,7 @@ class Dispatcher:
             request.stop(Unavailable("the router is stopping"))
 
     def check(self) -> list[str]:
-        """Violated invariants: requests that are open and not admitted, or the other way round."""
+        """Lists violated invariants: open requests must be the admitted requests."""
         problems = self._admission.check()
         if len(self._open) != self.num_queued + self.num_running:
             problems.append(f"{len(self._open)} requests are open, {self.num_queued + self.num_running} admitted")
@@ -282,7 +282,7 @@ class Dispatcher:
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
-        """Bounds the time for which a text is tokenized. Raises DeadlineExceeded."""
+        """Bounds the time to tokenize a text. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
                 yield

@@ -5,10 +5,10 @@
                    └── another attempt, with all tokens so far ◀── a worker is lost
 
 An attempt goes to decode alone where the router expects that to be cheaper, and always once the client has a token,
-after logits that were not finite, or where there is no prefill pool.
-When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at any await.
-Nothing is waited for on the way out: hold, assigned work and the lock of isolated retries are given back, the
-worker is told to abort, and `Line` drops updates that come late. `OpenRequest` sends the last message.
+after non-finite logits, or without a prefill pool. When the client disconnects, the deadline passes or the request is
+aborted, `OpenRequest.stop` cancels `serve`, at any await. The way out waits for nothing: hold, assigned work and the
+lock of isolated retries are given back, the worker is told to abort, and `Line` drops late updates. `OpenRequest` sends
+the last message.
 """
 
 import asyncio
@@ -36,7 +36,10 @@ class Flow:
         self._clock = asyncio.get_running_loop().time
 
     async def serve(self) -> pb.Complete:
-        """Returns the last message, without its timeline, once the others are in the outbox. Raises BatonError."""
+        """Serves the request; returns the last message, without its timeline, once the others are in the outbox.
+
+        Raises BatonError.
+        """
         prepared = await self._prepare()
         history, step = AttemptHistory(), NextStep.RETRY
         while not prepared.answer.has_ended:
@@ -77,7 +80,7 @@ class Flow:
         return self._begin_answer(prompt)
 
     async def _tokenize(self, valid: ValidRequest) -> PreparedPrompt:
-        """Tokenizes and names the blocks. A thread notes when it begins; the journal belongs to the event loop."""
+        """Tokenizes and names the blocks. A thread notes its begin; the journal belongs to the event loop."""
         request, begun_s = self._request, list[float]()
         request.journal.begin(Kind.WAIT_TOKENIZER, self._clock())
         try:
@@ -89,7 +92,7 @@ class Flow:
                 request.journal.begin(Kind.TOKENIZE, now_s)
 
     def _begin_answer(self, prompt: PreparedPrompt) -> PreparedRequest:
-        """Makes the empty answer, and sends the parts of the prompt that the client wants and that need no scores."""
+        """Makes the empty answer, and sends the requested parts of the prompt that need no scores."""
         codec = self._services.prompts.codec
         answer = ChoiceStreams(prompt.sampling, codec, prompt.shown, prompt.frame)
         prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo)
@@ -105,7 +108,7 @@ class Flow:
         )
 
     def _after(self, attempt: Attempt, error: BatonError) -> tuple[AttemptHistory, NextStep]:
-        """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""
+        """Decides the attempt after a failed attempt. Raises the request's error if there is none."""
         history, request = attempt.history, attempt.request
         if request.answer.has_ended:
             return history, NextStep.RETRY

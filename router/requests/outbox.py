@@ -1,4 +1,4 @@
-"""Messages that are ready for a client and not yet taken by its stream."""
+"""The outbox: messages that are ready for a client and not yet taken by its stream."""
 
 import asyncio
 from collections import deque
@@ -14,12 +14,11 @@ from wire.pb import inference_pb2 as pb
 class Outbox:
     """A bounded queue for one reader, ended by one last message or one error.
 
-    A reader that falls behind gets fewer and larger messages: a chunk joins the one of its choice that still waits.
-    `begun` ends once a worker is there for the prompt, with the prompt's length; with 0 if the end comes first. From
-    then on `adapted` has the changes of its messages, as Rendered has them.
-    `max_tokens` bounds the tokens that wait here; a message without any counts as one. Messages that gRPC took and the
-    client did not read are seen by `writing_since`: the loop's time when the reader last took a message, which it may
-    still be writing; None while it waits for one.
+    A slow reader gets fewer and larger messages: a chunk joins its choice's waiting chunk. begun: ends once a worker
+    has the prompt, with the prompt's length; with 0 if the end comes first. adapted: from then on the changes of the
+    messages, as in Rendered. max_tokens: bounds the waiting tokens; a message without tokens counts as one.
+    writing_since: the loop's time when the reader last took a message, which it may still be writing; None while it
+    waits. It shows messages that gRPC took and the client did not read.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -35,13 +34,13 @@ class Outbox:
         self.begun: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def begin(self, num_prompt_tokens: int) -> None:
-        """Ends the wait for `begun`; the first call counts. `writing_since` is now: the reader writes of it."""
+        """Ends the wait for `begun`; the first call counts. Sets `writing_since`, for the reader then writes."""
         if not self.begun.done():
             self.begun.set_result(num_prompt_tokens)
             self.writing_since = asyncio.get_running_loop().time()
 
     def put(self, event: pb.GenerateResponse) -> None:
-        """Adds an event. Raises Overloaded while the tokens that wait reach the limit: the reader is too slow."""
+        """Adds an event. Raises Overloaded if the waiting tokens reach the limit: the reader is too slow."""
         self._tokens.require()
         waiting = self._chunks.get(event.chunk.index) if event.HasField("chunk") else None
         if waiting is None:
@@ -52,12 +51,12 @@ class Outbox:
             self._tokens.exceed(_weight(waiting))
 
     def complete(self, last: pb.GenerateResponse) -> None:
-        """Adds the last message, for which there is always room."""
+        """Adds the last message, which always has room."""
         self._append(last)
         self._close()
 
     def fail(self, error: Exception) -> None:
-        """Ends with this error, after the messages that are there already."""
+        """Ends with this error, after the waiting messages."""
         self._error = error
         self._close()
 
@@ -102,10 +101,10 @@ class Outbox:
 
 
 class ReplyWriter:
-    """The messages of an answer on their way to the client.
+    """The writer of an answer's messages to the client.
 
-    on_gain: notes the tokens that a choice gained, and when. on_first_token: called before the first chunk is sent.
-    stop: ends the request with an error.
+    on_gain: notes a choice's gained tokens, and the time. on_first_token: called before the first chunk is sent. stop:
+    ends the request with an error.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class ReplyWriter:
         self._outbox.adapted = words
 
     def begin(self, num_prompt_tokens: int) -> None:
-        """Tells the client that a worker is there for its prompt."""
+        """Tells the client that a worker has its prompt."""
         self._outbox.begin(num_prompt_tokens)
 
     def send(self, chunk: pb.Chunk) -> None:
@@ -154,7 +153,7 @@ def _weight(event: pb.GenerateResponse) -> int:
 
 
 def _join(chunk: pb.Chunk, later: pb.Chunk) -> None:
-    """Appends the chunk of a choice that follows, in place."""
+    """Appends a choice's next chunk, in place."""
     chunk.token_ids.extend(later.token_ids)
     chunk.text += later.text
     chunk.logprobs.extend(later.logprobs)

@@ -1,4 +1,4 @@
-"""The way of a request's prompt to token ids and names of blocks, before any worker hears of it."""
+"""The preparation of a request's prompt: token ids and names of blocks."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ SEED_BITS = 63
 MAX_ADDED_CHARS_PER_TOKEN = 4
 """Characters that a chat template may add to a conversation for each token of the context."""
 MAX_TINY_LEN = 256
-"""Characters or tokens of a prompt that is prepared on the event loop: a thread would take longer to begin."""
+"""Most characters or tokens of a prompt that is prepared on the event loop: a thread would take longer to begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
+    """A request ready for workers. keys: all blocks of the prompt, the tail included.
 
     held_keys: keys that a decode worker fetches. public: the part whose names are no tenant's. echo: the prompt's text,
     if it was asked for. shown: special tokens that are part of the answer's text. frame: the answer's.
@@ -46,7 +46,7 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPreparer:
-    """Renders chats, checks grammars, tokenizes and names blocks, for all requests. Made within an event loop."""
+    """The preparer of all requests' prompts: renders chats, checks grammars, tokenizes and names blocks."""
 
     codec: TextCodec
     renderer: Renderer = field(default_factory=NoRenderer)
@@ -56,7 +56,7 @@ class PromptPreparer:
     grammars: GrammarProcesses = field(default_factory=GrammarProcesses)
 
     async def close(self) -> None:
-        """Ends the threads and processes; work under way ends by itself."""
+        """Ends the threads and processes; running work ends by itself."""
         self.threads.close()
         await self.renderer.close()
         await self.grammars.close()
@@ -67,7 +67,7 @@ class PromptPreparer:
         return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
 
     async def check_grammar(self, valid: ValidRequest, limits: ServingLimits) -> ValidRequest:
-        """Checks the grammar of an answer, and makes it the response format. Raises InvalidRequest or Unsupported."""
+        """Checks an answer's grammar, and makes it the response format. Raises InvalidRequest or Unsupported."""
         frame = valid.prompt.frame if isinstance(valid.prompt, Rendered) else NO_FRAME
         content = valid.sampling.response_format
         grammar, checked = frame.grammar(content, self.codec), frame.grammar(content)
@@ -86,7 +86,7 @@ class PromptPreparer:
     async def prepare(
         self, valid: ValidRequest, limits: ServingLimits, root: NamespaceRoot, on_begin: Callable[[], None]
     ) -> PreparedPrompt:
-        """Tokenizes a prompt and names its blocks: in a thread, unless it is tiny. on_begin: called there."""
+        """Tokenizes a prompt and names its blocks, in a thread unless it is tiny. on_begin: called at the start."""
 
         def work() -> PreparedPrompt:
             on_begin()
@@ -101,9 +101,9 @@ class PromptPreparer:
         return await self.threads.run(len(rendered), partial(self._tokens_of, rendered, root))
 
     def _prepare(self, valid: ValidRequest, limits: ServingLimits, root: NamespaceRoot) -> PreparedPrompt:
-        """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
+        """Tokenizes, draws a missing seed, names the blocks. Raises InvalidRequest if the prompt does not fit.
 
-        May be called on any thread; takes as long as the text is.
+        Thread-safe; takes time in proportion to the text.
         """
         prompt, dropping, layout = valid.prompt, valid.dropping, limits.model.layout
         prompt_ids = tuple(encode(prompt, self.codec, root, self.known))
@@ -135,7 +135,7 @@ class PromptPreparer:
 
 
 def _held_keys(prompt: NameChain, layout: KVLayout, dropping: Dropping | None) -> tuple[BlockKey, ...]:
-    """Lists the keys of the blocks that a decode worker fetches: kept ones, or all that the next row needs."""
+    """Lists the keys of the blocks that a decode worker fetches: kept blocks, or all that the next row needs."""
     names = prompt.cover(prompt.num_tokens)
     needed = [names[place] for place in Window(layout).needed(len(names), prompt.num_tokens)]
     if dropping is not None and dropping.rule.names_kept:
@@ -146,7 +146,7 @@ def _held_keys(prompt: NameChain, layout: KVLayout, dropping: Dropping | None) -
 
 
 def encode(prompt: ValidPrompt, codec: TextCodec, root: NamespaceRoot, known: PieceCache) -> Sequence[int]:
-    """Returns the token ids of a prompt; a chat must be rendered. Takes as long as the text is that is not known."""
+    """Returns the token ids of a prompt or a rendered chat. Takes time in proportion to the text that is not cached."""
     assert not isinstance(prompt, Chat), "not rendered yet"
     if isinstance(prompt, Rendered):
         return known.encode(root, prompt.pieces(codec), codec)

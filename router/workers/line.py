@@ -4,7 +4,7 @@
     _Attempt.take(update) ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
     Questions.answer(reply) ◀┘
 
-A line ends once. Whatever was under way on it then fails with Unavailable; a new line is made for what follows.
+A line ends once. Its running attempts and questions then fail with Unavailable; a new line serves later requests.
 """
 
 import asyncio
@@ -21,29 +21,32 @@ from wire.pb import worker_pb2
 
 MAX_PIECE_BYTES = 64 << 10
 LAST_WORDS_S = 1.0
-"""After a failed write, the time for what the worker said before: its reader ends the line with the true reason."""
+"""Time after a failed write to read the worker's last messages, which may have the true reason."""
 Take = Callable[[worker_pb2.Update], bool]
-"""Takes an update, at once; whether more is wanted. An exception ends the attempt, and it alone."""
+"""A function that takes an update, without waiting, and returns whether more are wanted.
+
+An exception ends the attempt alone.
+"""
 
 
 class Transport(Protocol):
     """A connection to a worker, of whole messages. Twins: `GrpcTransport` and `LocalTransport`."""
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        """Returns when the connection has room for more. Raises BatonError once it is broken."""
+        """Waits until the connection has room for more. Raises BatonError once it is broken."""
 
     async def read(self) -> worker_pb2.ConnectResponse | None:
-        """The next message; None at the end. Raises BatonError once the connection is broken."""
+        """Returns the next message; None at the end. Raises BatonError once the connection is broken."""
 
     async def close(self) -> None: ...
 
 
 Connect = Callable[[str], Transport]
-"""Opens a connection to an address, without waiting for it."""
+"""A function that opens a connection to an address, without waiting for it."""
 
 
 class Outgoing:
-    """Orders that wait for the connection. Short ones go first, and pass between the pieces of a long Begin."""
+    """The orders that wait for the connection. Short orders go first, and between the pieces of a long Begin."""
 
     def __init__(self) -> None:
         self._short = worker_pb2.ConnectRequest()
@@ -56,7 +59,7 @@ class Outgoing:
         self._changed.set()
 
     def abort(self, attempt: AttemptId) -> None:
-        """Withdraws a Begin that waits here; the worker hears only of one that it may have."""
+        """Withdraws a waiting Begin; sends an abort only if the worker may have the Begin."""
         if self._begins.pop(attempt, None) is None:
             self._short.aborts.append(attempt)
         if self._pieces and self._pieces[0].id == attempt:
@@ -64,7 +67,7 @@ class Outgoing:
         self._changed.set()
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
-        """Takes the place of a renewal that waits."""
+        """Replaces a waiting renewal."""
         short = self.short()
         del short.renewals[:]
         short.renewals.extend(attempts)
@@ -75,14 +78,14 @@ class Outgoing:
         return self._short
 
     async def take(self) -> worker_pb2.ConnectRequest:
-        """The next message to be written, once there is one."""
+        """Waits for the next message to write."""
         while (request := self.next()) is None:
             self._changed.clear()
             await self._changed.wait()
         return request
 
     def next(self) -> worker_pb2.ConnectRequest | None:
-        """The next message, if there is one: all short orders, and attempts to begin or a piece of one."""
+        """Returns the next message, if any: all short orders, and attempts to begin or a piece of a long Begin."""
         message, self._short = self._short, worker_pb2.ConnectRequest()
         num_bytes = message.ByteSize()
         if not self._pieces:
@@ -92,7 +95,7 @@ class Outgoing:
         return message if message.ByteSize() else None
 
     def _add_begins(self, message: worker_pb2.ConnectRequest, num_bytes: int) -> None:
-        """Adds attempts to begin as far as a message takes them; cuts the next one in pieces if no message does."""
+        """Adds attempts to begin up to a message's size; cuts a Begin in pieces if it exceeds a message."""
         while self._begins:
             begin = next(iter(self._begins.values()))
             num_bytes += begin.ByteSize()
@@ -106,7 +109,7 @@ class Outgoing:
 
 
 class Questions:
-    """The questions to a worker that have no answer yet. send: puts one on the line; raises the reason of its end."""
+    """The unanswered questions to a worker. send: puts a question on the line, or raises the reason of its end."""
 
     def __init__(self, send: Callable[[worker_pb2.Ask], None]) -> None:
         self._send = send
@@ -122,19 +125,19 @@ class Questions:
         return (await self._ask(worker_pb2.Ask(info=worker_pb2.GetInfo()), timeout_s)).info
 
     async def status(self, check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
-        """Asks for the worker's status, with `check` for the faults of its books. Raises as `info` does."""
+        """Asks for the worker's status, with `check` for violated invariants, too. Raises the errors of `info`."""
         return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
 
     async def events(self, after: worker_pb2.EventCursor, timeout_s: float) -> worker_pb2.EventPage:
-        """Waits for block events of the worker's node behind a place, a second at most. Raises as `info` does."""
+        """Waits at most a second for block events of the worker's node after a place. Raises the errors of `info`."""
         return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
 
     async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
-        """Counts, clears or drops blocks of the worker or of its node. Raises as `info` does."""
+        """Counts, clears or drops blocks of the worker or of its node. Raises the errors of `info`."""
         return (await self._ask(question, timeout_s)).holdings
 
     def answer(self, answer: worker_pb2.WorkerReply) -> None:
-        """Gives an answer to the call that waits for it; drops one that comes too late."""
+        """Passes an answer to the call that waits for it; drops a late answer."""
         waiting = self._waiting.get(answer.number)
         if waiting is None or waiting.done():
             return
@@ -180,9 +183,9 @@ class Line:
         return self._ended_for is None
 
     async def run(self, begin: worker_pb2.Begin, take: Take) -> None:
-        """Begins an attempt and hands over its updates, until the worker ends it or `take` wants no more.
+        """Begins an attempt and passes its updates on, until the worker ends it or `take` wants no more.
 
-        Raises the worker's error, or Unavailable with the line's end. The worker aborts what it has not ended then.
+        Raises the worker's error, or Unavailable at the line's end. The worker then aborts an unfinished attempt.
         """
         self._require_open()
         attempt_id = AttemptId(begin.id)
@@ -196,16 +199,16 @@ class Line:
                 self._outgoing.abort(attempt_id)
 
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
-        """Ends choices of an attempt that is under way; the worker goes on with the others."""
+        """Ends choices of a running attempt; the worker goes on with the others."""
         ended = (worker_pb2.EndedChoice(attempt=attempt, index=index) for index in indices)
         self._outgoing.short().ended_choices.extend(ended)
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
-        """Lets the holds of these attempts live on."""
+        """Renews the holds of these attempts."""
         self._outgoing.renew(attempts)
 
     def take_ended_holds(self) -> list[AttemptId]:
-        """Hands over attempts of renewals whose holds had ended, from the worker's answers since the last call."""
+        """Returns the renewed attempts whose holds had ended, by the worker's answers since the last call."""
         ended, self._ended_holds = self._ended_holds, []
         return ended
 
@@ -222,7 +225,7 @@ class Line:
 
     @property
     def num_attempts(self) -> int:
-        """Attempts that are under way."""
+        """The number of running attempts."""
         return len(self._attempts)
 
     def _send(self, question: worker_pb2.Ask) -> None:
@@ -250,7 +253,7 @@ class Line:
             self._end(_reason_of(error))
 
     def _deliver(self, update: worker_pb2.Update) -> None:
-        """Hands an update to its attempt; drops one of an attempt that is over."""
+        """Passes an update to its attempt; drops an ended attempt's update."""
         attempt = self._attempts.get(AttemptId(update.id))
         if attempt is not None:
             attempt.take(update)
@@ -273,7 +276,7 @@ class Line:
 
 
 class _Attempt:
-    """An attempt under way. `has_ended`: the worker has said so itself."""
+    """A running attempt. has_ended: the worker has ended it."""
 
     def __init__(self, take: Take) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -281,7 +284,7 @@ class _Attempt:
         self._take = take
 
     def take(self, update: worker_pb2.Update) -> None:
-        """Passes an update on, and ends the attempt with it if it is the last."""
+        """Passes an update on; the last update ends the attempt."""
         self.has_ended = update.HasField("end")
         if self.over.done():
             return
@@ -299,7 +302,7 @@ class _Attempt:
 
 
 def _reason_of(error: Exception) -> BatonError:
-    """The reason that a line ends with. A bug ends it as a loss does, for a line that stood still would hold up all."""
+    """Returns the reason of a line's end. A bug ends it, too, for a stuck line would block all requests."""
     return error if isinstance(error, BatonError) else Unavailable(errors.report(error).message)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.served_cluster import ServedCluster
 from tests.harness.checkpoints import make_checkpoint
-from tests.harness.fork_server import ForkServer
+from tests.harness.fork_server import ON_RAY, ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +29,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer, checkpo
 
 
 @pytest.fixture(scope="session")
-def on_ray(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[ServedCluster]:
-    """The same on a real Ray, for the tests whose subject is Ray, and with real commands."""
-    with _served(ServedCluster(f"r{os.getpid()}", tmp_path_factory.mktemp("on-ray")), checkpoint) as one:
-        yield one
+def on_ray(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer, checkpoint: Path) -> Iterator[ServedCluster]:
+    """The same on a real Ray, for the tests whose subject is Ray; commands are forked, but `up` and `down`."""
+    name, folder = f"r{os.getpid()}", tmp_path_factory.mktemp("on-ray")
+    with _served(ServedCluster(name, folder), checkpoint):
+        yield ServedCluster(name, folder, forks=forks, target=ON_RAY)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from cli.status import to_object
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from deploy.processes.process import recorded, recorded_gateways
-from tests.harness.fork_server import ForkedCommand, ForkServer
+from tests.harness.fork_server import ON_FORKS, ForkedCommand, ForkServer
 from tests.kernels.backends import lend_kernels
 from wire.errors import DeadlineExceeded, Unavailable
 from wire.pb import cluster_pb2
@@ -31,7 +31,8 @@ Command = subprocess.Popen[str] | ForkedCommand
 class ServedCluster:
     """`name` is short: it is part of paths. State and caches of the user stay out of it.
 
-    program: the command. forks: forks commands and the cluster's actors, in place of the program and of Ray.
+    program: the command. forks: forks commands in place of the program. target: ON_FORKS to have the cluster's actors
+    forked, too.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class ServedCluster:
         folder: Path,
         program: Sequence[str] = (sys.executable, "-m", "cli"),
         forks: ForkServer | None = None,
+        target: str = ON_FORKS,
     ) -> None:
         self.name = name
         self._program = program
         self._forks = forks
+        self._target = target
         lend_kernels(folder / "cache")
         self._env = {
             **os.environ,
@@ -58,7 +61,7 @@ class ServedCluster:
         """A command under way, which is killed at the end of the block if it still runs."""
         own = [*command.split(), "--name", self.name, *arguments]
         if self._forks is not None:
-            with closing(ForkedCommand(self._forks, own, self._env)) as forked:
+            with closing(ForkedCommand(self._forks, self._target, own, self._env)) as forked:
                 yield forked
             return
         whole = [*self._program, *own]

@@ -12,6 +12,7 @@ import pytest
 from deploy.local import run_dir
 from tests.cluster.served_cluster import ServedCluster, wait_until
 from tests.harness.checkpoints import choose_prompt
+from tests.harness.fork_server import ON_RAY, ForkServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 NUM_TOKENS = 64
@@ -56,8 +57,10 @@ def test_requests_go_on_while_rays_control_store_is_stopped(on_ray: ServedCluste
 
 
 @pytest.mark.parametrize("program", ["gcs_server", "raylet"])
-def test_the_end_of_ray_is_told_at_once_and_cleaned_up(program: str, tmp_path: Path, checkpoint: Path) -> None:
-    other = ServedCluster(f"g{os.getpid()}", tmp_path)
+def test_the_end_of_ray_is_told_at_once_and_cleaned_up(
+    program: str, tmp_path: Path, checkpoint: Path, forks: ForkServer
+) -> None:
+    other = ServedCluster(f"g{os.getpid()}", tmp_path, forks=forks, target=ON_RAY)
     try:
         other.do("up", "--model", str(checkpoint), "--prefill", "0", "--grpc-port", "0")
         ray_process(other, program).kill()

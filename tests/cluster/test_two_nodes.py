@@ -19,6 +19,7 @@ from cryptography import x509
 from tests.cluster.ray_nodes import START_S, RayNodes, kill_raylet
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 from tests.harness.checkpoints import choose_prompt
+from tests.harness.fork_server import ON_RAY, ForkServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_TOKENS = 64
@@ -35,11 +36,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
 
 
 @pytest.fixture(scope="module")
-def served(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+def served(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Iterator[ServedCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in nodes.env.items():
             patch.setenv(name, value)
-        cluster = ServedCluster(f"n{os.getpid()}", tmp_path_factory.mktemp("served"))
+        cluster = ServedCluster(f"n{os.getpid()}", tmp_path_factory.mktemp("served"), forks=forks, target=ON_RAY)
         yield cluster
         cluster.run("down")
 

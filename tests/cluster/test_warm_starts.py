@@ -10,6 +10,7 @@ import pytest
 
 from tests.cluster.served_cluster import ServedCluster, wait_until
 from tests.harness.checkpoints import choose_prompt
+from tests.harness.fork_server import ON_RAY, ForkServer
 from tests.harness.redis_process import RedisProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.redis, pytest.mark.timeout(300)]
@@ -33,11 +34,11 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 @contextmanager
-def started(folder: Path, checkpoint: Path, settings: str) -> Iterator[ServedCluster]:
+def started(folder: Path, checkpoint: Path, settings: str, forks: ForkServer) -> Iterator[ServedCluster]:
     """A cluster with state and caches of its own: of what is elsewhere it has only what its settings name."""
     folder.mkdir()
     (folder / "baton.toml").write_text(settings)
-    cluster = ServedCluster(f"w{os.getpid()}", folder)
+    cluster = ServedCluster(f"w{os.getpid()}", folder, forks=forks, target=ON_RAY)
     try:
         cluster.do("up", "--config", str(folder / "baton.toml"), "--model", str(checkpoint), "--grpc-port", "0")
         yield cluster
@@ -47,7 +48,7 @@ def started(folder: Path, checkpoint: Path, settings: str) -> Iterator[ServedClu
 
 
 def test_the_next_clusters_read_from_redis_and_from_files(
-    checkpoint: Path, redis: RedisProcess, tmp_path: Path
+    checkpoint: Path, redis: RedisProcess, tmp_path: Path, forks: ForkServer
 ) -> None:
     """The first writes to both tiers; each of the others has one of them, and computes what is no full block."""
     expected = choose_prompt(checkpoint, PROMPT_LEN, NUM_TOKENS)
@@ -68,13 +69,13 @@ def test_the_next_clusters_read_from_redis_and_from_files(
         tiers = cluster.status()["tiers"]
         return all(tiers[tier]["written"] == NUM_BLOCKS for tier in ("redis", "files"))
 
-    with started(tmp_path / "both", checkpoint, shared + in_redis + in_files) as cluster:
+    with started(tmp_path / "both", checkpoint, shared + in_redis + in_files, forks) as cluster:
         assert ask(cluster) == {}
         wait_until(lambda: is_written(cluster), "all blocks are in both tiers")
-    with started(tmp_path / "redis", checkpoint, shared + in_redis) as cluster:
+    with started(tmp_path / "redis", checkpoint, shared + in_redis, forks) as cluster:
         assert ask(cluster) == {"redis": 16 * NUM_PROMPT_BLOCKS}
         assert cluster.status()["tiers"]["redis"]["hits"] == NUM_PROMPT_BLOCKS
     redis.kill()
-    with started(tmp_path / "files-only", checkpoint, f'{shared}[redis]\nurl = "off"\n{in_files}') as cluster:
+    with started(tmp_path / "files-only", checkpoint, f'{shared}[redis]\nurl = "off"\n{in_files}', forks) as cluster:
         assert ask(cluster) == {"files": 16 * NUM_PROMPT_BLOCKS}
         assert cluster.status()["tiers"]["files"]["hits"] == NUM_PROMPT_BLOCKS

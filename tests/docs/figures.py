@@ -11,15 +11,17 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.docs import sizes
+from tests.docs import import_chains, sizes
 from tests.docs.request_path import Way
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY_ATTRIBUTES = 15
 MANY_METHODS = 12
+LAYERED = ("router", "engine", "kv_store")
+LAYERED_NAMES = " / ".join(LAYERED)
 MESSAGE = re.compile(r"^\s*message (\w+)", re.MULTILINE)
 
 
@@ -42,6 +44,10 @@ class Tree:
 def product_packages(root: Path) -> list[str]:
     """Lists the packages that the wheel of a checkout installs, without the demo model."""
     return [package for package in sizes.product_packages(root) if package != "demo_model"]
+
+
+def _joined(numbers: Iterable[int]) -> str:
+    return " / ".join(map(str, numbers))
 
 
 def _classes(path: Path) -> Iterator[ast.ClassDef]:
@@ -97,6 +103,15 @@ def rows(tree: Tree) -> Iterator[tuple[str, object]]:
     yield f"classes with {MANY_ATTRIBUTES} attributes or more", _with_names(large)
     wide = {node.name: len(methods(node)) for node in tree.classes if len(methods(node)) > MANY_METHODS}
     yield f"classes with over {MANY_METHODS} public methods", _with_names(wide)
+    graphs = {package: import_chains.graph_of(tree.root, package) for package in LAYERED}
+    yield (
+        f"longest import chains inside {LAYERED_NAMES}",
+        _joined(len(import_chains.longest_chain(one)) for one in graphs.values()),
+    )
+    yield (
+        f"imports that run back up inside {LAYERED_NAMES}",
+        _joined(len(import_chains.arrows_back_up(one)) for one in graphs.values()),
+    )
     twice = named_twice(tree)
     yield "class names of two things", f"{len(twice)}: {' '.join(twice)}"
     if tree.root == ROOT:

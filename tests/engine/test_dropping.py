@@ -149,6 +149,8 @@ def test_a_dense_model_with_the_same_choice_says_the_same(
 MODELS = [(best_isa(), "bfloat16", "auto"), (best_isa(), "float32", "int8"), ("torch", "float32", "fp8")]
 """Kernels, compute dtype and KV dtype."""
 POLICIES = [SNAPKV, H2O, Dropping(Rule.SNAPKV, 128), Dropping(Rule.H2O, 128)]
+each_rule = pytest.mark.parametrize("rule", [Rule.SNAPKV, Rule.H2O])
+each_budget = pytest.mark.parametrize("budget", [(25, "%"), (128,)], ids=["25%", "128"])
 
 
 @pytest.fixture(scope="module", params=["hash", *MODELS], ids=str)
@@ -161,10 +163,13 @@ def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> 
     )
 
 
-@pytest.mark.parametrize("dropping", POLICIES, ids=str)
+@pytest.mark.pairs
+@each_rule
+@each_budget
 def test_neither_company_nor_chunks_nor_preemption_nor_guesses_change_a_token(
-    model: CausalModel, dropping: Dropping
+    model: CausalModel, rule: Rule, budget: tuple[Any, ...]
 ) -> None:
+    dropping = Dropping(rule, *budget)
     prompts = [prompt(length, seed) for seed, length in enumerate((310, 150, 200, 70, 40, 240, 129, 208))]
     alone = [tokens(make_core(model), one, dropping) for one in prompts]
     assert alone != [tokens(make_core(model), one, None) for one in prompts]
@@ -178,18 +183,24 @@ def test_neither_company_nor_chunks_nor_preemption_nor_guesses_change_a_token(
     assert [run.outputs[0] for run in drive(core, [asked(one, dropping) for one in prompts])] == alone
 
 
-@pytest.mark.parametrize("dropping", POLICIES, ids=str)
+@pytest.mark.pairs
+@each_rule
+@each_budget
 @pytest.mark.parametrize("num_emitted", [1, 7, 30])
-def test_goes_on_from_emitted_tokens(model: CausalModel, dropping: Dropping, num_emitted: int) -> None:
+def test_goes_on_from_emitted_tokens(model: CausalModel, rule: Rule, budget: tuple[Any, ...], num_emitted: int) -> None:
     """As after a failover: on an engine that knows nothing, and on the one that has served it."""
+    dropping = Dropping(rule, *budget)
     expected = tokens(core := make_core(model), prompt(310), dropping)
     for one in (make_core(model), core):
         rest = replace(asked(prompt(310), dropping), choices=(ChoiceSoFar(0, tuple(expected[:num_emitted])),))
         assert drive(one, [rest])[0].outputs[0] == expected
 
 
-@pytest.mark.parametrize("dropping", POLICIES, ids=str)
-def test_choices_share_what_is_kept(model: CausalModel, dropping: Dropping) -> None:
+@pytest.mark.pairs
+@each_rule
+@each_budget
+def test_choices_share_what_is_kept(model: CausalModel, rule: Rule, budget: tuple[Any, ...]) -> None:
+    dropping = Dropping(rule, *budget)
     sampling = replace(GREEDY, temperature=1.0, seed=5, n=3)
     core = make_core(model)
     run = drive(core, [asked(prompt(203), dropping, sampling)])[0]

@@ -3,6 +3,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import jsonschema
 import pytest
@@ -11,7 +12,6 @@ from engine.core import EngineCore
 from engine.events import Failed
 from engine.grammar import masks
 from engine.grammar.grammars import Grammars
-from engine.model import matcher
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.speculation.speculator import NgramProposer, Speculator
@@ -258,7 +258,8 @@ def test_an_end_that_min_tokens_forbids_fails_the_request() -> None:
 
 def test_a_grammar_whose_tokens_take_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     given = SamplingParams(max_tokens=20, response_format=ResponseFormat(FormatKind.REGEX, "[ab]{30}"))
-    monkeypatch.setattr(matcher, "MAX_TOKEN_S", 0.0)
+    thread_times = count(0.0, 0.05)
+    monkeypatch.setattr("engine.grammar.matcher.time.thread_time", lambda: next(thread_times))
     error = failure_of(given)
     assert isinstance(error, InvalidRequest)
     assert "too long" in error.message

@@ -51,10 +51,16 @@ MODELS = [
 """Kernels, with int8 or int4 for weights of that; compute dtype and KV dtype. ISAS has AVX2 and the portable code."""
 COMBINED = [(one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
 """KV in int4 has no sinks."""
+MAIN = (best_isa(), "torch")
+"""Kernels that each architecture runs on. Others, and float16, have one architecture each: tests/kernels tries windows
+and sinks on all kernels, in all dtypes, and weights of int8 and int4 know no architecture."""
 STORED = ("Q4_K", "Q6_K", "W4A16 with zero points", "FP8 of blocks")
 """Types of weights as files store them: of GGUF files, and of the package compressed-tensors."""
+RARE = [how for how in MODELS if how[0] not in MAIN or how[1] == "float16"]
+PAIRED = [one for one in COMBINED if one[1:] not in RARE]
+OTHERS = [(ARCHITECTURES[place % len(ARCHITECTURES)], *how) for place, how in enumerate(RARE)]
 SERVED = [
-    *[(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [COMBINED[place] for place in covering(COMBINED)])],
+    *[(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [*(PAIRED[at] for at in covering(PAIRED)), *OTHERS])],
     *[(stored, "full", best_isa(), "bfloat16", "auto") for stored in STORED],
 ]
 
@@ -221,6 +227,7 @@ def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
         assert (core.stats().num_accepted_tokens > 0) is (error_rate < 1)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("num_pages", [12, 512])
 def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pages: int) -> None:
     """One by one, among seven, and while prompts come in; with pages for all sequences, and for a few."""

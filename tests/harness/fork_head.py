@@ -279,7 +279,8 @@ def _revived(kind: str, message: str, values: dict[str, Any]) -> Exception:
     return error
 
 
-def main(folder: str) -> None:
+def main(arguments: Sequence[str]) -> None:
+    [folder] = arguments
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     line = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:

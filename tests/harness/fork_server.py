@@ -46,7 +46,8 @@ PRELOADED = (
 )
 """Modules of actors and commands; those of each command are added."""
 HEAD = "tests.harness.fork_head:main"
-COMMAND = "tests.harness.fork_server:run_command"
+ON_FORKS, ON_RAY = "tests.harness.fork_server:run_command", "cli.__main__:main"
+"""Commands whose cluster, if they start one, is forked, or has a real Ray."""
 ROOM_FOR_TITLE = "-" * 200
 START_S = 60.0
 NUMBER = struct.Struct("!i")
@@ -108,12 +109,13 @@ class Forked:
 class ForkedCommand:
     """A command of `baton` in a forked process, with what tests use of a Popen."""
 
-    def __init__(self, server: ForkServer, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, server: ForkServer, target: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        """target: ON_FORKS or ON_RAY."""
         self.args = list(arguments)
         self.returncode: int | None = None
         (out, its_out), (error, its_error) = os.pipe(), os.pipe()
         with open(os.devnull, "rb") as nothing:
-            self._forked = Forked(server.path, Job(COMMAND, self.args, env), (nothing.fileno(), its_out, its_error))
+            self._forked = Forked(server.path, Job(target, self.args, env), (nothing.fileno(), its_out, its_error))
         os.close(its_out)
         os.close(its_error)
         self.pid = self._forked.pid
@@ -156,7 +158,7 @@ class ForkedCommand:
             self.returncode = self._forked.wait(timeout_s)
 
 
-def run_command(*arguments: str) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Runs a command whose cluster, if it starts one, is forked, too."""
     from cli.__main__ import main
 
@@ -243,7 +245,7 @@ def _run(job: Job, files: list[int]) -> int | None:
     os.environ.update(job.env)
     entitle(" ".join((job.target, *job.arguments)))
     call: Any = pkgutil.resolve_name(job.target)
-    result: int | None = call(*job.arguments)
+    result: int | None = call(job.arguments)
     return result
 
 

@@ -41,12 +41,6 @@ def test_a_cpu_without_a_compiler_is_served_by_torch_with_one_warning(
     ]
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_a_gpu_is_served_by_triton(name: str) -> None:
-    backend = select_backend(torch.device(name))
-    assert isinstance(backend, TritonBackend)
-
-
 @needs_kernels
 def test_versions_tell_backends_apart() -> None:
     of_cpu = [select_backend(torch.device("cpu"), f"auto{weights}").version for weights in ("", "-int8", "-int4")]

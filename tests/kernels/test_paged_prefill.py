@@ -10,8 +10,7 @@ from kernels.reference import paged_decode_attention
 from tests.kernels.backends import PREFILLS, PagedPrefillAttention
 from tests.kernels.paged_batch import EXTRAS, FLOAT32_TOLERANCE, Heads, PagedBatch, dense_attention, make_paged_batch
 
-GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
-
+GROUPED = Heads(4, 2, 32)
 
 each = pytest.mark.parametrize("attend", PREFILLS.values(), ids=PREFILLS)
 
@@ -42,14 +41,6 @@ def check(
     expected = torch.cat(rows).to(query)
     actual = prefill(attend, batch, query, query_lens, variant)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-@each
-@pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_whole_prompts(attend: PagedPrefillAttention, heads: Heads, block_size: int, device: torch.device) -> None:
-    lens = [1, 15, 16, 17, 100]
-    check(attend, make_paged_batch(heads, lens, block_size, device=device), lens)
 
 
 @each

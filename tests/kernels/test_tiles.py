@@ -1,5 +1,6 @@
 """The table of tiles: what a launch reads there."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,20 @@ def pages_of(dtype: torch.dtype) -> KVPages:
     return KVPages(data, torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16) if dtype.itemsize == 1 else None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kept", "variant", "kind"),
-    [
-        (torch.bfloat16, torch.bfloat16, PLAIN, "plain"),
-        (torch.float16, torch.float16, CAPPED, "sinks"),
-        (torch.bfloat16, torch.bfloat16, SINKS, "sinks"),
-        (torch.bfloat16, torch.bfloat16, WINDOWED, "sinks"),
-        (torch.bfloat16, torch.int8, CAPPED, "int8"),
-        (torch.bfloat16, torch.float8_e4m3fn, PLAIN, "fp8"),
-        (torch.float32, torch.float32, CAPPED, "float32"),
-        (torch.float32, torch.int8, PLAIN, "float32"),
-    ],
-)
+LAUNCHES = [
+    (torch.bfloat16, torch.bfloat16, PLAIN, "plain"),
+    (torch.float16, torch.float16, CAPPED, "sinks"),
+    (torch.bfloat16, torch.bfloat16, SINKS, "sinks"),
+    (torch.bfloat16, torch.bfloat16, WINDOWED, "sinks"),
+    (torch.bfloat16, torch.int8, CAPPED, "int8"),
+    (torch.bfloat16, torch.float8_e4m3fn, PLAIN, "fp8"),
+    (torch.float32, torch.float32, CAPPED, "float32"),
+    (torch.float32, torch.int8, PLAIN, "float32"),
+]
+DEVICES = {(8, 0): "sm_80", (8, 9): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100", (12, 0): "sm_80"}
+
+
+@pytest.mark.parametrize(("dtype", "kept", "variant", "kind"), LAUNCHES)
 def test_the_kind_of_a_launch(dtype: torch.dtype, kept: torch.dtype, variant: AttentionVariant, kind: str) -> None:
     assert tiles.kind_of(dtype, pages_of(kept), variant) == kind
 
@@ -41,19 +43,19 @@ def test_heads_between_the_tables_sizes_have_the_next_larger_ones_row(head_dim: 
     assert found == tiles.Tile(*tiles.read_table()["sm_90"]["prompts"]["plain"][str(wide)])
 
 
-@pytest.mark.parametrize(
-    ("capability", "architecture"),
-    [
-        ((8, 0), "sm_80"),
-        ((8, 9), "sm_80"),
-        ((9, 0), "sm_90"),
-        ((10, 0), "sm_100"),
-        ((10, 3), "sm_100"),
-        ((12, 0), "sm_80"),
-    ],
-)
+@pytest.mark.parametrize(("capability", "architecture"), DEVICES.items())
 def test_rows_of_nvidia_devices(capability: tuple[int, int], architecture: str) -> None:
     assert tiles.nearest_of(capability) == architecture
+
+
+@pytest.mark.parametrize("architecture", sorted({*DEVICES.values(), "gfx942"}))
+def test_each_launch_finds_a_tile_whose_sides_are_powers_of_two(architecture: str) -> None:
+    kinds = {tiles.kind_of(dtype, pages_of(kept), variant) for dtype, kept, variant, _ in LAUNCHES} | {"int4"}
+    roles: tuple[tiles.Role, ...] = ("decode", "prompts")
+    found = [tiles.find_tile(architecture, *launch) for launch in product(roles, kinds, (64, 128, 192, 256))]
+    products = product((*tiles.FEW_TO_MANY, "float32"), (4, 5, 6, 8))
+    found += [tiles.find_product_tile(architecture, *one) for one in products]
+    assert {side.bit_count() for tile in found for side in (tile.rows, tile.width, tile.num_warps)} == {1}
 
 
 def test_tiles_divide_splits_so_that_a_rows_splits_follow_from_its_length_on_every_architecture() -> None:
@@ -75,11 +77,6 @@ def test_the_tokens_of_a_tile(rows: int, group_size: int, block_size: int | None
 def test_a_product_has_the_first_tile_with_all_its_rows_else_the_largest(num_rows: int, kind: str) -> None:
     found = tiles.choose_product_tile(torch.device("cpu"), torch.bfloat16, 4, num_rows)
     assert found == tiles.find_product_tile("sm_90", kind, 4)
-
-
-def test_products_in_float32_have_a_tile_of_their_own() -> None:
-    found = tiles.choose_product_tile(torch.device("cpu"), torch.float32, 6, 5000)
-    assert found == tiles.find_product_tile("sm_90", "float32", 6)
 
 
 def test_an_architecture_that_the_table_lacks_is_an_error() -> None:

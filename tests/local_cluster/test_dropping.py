@@ -36,14 +36,6 @@ async def expected(policy: str) -> list[dict[int, list[int]]]:
         return await answers(cluster, policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
-async def test_answers_are_the_same_co_located_and_disaggregated(policy: str) -> None:
-    async with LocalCluster.running(MODEL, 1, 2, SIZES) as cluster:
-        assert await answers(cluster, policy) == await expected(policy) != await expected("full")
-        assert await answers(cluster, policy) == await expected(policy)
-        assert not (await cluster.status()).problems
-
-
 @pytest.mark.parametrize(
     ("policy", "model", "sizes"),
     [*((one, MODEL, SIZES) for one in POLICIES[1:]), (None, SINKS, Sizes())],

@@ -326,7 +326,7 @@ async def test_an_error_of_the_request_itself_is_not_tried_elsewhere(where: str)
 async def test_a_bug_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(1, 1) as cluster:
         with monkeypatch.context() as broken:
-            broken.setattr("router.requests.prompt.PromptPreparer._prepare", lambda *_: 1 / 0)
+            broken.setattr("router.requests.prompt.encode", lambda *_: 1 / 0)
             with pytest.raises(BatonError, match="internal error, incident"):
                 await cluster.generate(request())
         assert_is_whole(await cluster.generate(request(max_tokens=3)), 3)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.requests import attempt
 from router.requests.answer import ChoiceStreams
 from router.requests.dispatch import OpenRequest
-from router.requests.prompt import MAX_TINY_LEN, PreparedPrompt, PromptPreparer
+from router.requests.prompt import MAX_TINY_LEN, encode
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running
@@ -595,14 +595,14 @@ async def not_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @asynccontextmanager
 async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    has_begun, may_end, prepare = threading.Event(), threading.Event(), PromptPreparer._prepare
+    has_begun, may_end = threading.Event(), threading.Event()
 
-    def wait(*arguments: Any) -> PreparedPrompt:
+    def wait(*arguments: Any) -> Sequence[int]:
         has_begun.set()
         assert may_end.wait(10)
-        return prepare(*arguments)
+        return encode(*arguments)
 
-    monkeypatch.setattr(PromptPreparer, "_prepare", wait)
+    monkeypatch.setattr("router.requests.prompt.encode", wait)
     client = stage.open(text="x" * (MAX_TINY_LEN + 1))
     await until(has_begun.is_set)
     yield client

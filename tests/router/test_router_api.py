@@ -356,7 +356,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.requests.prompt.PromptPreparer._prepare", prepare)
+        broken.setattr("router.requests.prompt.encode", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")

@@ -89,7 +89,7 @@ def test_steps_wait_once(tmp_path: Path) -> None:
 
 def test_steps_that_draw_wait_once(tmp_path: Path) -> None:
     """One read brings all tokens and log-probabilities, whatever the rows ask for; a plain one is among them."""
-    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama", num_hidden_layers=1)
     with triton_kernels():
         core = make_core(Decoder.load(folder, "float32", SIM, 16, TritonBackend()))
         prompts = [choose_prompt(folder, length).prompt_ids for length in range(2, 2 + len(DRAWN))]
@@ -102,7 +102,7 @@ def test_steps_that_draw_wait_once(tmp_path: Path) -> None:
 
 def test_steps_with_grammars_wait_once(tmp_path: Path) -> None:
     """Masks go up from pinned memory, and are applied on the device: to all rows, and to some of them."""
-    folder = make_checkpoint("llama-gqa", tmp_path / "llama", vocab_size=VOCAB_SIZE)
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
     form = ResponseFormat(FormatKind.REGEX, "[a-d]+")
     greedy = SamplingParams(temperature=0, max_tokens=3, response_format=form)
     seeded = SamplingParams(temperature=1, seed=3, max_tokens=3, response_format=form, logprobs=2)
@@ -118,7 +118,7 @@ def test_steps_with_grammars_wait_once(tmp_path: Path) -> None:
 
 def test_chunks_with_scores_wait_once(tmp_path: Path) -> None:
     """The scores of prompts come with the token ids, in one read; a chunk's, too, that chooses none."""
-    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama", num_hidden_layers=1)
     scored = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=3, logprobs=1)
     with triton_kernels():
         model = Decoder.load(folder, "float32", SIM, 16, TritonBackend())

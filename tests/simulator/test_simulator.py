@@ -54,10 +54,10 @@ def test_no_seed_breaks_an_invariant(seed: int) -> None:
 
 
 def test_a_share_of_the_plans_splits_prefixes() -> None:
-    """Seeds that were split when this was written: 11 and 13 jump, by way of groups."""
-    runs = [simulate(draw_plan(seed)) for seed in (11, 13)]
-    assert all(run.num[what] for run in runs for what in ("splits", "groups", "jumps"))
-    assert 20 <= sum(draw_plan(seed).far_block_s > 0 for seed in range(1, 101)) <= 50
+    """Those whose blocks are far: some of them split, by way of groups, and jump."""
+    far = [plan for seed in range(1, 101) if (plan := draw_plan(seed)).far_block_s > 0]
+    runs = (simulate(plan) for plan in far)
+    assert any(all(run.num[what] for what in ("splits", "groups", "jumps")) for run in runs)
 
 
 def test_a_seed_has_the_same_trace_in_every_process() -> None:

@@ -49,14 +49,6 @@ def test_reasons_are_stable_names() -> None:
     assert len({kind.__name__ for kind in OURS}) == len(OURS)
 
 
-def test_errors_name_what_they_are_about() -> None:
-    error = InvalidRequest("top_p", "must be in (0, 1]")
-    assert (error.message, error.ids) == ("top_p: must be in (0, 1]", {"param": "top_p"})
-    assert str(error) == error.message
-    full = Overloaded("full", retry_after_s=0.5, request_id="r")
-    assert (full.retry_after_s, full.ids, full.status.retryable) == (0.5, {"request_id": "r"}, True)
-
-
 def test_a_limit_that_is_reached_is_told_with_its_setting() -> None:
     told = reached(2048, "requests are open", "router.max_open_requests")
     assert told == "2,048 requests are open, the limit (router.max_open_requests)"
