@@ -171,7 +171,7 @@ def rope_in_some_layers(fields: JsonFields, num_layers: int, max_context_len: in
 
 
 def ropes_of_types(fields: JsonFields, num_layers: int, max_context_len: int, head_dim: int) -> Ropes:
-    """Implements `Family.ropes`: one of layers that see all tokens and one of windows, with a base of its own."""
+    """Implements `Family.ropes`: layers that see all tokens have a rope of their own, layers with windows another."""
     named = fields.section("rope_parameters")
     whole = named.section(FULL) if FULL in named else fields.section("rope_scaling")
     local = JsonFields({"rope_theta": fields.number("rope_local_base_freq", *THETAS, 10_000.0)}, "config.json")

@@ -95,7 +95,7 @@ class YarnScaling(RopeScaling):
 class ShortScaling(RopeScaling):
     """LongRoPE within the length that a model was trained on, arXiv 2402.13753: beyond it all angles would change.
 
-    divisors: of each frequency.
+    divisors: a number for each frequency.
     """
 
     divisors: tuple[float, ...]

@@ -34,8 +34,8 @@ class Linear:
 class LayerWeights:
     """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products.
 
-    row_norms: norms of columns of qkv. added_norm: of what attention adds to states; added_mlp_norm: of what the
-    feed-forward layer adds. A norm is None where the architecture has none.
+    row_norms: norms of columns of qkv. added_norm, added_mlp_norm: norms of the sums that attention and the feed-forward
+    layer add to states. A norm is None if the architecture has none.
     """
 
     attention_norm: torch.Tensor | None
