@@ -36,7 +36,7 @@ class Bias(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """The norms of a layer by their names, None for one that it has not; those after a product are added to states.
+    """The norms of a layer by name, None for a norm that it has not; a norm after a product is added to states.
 
     of_heads: each query and key has a norm. of_whole_rows: all queries of a token have a norm, and all its keys.
     is_wide: rows are rounded once, after the product with the weights, and not before it.
@@ -184,7 +184,7 @@ def ropes_of_types(fields: JsonFields, num_layers: int, max_context_len: int, he
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What distinguishes an architecture: a row of the table of fields that are switches.
+    """A row of the table of architectures: which fields of config.json are switches, and defaults.
 
     fuses_qkv, fuses_gate: query, key and value are one tensor of a checkpoint; gate and up are one.
     """

@@ -217,7 +217,7 @@ def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
     if low >= high:
         raise fields.wrong("high_freq_factor", "more than low_freq_factor")
     factor = fields.number("factor", *FACTORS)
-    return Llama3Scaling(factor, low_freq_factor=low, high_freq_factor=high, trained_len=trained_len)
+    return Llama3Scaling(factor=factor, low_freq_factor=low, high_freq_factor=high, trained_len=trained_len)
 
 
 def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:

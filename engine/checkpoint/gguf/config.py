@@ -171,7 +171,7 @@ class GgufConfig:
 
 
 def _names_of_norms(norms: Norms) -> dict[str, str]:
-    """Maps llama.cpp's names of a layer's norms to those of an architecture."""
+    """Maps llama.cpp's names of a layer's norms to an architecture's names."""
     names = {
         "attn_norm": norms.before_attention,
         "post_attention_norm": norms.after_attention,
