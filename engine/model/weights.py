@@ -34,7 +34,7 @@ class Linear:
 class LayerWeights:
     """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products.
 
-    row_norms: norms of columns of qkv. added_norm, added_mlp_norm: norms of the sums that attention and the feed-forward
+    row_norms: norms of columns of qkv. added_norm, added_mlp_norm: norms of what attention and the feed-forward
     layer add to states. A norm is None if the architecture has none.
     """
 
