@@ -119,7 +119,7 @@ def _by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
     Threads would share the whole anywhere, and the end of a share is computed in another way.
     """
-    return torch.stack([function(one) for one in rows]) if rows.device.type == "cpu" else function(rows)
+    return torch.stack([function(one) for one in rows]) if rows.device.type == "cpu" and len(rows) else function(rows)
 
 
 def _given(result: Tensor, out: Tensor | None) -> Tensor:

@@ -128,6 +128,7 @@ def test_a_soft_cap(backend: Backend) -> None:
     logits = torch.tensor([[-1e30, -50.0, -1e-6, 0.0], [1e-6, 0.5, 29.0, 1e30]]).repeat(3, 5)
     expected = 30 * torch.tanh(logits.double() / 30)
     assert backend.soft_cap(logits, 30.0) is logits
+    assert backend.soft_cap(logits[:0], 30.0).shape == (0, 20)
     close(logits, expected, torch.float32)
 
 
