@@ -163,6 +163,8 @@ class GgufConfig:
         factor = own.number("rope.scaling.factor", 0, math.inf, own.number("rope.scale_linear", 0, math.inf, 1.0))
         if kind == "none" or (kind == "linear" and factor == 1):
             return {"rope_type": "default"}
+        if kind == "longrope":
+            raise own.wrong("rope.scaling.type", "linear or yarn: its tensors of divisors are not read")
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             trained_len = own.count("rope.scaling.original_context_length", context_len)
