@@ -213,7 +213,7 @@ class MissRun:
     """Consecutive computed blocks of a prompt, with one cause.
 
     miss: equal in `cause` and `how` for all blocks; `age_s` is the first block's. first_token: position of the run's
-    first token. As the last of MAX_RUNS runs it joins all the rest, as BEHIND.
+    first token. The last of MAX_RUNS runs joins all the rest, as BEHIND.
     """
 
     miss: Miss
