@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu_kernels import Ceilings
 from benchmarks.gpu_timing import Row
-from engine.checkpoint.config import AttentionConfig, ModelConfig
-from engine.checkpoint.rope import RopeConfig, RopeScaling
+from engine.checkpoint.config import ModelConfig
 from engine.core import EngineCore
 from engine.events import Failed
 from engine.model.decoder import Decoder
@@ -49,29 +48,22 @@ class Shape:
 
     @property
     def config(self) -> ModelConfig:
-        windows = (None,) * self.num_layers
-        return ModelConfig(
-            architecture="LlamaForCausalLM",
-            mlp_bias=False,
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.mlp,
-            num_layers=self.num_layers,
-            attention=AttentionConfig(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                qkv_bias=False,
-                output_bias=False,
-                qk_norm=False,
-                windows=windows,
-            ),
-            rms_norm_eps=1e-5,
-            rope=RopeConfig(500_000.0, RopeScaling()),
-            max_context_len=16_384,
-            tied_embeddings=False,
-            eos_token_ids=(),
-            dtype="bfloat16",
+        return ModelConfig.parse(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": self.vocab,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.mlp,
+                "num_hidden_layers": self.num_layers,
+                "num_attention_heads": self.num_heads,
+                "num_key_value_heads": self.num_kv_heads,
+                "head_dim": self.head_dim,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "max_position_embeddings": 16_384,
+                "eos_token_id": None,
+                "dtype": "bfloat16",
+            }
         )
 
     @property

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_timing import Copy, Product, Read, Row, time_in_turn
 from kernels import paged_attention, row_operations
-from kernels.backend import Angles, AttentionVariant, Heads, KVPages
+from kernels.backend import Activation, Angles, AttentionVariant, Heads, KVPages
 from kernels.reference import quantize
 from kernels.torch_backend import TorchBackend
 
@@ -205,7 +205,12 @@ def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
             lambda one: of_torch.rms_norm(one, weight, 1e-5),
             1.0,
         ),
-        "gate": (row_operations.gate, gate_up, of_torch.gate, 0.75),
+        "gate": (
+            lambda one: row_operations.gate(one, Activation.SILU),
+            gate_up,
+            lambda one: of_torch.gate(one, Activation.SILU),
+            0.75,
+        ),
     }
     for name, (own, rows, other, share) in works.items():
         peer = {"other": each(other, rows)} if other is not None else {}

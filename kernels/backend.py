@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -42,7 +43,8 @@ class Heads:
 class Angles:
     """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]. Raises ValueError for others.
 
-    turns: the angles by which a row's query is rotated back before it meets sinks outside its window.
+    A model with several rotary embeddings has their columns side by side. turns: the angles by which a row's query is
+    rotated back before it meets sinks outside its window.
     """
 
     cosines: Tensor
@@ -56,6 +58,12 @@ class Angles:
     def at(self, positions: Tensor) -> "Angles":
         """Picks the angles of positions int64 [T]."""
         return Angles(self.cosines[positions], self.sines[positions])
+
+    def columns(self, first: int, half: int) -> "Angles":
+        """Views `half` columns from the first one on."""
+        if self.cosines.shape[-1] == half:
+            return self
+        return Angles(self.cosines[:, first : first + half], self.sines[:, first : first + half])
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,13 @@ class AttentionVariant:
     scores: Scores = field(default_factory=Scores)
 
 
+class Activation(Enum):
+    """The activation of a gate: SiLU, or GELU approximated by tanh (arXiv 1606.08415)."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 class Program(Protocol):
     """Recorded operations."""
 
@@ -178,11 +193,17 @@ class Backend(Protocol):
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, joined along the columns; a product has the bits of `dequantize` in a dtype."""
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
-        """Returns the rows `token_ids` int64 [T] of a table, [T, depth]."""
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Returns the rows `token_ids` int64 [T] of a table, times `scale`, [T, depth]."""
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467."""
+    def rms_norm(
+        self, states: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467.
+
+        A weight in float32 beside states in another dtype scales them before they are rounded. Adds `residual`. Rows
+        of `states` and `out`, which may be one tensor, may be parts of longer rows.
+        """
 
     def linear(
         self,
@@ -222,8 +243,11 @@ class Backend(Protocol):
     ) -> Tensor:
         """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` does; keeps the shape."""
 
-    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns silu(first half) * second half of rows [T, 2 * columns]."""
+    def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        """Returns activation(first half) * second half of rows [T, 2 * columns]."""
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """Makes each of float32 [T, columns] cap * tanh(logit / cap), in place; returns them."""
 
 
 class StepTensors(Protocol):

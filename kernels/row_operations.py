@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import LARGEST_CODE, Angles, Heads, KVPages
+from kernels.backend import LARGEST_CODE, Activation, Angles, Heads, KVPages
 from kernels.int4_pages import flaws
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -20,9 +20,11 @@ GATED_AT_ONCE = 1024
 @triton.jit
 def normalize(
     states_ptr,  # [num_rows, columns]
-    weight_ptr,  # [columns]
+    weight_ptr,  # [columns]; of float32 beside states of another dtype, it is wide
+    residual_ptr,  # [num_rows, columns], or None
     output_ptr,  # [num_rows, columns]
     states_row_stride,
+    output_row_stride,
     columns,
     eps,
     PADDED_COLUMNS: tl.constexpr,
@@ -34,8 +36,12 @@ def normalize(
     states = tl.load(states_ptr + row * states_row_stride + places, mask=present, other=0.0)
     weight = tl.load(weight_ptr + places, mask=present, other=0.0)
     wide = states.to(tl.float32)
-    scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)).to(states.dtype)
-    tl.store(output_ptr + row * columns + places, weight.to(tl.float32) * scaled.to(tl.float32), mask=present)
+    normal = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)).to(weight.dtype)
+    scaled = weight.to(tl.float32) * normal.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * columns + places, mask=present, other=0.0)
+        scaled = residual.to(tl.float32) + scaled.to(states.dtype).to(tl.float32)
+    tl.store(output_ptr + row * output_row_stride + places, scaled, mask=present)
 
 
 @triton.jit
@@ -44,6 +50,7 @@ def gate_rows(
     output_ptr,  # [num_rows, columns]
     columns,
     COLUMNS: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ):
     # One program gates COLUMNS numbers of one row.
     row = tl.program_id(0).to(tl.int64)
@@ -52,18 +59,25 @@ def gate_rows(
     gate = tl.load(gate_up_ptr + row * 2 * columns + places, mask=present, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * columns + columns + places, mask=present, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(tl.minimum(-wide, 88.0)))).to(gate.dtype)
+    of = wide
+    if IS_GELU:  # its approximation by tanh is a sigmoid of this
+        of = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
+    activated = (wide / (1.0 + tl.exp(tl.minimum(-of, 88.0)))).to(gate.dtype)
     tl.store(output_ptr + row * columns + places, activated.to(tl.float32) * up.to(tl.float32), mask=present)
 
 
 @triton.jit
 def norm_of_head(low, high, weight_low, weight_high, eps, HEAD_DIM: tl.constexpr):
-    """Normalizes heads, given as halves [heads, half], and rounds twice, as `rms_norm` does."""
+    """Normalizes heads, given as halves [heads, half], and rounds as `rms_norm` does."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     total = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
     scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
-    scaled_low, scaled_high = (wide_low * scale).to(dtype).to(tl.float32), (wide_high * scale).to(dtype).to(tl.float32)
+    within: tl.constexpr = weight_low.dtype
+    scaled_low, scaled_high = (
+        (wide_low * scale).to(within).to(tl.float32),
+        (wide_high * scale).to(within).to(tl.float32),
+    )
     return (weight_low.to(tl.float32) * scaled_low).to(dtype), (weight_high.to(tl.float32) * scaled_high).to(dtype)
 
 
@@ -81,7 +95,7 @@ def to_codes(numbers, divisors, LARGEST: tl.constexpr, CODES: tl.constexpr):
 @triton.jit
 def rotate_and_write_heads(
     qkv_ptr,  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]; queries are rotated in place
-    cosines_ptr,  # [num_rows, head_dim / 2] float32
+    cosines_ptr,  # [num_rows, head_dim / 2] float32, angle_stride apart
     sines_ptr,  # likewise
     query_norm_ptr,  # [head_dim], or None, as the next one
     key_norm_ptr,  # [head_dim]
@@ -90,6 +104,7 @@ def rotate_and_write_heads(
     page_to_open_ptr,  # [num_pages] int32 of int4, or None
     slot_mapping_ptr,  # [num_rows] int64
     qkv_row_stride,
+    angle_stride,
     kv_page_stride,
     kv_plane_stride,
     kv_head_stride,
@@ -124,8 +139,8 @@ def rotate_and_write_heads(
         weight_low += tl.load(key_norm_ptr + places, mask=of_key, other=0.0)
         weight_high += tl.load(key_norm_ptr + HALF + places, mask=of_key, other=0.0)
         low, high = norm_of_head(low, high, weight_low, weight_high, eps, HEAD_DIM)
-    cosines = tl.load(cosines_ptr + row * HALF + dims, mask=dims < HALF, other=0.0)[None, :]
-    sines = tl.load(sines_ptr + row * HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+    cosines = tl.load(cosines_ptr + row * angle_stride + dims, mask=dims < HALF, other=0.0)[None, :]
+    sines = tl.load(sines_ptr + row * angle_stride + dims, mask=dims < HALF, other=0.0)[None, :]
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     low = (wide_low * cosines - wide_high * sines).to(own_low.dtype)
     high = (wide_high * cosines + wide_low * sines).to(own_low.dtype)
@@ -164,26 +179,30 @@ def rotate_and_write_heads(
         tl.store(scales_ptr + scale_rows, scales, mask=~is_query & (heads < NUM_HEADS + 2 * NUM_KV_HEADS))
 
 
-def rms_norm(states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(
+    states: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Implements `kernels.backend.Backend.rms_norm`, on the current GPU."""
-    rows = states.view(-1, states.shape[-1])
+    num_rows, columns = states.shape
     output = torch.empty_like(states, memory_format=torch.contiguous_format) if out is None else out
-    if len(rows):
-        padded = triton.next_power_of_2(rows.shape[1])
+    if num_rows:
+        padded = triton.next_power_of_2(columns)
         options = OPTIONS | {"num_warps": min(16, max(1, padded // 512))}
-        normalize[(len(rows),)](
-            rows, weight, output, rows.stride(0), rows.shape[1], eps, PADDED_COLUMNS=padded, **options
+        strides = states.stride(0), output.stride(0)
+        normalize[(num_rows,)](
+            states, weight, residual, output, *strides, columns, eps, PADDED_COLUMNS=padded, **options
         )
     return output
 
 
-def gate(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+def gate(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
     """Implements `kernels.backend.Backend.gate`, on the current GPU."""
     num_rows, columns = len(gate_up), gate_up.shape[1] // 2
     output = gate_up.new_empty(num_rows, columns) if out is None else out
     if num_rows:
         grid = num_rows, triton.cdiv(columns, GATED_AT_ONCE)
-        gate_rows[grid](gate_up, output, columns, COLUMNS=GATED_AT_ONCE, **OPTIONS)
+        is_gelu = activation is Activation.GELU_TANH
+        gate_rows[grid](gate_up, output, columns, COLUMNS=GATED_AT_ONCE, IS_GELU=is_gelu, **OPTIONS)
     return output
 
 
@@ -206,6 +225,7 @@ def rotate_and_write(qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, 
             None if int4 is None else int4.page_to_open,
             slot_mapping,
             qkv.stride(0),
+            angles.cosines.stride(0),
             *target.stride()[:3],
             *((0, 0, 0) if scales is None else scales.stride()[:3]),
             heads.norm_eps,

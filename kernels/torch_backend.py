@@ -1,15 +1,20 @@
 """The operations of a decoder in plain torch: the oracle of the other backends, and their substitute."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Recorder, Tables, Weight
+from kernels.backend import Activation, Angles, AttentionVariant, Heads, KVPages, Recorder, Tables, Weight
 from kernels.quantized.matrix import Quantized
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
 TILE_ROWS = 16
 """Rows of one product on a CPU: torch gives a row different bits among 2 rows than among 8."""
 
@@ -30,13 +35,17 @@ class TorchBackend:
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
-        return _given(F.embedding(token_ids, table.data), out)
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        rows = F.embedding(token_ids, table.data)
+        return _given(rows if scale == 1 else rows * scale, out)
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    def rms_norm(
+        self, states: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         wide = states.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return _given(weight * (wide * scale).to(states.dtype), out)
+        normed = (weight * (wide * scale).to(weight.dtype)).to(states.dtype)
+        return _given(normed if residual is None else residual + normed, out)
 
     def linear(
         self,
@@ -97,12 +106,20 @@ class TorchBackend:
             parts.append(reference.paged_prefill_attention(*prompts, turned[num_decodes:]))
         return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
 
-    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if gate_up.device.type != "cpu":
-            return _given(F.silu(gate) * up, out)
-        # Row by row: threads would share the whole anywhere, and the end of a share is computed in another way.
-        return _given(torch.stack([F.silu(one) * other for one, other in zip(gate, up, strict=True)]), out)
+        return _given(_by_row(ACTIVATIONS[activation], gate) * up, out)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        return logits.copy_(_by_row(torch.tanh, logits / cap) * cap)
+
+
+def _by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Calls a function of each number; on a CPU row by row.
+
+    Threads would share the whole anywhere, and the end of a share is computed in another way.
+    """
+    return torch.stack([function(one) for one in rows]) if rows.device.type == "cpu" and len(rows) else function(rows)
 
 
 def _given(result: Tensor, out: Tensor | None) -> Tensor:

@@ -32,11 +32,12 @@ class TritonBackend(TorchBackend):
             return device_layout.pack(parts, dtype)
         return super().pack_codes(parts, dtype)
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if not isinstance(table, CodedWeight):
-            return super().embed(token_ids, table, out)
+            return super().embed(token_ids, table, scale, out)
         rows = table.data.new_empty(len(token_ids), table.depth, dtype=table.dtype) if out is None else out
-        return products.embed(token_ids, table, rows)
+        products.embed(token_ids, table, rows)
+        return rows if scale == 1 else rows.mul_(scale)
 
     def linear(
         self,

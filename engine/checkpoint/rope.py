@@ -30,6 +30,8 @@ class RopeScaling:
 
     factor: float = 1.0
     attention_factor: float = 1.0
+    max_len: int = MAX_CONTEXT
+    """Tokens for which the frequencies hold."""
 
     def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
         """Maps periods, float32 [head_dim / 2], to inverse frequencies of the same shape."""
@@ -89,38 +91,88 @@ class YarnScaling(RopeScaling):
         return head_dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortScaling(RopeScaling):
+    """LongRoPE within the length that a model was trained on, arXiv 2402.13753: beyond it all angles would change.
+
+    divisors: a number for each frequency.
+    """
+
+    divisors: tuple[float, ...]
+
+    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
+        return 1.0 / (torch.tensor(self.divisors) * periods)
+
+
 @dataclass(frozen=True)
 class RopeConfig:
-    """theta: the longest period, in units of 2 pi positions, as head_dim grows."""
+    """theta: the longest period, in units of 2 pi positions, as head_dim grows. part: the share of a head that rotates.
+
+    A checkpoint has the rotated part of a head first. is_interleaved: it rotates neighbours there, else a number of its
+    first half with one of its second.
+    """
 
     theta: float
     scaling: RopeScaling
+    part: float = 1.0
+    is_interleaved: bool = False
+
+    def rotated_dim(self, head_dim: int) -> int:
+        return int(head_dim * self.part)
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """Returns radians per position, float32 [head_dim / 2]."""
-        periods = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        return self.scaling.inverse_frequencies(periods, self.theta)
+        """Returns radians per position, float32 [head_dim / 2]: 0 for what is not rotated."""
+        rotated = self.rotated_dim(head_dim)
+        periods = self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+        found = self.scaling.inverse_frequencies(periods, self.theta) if rotated else periods
+        return torch.cat([found, torch.zeros((head_dim - rotated) // 2)])
+
+    def factors(self, head_dim: int) -> torch.Tensor:
+        """Returns the factors of cosines and sines, float64 [head_dim / 2]."""
+        factors = torch.ones(head_dim // 2, dtype=torch.float64)
+        factors[: self.rotated_dim(head_dim) // 2] = self.scaling.attention_factor
+        return factors
+
+    def head_order(self, head_dim: int) -> torch.Tensor | None:
+        """Returns which number of a checkpoint's head each of ours is, int64 [head_dim]; None where they are the same.
+
+        Ours rotates each number of the first half of a whole head with one of the second half.
+        """
+        rotated = self.rotated_dim(head_dim)
+        if rotated in (0, head_dim) and not self.is_interleaved:
+            return None
+        pairs = torch.arange(rotated).view(-1, 2).T if self.is_interleaved else torch.arange(rotated).view(2, -1)
+        return torch.cat([pairs, torch.arange(rotated, head_dim).view(2, -1)], dim=1).flatten()
 
     @classmethod
-    def parse(cls, config: JsonFields, max_context_len: int) -> "RopeConfig":
-        """Parses `rope_scaling` and `rope_theta` (transformers 4) or `rope_parameters` (5) of a whole config.json.
+    def parse(
+        cls,
+        fields: JsonFields,
+        config: JsonFields,
+        max_context_len: int,
+        head_dim: int,
+        part: float = 1.0,
+        is_interleaved: bool = False,
+    ) -> "RopeConfig":
+        """Parses `rope_scaling` (transformers 4) or `rope_parameters` (5). config: has `rope_theta`, if they have not.
 
         Raises ModelError for kinds that cannot be served.
         """
-        fields = config.section("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
-        for name in ("full_attention", "sliding_attention"):
-            if name in fields:
-                raise ModelError("rotary embeddings that differ from layer to layer are not supported")
-        for source in (fields, config):
-            if source.raw("partial_rotary_factor") not in (None, 1):
-                raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
+        rotated = int(head_dim * part)
+        if rotated % 2 or not rotated:
+            raise fields.wrong("partial_rotary_factor", f"an even part of a head of {head_dim} dimensions")
         length = "original_max_position_embeddings"
         trained_len = (config if length in config else fields).count(length, max_context_len, MAX_CONTEXT, MIN_CONTEXT)
         theta = (fields if "rope_theta" in fields else config).number("rope_theta", *THETAS, DEFAULT_THETA)
-        return cls(theta, _parse_scaling(fields, max_context_len, trained_len))
+        scaling = _parse_scaling(fields, max_context_len, trained_len, rotated // 2)
+        return cls(theta, scaling, part, is_interleaved)
 
 
-def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -> RopeScaling:
+UNROTATED = RopeConfig(DEFAULT_THETA, RopeScaling(), 0.0)
+"""The positions of a layer without a rotary embedding."""
+
+
+def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int, num_frequencies: int) -> RopeScaling:
     kind = fields.text("rope_type", fields.text("type", "default"))
     match kind:
         case "default":
@@ -131,12 +183,33 @@ def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -
             return _parse_llama3(fields, trained_len)
         case "yarn":
             return _parse_yarn(fields, max_context_len, trained_len)
-        case "dynamic" | "longrope" | "su":
+        case "longrope" | "su":
+            return _parse_short(fields, max_context_len, trained_len, num_frequencies)
+        case "dynamic":
             raise ModelError(
                 f"rope type {kind} cannot be served: its angles depend on a request's total length, "
                 "so a token's KV is no function of the tokens before it"
             )
-    raise ModelError(f"rope type {kind[:64]} is not supported; supported: default, linear, llama3, yarn")
+    raise ModelError(f"rope type {kind[:64]} is not supported; supported: default, linear, llama3, yarn, longrope")
+
+
+def _parse_short(fields: JsonFields, max_context_len: int, trained_len: int, num_frequencies: int) -> ShortScaling:
+    divisors = fields.raw("short_factor")
+    expected = f"{num_frequencies} numbers from {FACTORS[0]:g} to {FACTORS[1]:g}"
+    if not isinstance(divisors, list) or len(divisors) != num_frequencies:
+        raise fields.wrong("short_factor", expected)
+    if any(
+        isinstance(one, bool) or not isinstance(one, int | float) or not FACTORS[0] <= one <= FACTORS[1]
+        for one in divisors
+    ):
+        raise fields.wrong("short_factor", expected)
+    stretch = fields.number("factor", *FACTORS, max_context_len / trained_len)
+    attention_factor = math.sqrt(1 + math.log(stretch) / math.log(trained_len)) if stretch > 1 else 1.0
+    return ShortScaling(
+        attention_factor=fields.number("attention_factor", *FACTORS, attention_factor),
+        max_len=trained_len,
+        divisors=tuple(map(float, divisors)),
+    )
 
 
 def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
@@ -144,7 +217,7 @@ def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
     if low >= high:
         raise fields.wrong("high_freq_factor", "more than low_freq_factor")
     factor = fields.number("factor", *FACTORS)
-    return Llama3Scaling(factor, low_freq_factor=low, high_freq_factor=high, trained_len=trained_len)
+    return Llama3Scaling(factor=factor, low_freq_factor=low, high_freq_factor=high, trained_len=trained_len)
 
 
 def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:

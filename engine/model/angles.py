@@ -1,5 +1,7 @@
 """Angles of a rotary embedding: a table of all positions, or, for an unbounded context, of their digits."""
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.checkpoint.rope import RopeConfig
@@ -9,17 +11,19 @@ ANGLES_AT_ONCE = 1 << 16
 DIGIT = 1 << 10
 
 
-def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Angles:
-    """Makes the angles of a rotary embedding for the first positions.
+def make_angles(ropes: Sequence[RopeConfig], head_dim: int, num_positions: int, device: torch.device) -> Angles:
+    """Makes the angles of rotary embeddings for the first positions, with their columns side by side.
 
     Angles are float32 as in transformers; their cosines are computed in float64 and rounded, so that no bit depends on
     a position's place in the batch or on the number of threads.
     """
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * config.frequencies(head_dim)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * torch.cat(
+        [one.frequencies(head_dim) for one in ropes]
+    )
     parts = angles.split(ANGLES_AT_ONCE)
-    factor = config.scaling.attention_factor
+    factors = torch.cat([one.factors(head_dim) for one in ropes])
     cosines, sines = (
-        torch.cat([(take(part.double()) * factor).float() for part in parts]) for take in (torch.cos, torch.sin)
+        torch.cat([(take(part.double()) * factors).float() for part in parts]) for take in (torch.cos, torch.sin)
     )
     return Angles(cosines.to(device), sines.to(device))
 
@@ -41,12 +45,12 @@ class FarAngles:
         high = torch.arange(0, num_positions + DIGIT, DIGIT)[:, None] * frequencies
         self._low, self._high = ((one.cos().to(device), one.sin().to(device)) for one in (low, high))
         self._last_near = last_near
-        self._factor = config.scaling.attention_factor
+        self._factors = config.factors(head_dim).to(device)
 
     def at(self, positions: torch.Tensor) -> Angles:
         """Makes the angles of positions int64 [T]."""
-        turns = self._at((positions - self._last_near).clamp(min=0), 1.0)
-        own = self._at(positions, self._factor)
+        turns = self._at((positions - self._last_near).clamp(min=0))
+        own = self._at(positions, self._factors)
         return Angles(own.cosines, own.sines, turns)
 
     def write(self, positions: torch.Tensor, to: Angles) -> None:
@@ -57,11 +61,11 @@ class FarAngles:
                 target.cosines[:num_rows] = source.cosines
                 target.sines[:num_rows] = source.sines
 
-    def _at(self, positions: torch.Tensor, factor: float) -> Angles:
+    def _at(self, positions: torch.Tensor, factors: torch.Tensor | float = 1.0) -> Angles:
         high, low = positions // DIGIT, positions % DIGIT
         (cosine, sine), (other_cosine, other_sine) = (
             [table[digits] for table in tables] for tables, digits in ((self._high, high), (self._low, low))
         )
         cosines = cosine * other_cosine - sine * other_sine
         sines = sine * other_cosine + cosine * other_sine
-        return Angles((cosines * factor).float(), (sines * factor).float())
+        return Angles((cosines * factors).float(), (sines * factors).float())

@@ -1,4 +1,4 @@
-"""The native decoder, for Llama, Mistral, Qwen2, Qwen3 and models that differ from them in data only.
+"""The native decoder, of the architectures in engine/checkpoint/families.py, which differ in data only.
 
 Numerics follow transformers step by step (norms, angles and softmax in float32, the rest in the model's dtype), so that
 greedy tokens in float32 are the same.
@@ -15,9 +15,9 @@ from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, decode_greedily
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
-from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
+from engine.model.weights import DecoderWeights, Linear, LoadWeights, check_weights, load_private
 from kernels.accelerator import accelerator_of
-from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables
+from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Scores, Tables
 from kernels.reference import weigh
 from kernels.selection import select_backend
 from wire.errors import ConfigError
@@ -76,14 +76,20 @@ class Decoder:
         self.weights = weights
         self.layout = layout
         self.device = weights.norm.device
+        self._dtype = weights.embedding.dtype
+        self._eps = config.scalars.norm_eps(config.rms_norm_eps)
+        factor = config.scalars.of_embeddings
+        self._embedding_factor = float(torch.tensor(factor, dtype=self._dtype)) if config.scalars.is_rounded else factor
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
         self.eos_token_ids = config.eos_token_ids
         self._backend = backend
-        self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
-        scale = config.attention.head_dim**-0.5
+        self._half = config.attention.head_dim // 2
+        self._angles = make_angles(config.ropes, config.attention.head_dim, 1, self.device)
+        scale = config.attention.scale
         windows, num_sinks = config.attention.windows, layout.num_sinks
-        self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
+        scores = Scores(config.scalars.score_cap)
+        self._variants = [AttentionVariant(scale, window, num_sinks, scores) for window in windows]
         self._far_angles = self._make_far_angles() if num_sinks else None
         self._programs: dict[tuple[int, int], StepProgram | None] = {}
         self._programs_kv = 0
@@ -136,28 +142,53 @@ class Decoder:
 
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
-        eps = self.config.rms_norm_eps
+        scalars, activation = self.config.scalars, self.config.family.activation
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
-        states = do.embed(batch.token_ids, self.weights.embedding, to.states)
+        ropes = self.config.ropes
+        rope_to_angles = {one: angles.columns(at * self._half, self._half) for at, one in enumerate(ropes)}
+        layer_angles = [rope_to_angles[one] for one in self.config.layer_ropes]
+        states = do.embed(batch.token_ids, self.weights.embedding, self._embedding_factor, to.states)
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
-            normed = do.rms_norm(states, layer.attention_norm, eps, to.normed)
+            normed = self._normed(do, states, layer.attention_norm, to)
             qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
-            query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
+            for columns, norm in layer.row_norms:
+                do.rms_norm(qkv[:, columns], norm, self._eps, out=qkv[:, columns])
+            query = do.rotate_and_write(qkv, layer.heads, layer_angles[index], pages, batch.slot_mapping)
             for one in batch.watched:
                 one.queries[index] = query[one.rows]
             attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
-            states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, states)
-            normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
+            states = self._add(do, states, attended, layer.attention_output, layer.added_norm, to)
+            normed = self._normed(do, states, layer.mlp_norm, to)
             gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
-            states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, states)
+            gated = do.gate(gate_up, activation, to.gated)
+            states = self._add(do, states, gated, layer.down, layer.added_mlp_norm, to)
         sampled = states if batch.samples_all else states[batch.sample_rows]
-        return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
+        logits = do.logits(self._normed(do, sampled, self.weights.norm, to), self.weights.head, to.logits)
+        return logits if scalars.logit_cap is None else do.soft_cap(logits, scalars.logit_cap)
+
+    def _normed(self, do: Backend, states: torch.Tensor, norm: torch.Tensor | None, to: "Buffers") -> torch.Tensor:
+        return states if norm is None else do.rms_norm(states, norm, self._eps, out=to.normed)
+
+    def _add(
+        self,
+        do: Backend,
+        states: torch.Tensor,
+        rows: torch.Tensor,
+        linear: Linear,
+        norm: torch.Tensor | None,
+        to: "Buffers",
+    ) -> torch.Tensor:
+        """Adds a product of rows to states, in place, normalized where the architecture has a norm for it."""
+        if norm is None:
+            return do.linear(rows, linear.weight, linear.bias, states, states)
+        product = do.linear(rows, linear.weight, linear.bias, out=to.normed)
+        return do.rms_norm(product, norm, self._eps, states, states)
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
         attention = self.config.attention
         shape = (len(self._variants), num_rows, attention.num_heads, attention.head_dim)
-        return torch.empty(shape, dtype=self.weights.norm.dtype, device=self.device)
+        return torch.empty(shape, dtype=self._dtype, device=self.device)
 
     @torch.inference_mode()
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -184,12 +215,12 @@ class Decoder:
         recorder = self._backend.record()
         if recorder is None:
             return None
-        buffers = Buffers.make(self.config, num_rows, self.weights.norm.dtype)
+        buffers = Buffers.make(self.config, num_rows, self._dtype)
         return RecordedProgram(
             recorder,
             lambda batch, angles: self.run(recorder, batch, angles, kv, buffers),
             self.angles_for(kv),
-            self.config.attention.head_dim // 2,
+            len(self.config.ropes) * self._half,
             num_rows,
             self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len)),
             self.layout.block_size,
@@ -211,7 +242,7 @@ class Decoder:
 
     def _make_far_angles(self) -> FarAngles:
         head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1
-        return FarAngles(self.config.rope, head_dim, self.max_context_len, last_near, self.device)
+        return FarAngles(self.config.ropes[0], head_dim, self.max_context_len, last_near, self.device)
 
     def angles_for(self, kv: KVPages) -> Angles | FarAngles:
         """Makes the angles of all positions that a pool has room for, at the first call."""
@@ -219,7 +250,7 @@ class Decoder:
             return self._far_angles
         num_positions = Window(self.layout).max_len(len(kv.data), self.max_context_len)
         if len(self._angles.cosines) < num_positions:
-            self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
+            self._angles = make_angles(self.config.ropes, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
 
 

@@ -38,12 +38,12 @@ class RecordedProgram:
         recorder: Recorder,
         forward: Forward,
         all_angles: Angles | FarAngles,
-        half: int,
+        num_columns: int,
         num_rows: int,
         num_blocks: int,
         block_size: int,
     ) -> None:
-        """all_angles: finds the angles of any position. half: numbers in a row of angles."""
+        """all_angles: finds the angles of any position. num_columns: numbers in a row of angles."""
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
@@ -57,8 +57,8 @@ class RecordedProgram:
             num_decodes=num_rows,
             sample_rows=ids[0],
         )
-        turns = Angles(*torch.empty(2, num_rows, half)) if isinstance(all_angles, FarAngles) else None
-        angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
+        turns = Angles(*torch.empty(2, num_rows, num_columns)) if isinstance(all_angles, FarAngles) else None
+        angles = Angles(torch.empty(num_rows, num_columns), torch.empty(num_rows, num_columns), turns)
         if isinstance(all_angles, Angles):
             recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
             recorder.pick(all_angles.sines, batch.positions, angles.sines)

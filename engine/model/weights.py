@@ -32,15 +32,22 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products."""
+    """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products.
 
-    attention_norm: torch.Tensor
+    row_norms: norms of columns of qkv. added_norm, added_mlp_norm: norms of what attention and the feed-forward
+    layer add to states. A norm is None if the architecture has none.
+    """
+
+    attention_norm: torch.Tensor | None
     qkv: Linear
+    row_norms: tuple[tuple[slice, torch.Tensor], ...] = ()
     heads: Heads
     attention_output: Linear
-    mlp_norm: torch.Tensor
+    added_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
+    added_mlp_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class WeightLoader:
         self._device = device
         self._backend = backend
         self._packing = packing
+        self._orders = _row_orders(checkpoint.config)
 
     def load(self) -> DecoderWeights:
         """Loads all weights. Raises ModelError if a tensor is missing or of the wrong shape."""
@@ -82,21 +90,34 @@ class WeightLoader:
         is_tied = config.tied_embeddings and "lm_head.weight" not in self._checkpoint
         head = embedding if is_tied else self._packed({"lm_head.weight": vocabulary})
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(config.num_layers))
-        return DecoderWeights(embedding, layers, self._norm("model.norm", config.hidden_size), head)
+        norm = self._norm("model.norm", config.hidden_size) / config.scalars.logits
+        return DecoderWeights(embedding, layers, norm, head)
 
     def _layer(self, layer: str) -> LayerWeights:
         config, attention = self._config, self._config.attention
         hidden, mlp = config.hidden_size, config.intermediate_size
         queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        query_norm, key_norm = (
-            self._norm(f"{layer}.self_attn.{name}", attention.head_dim) if attention.qk_norm else None
-            for name in ("q_norm", "k_norm")
-        )
-        qkv = {f"{layer}.self_attn.{name}_proj": size for name, size in (("q", queries), ("k", keys), ("v", keys))}
-        gate_up = {f"{layer}.mlp.gate_proj": mlp, f"{layer}.mlp.up_proj": mlp}
+        family, norms = config.family, config.family.norms
+        attend = f"{layer}.self_attn"
+        query_norm, key_norm = None, None
+        row_norms: tuple[tuple[slice, torch.Tensor], ...] = ()
+        if norms.of_heads:
+            query_norm, key_norm = (self._norm(f"{attend}.{name}", attention.head_dim) for name in ("q_norm", "k_norm"))
+        if norms.of_whole_rows:
+            row_norms = (
+                (slice(queries), self._norm(f"{attend}.q_norm", queries)),
+                (slice(queries, queries + keys), self._norm(f"{attend}.k_norm", keys)),
+            )
+        qkv = {"qkv": queries + 2 * keys} if family.fuses_qkv else {"q": queries, "k": keys, "v": keys}
+        gate_up = {"gate_up": 2 * mlp} if family.fuses_gate else {"gate": mlp, "up": mlp}
+
+        def norm(name: str | None) -> torch.Tensor | None:
+            return None if name is None else self._norm(f"{layer}.{name}", hidden)
+
         return LayerWeights(
-            attention_norm=self._norm(f"{layer}.input_layernorm", hidden),
-            qkv=self._linear(qkv, hidden, attention.qkv_bias),
+            attention_norm=norm(norms.before_attention),
+            qkv=self._linear(attend, qkv, hidden, attention.qkv_bias),
+            row_norms=row_norms,
             heads=Heads(
                 num_queries=attention.num_heads,
                 num_kv=attention.num_kv_heads,
@@ -105,22 +126,26 @@ class WeightLoader:
                 key_norm=key_norm,
                 norm_eps=config.rms_norm_eps,
             ),
-            attention_output=self._linear({f"{layer}.self_attn.o_proj": hidden}, queries, attention.output_bias),
-            mlp_norm=self._norm(f"{layer}.post_attention_layernorm", hidden),
-            gate_up=self._linear(gate_up, hidden, config.mlp_bias),
-            down=self._linear({f"{layer}.mlp.down_proj": hidden}, mlp, config.mlp_bias),
+            attention_output=self._linear(attend, {"o": hidden}, queries, attention.output_bias),
+            added_norm=norm(norms.after_attention),
+            mlp_norm=norm(norms.before_mlp),
+            gate_up=self._linear(f"{layer}.mlp", gate_up, hidden, config.mlp_bias),
+            down=self._linear(f"{layer}.mlp", {"down": hidden}, mlp, config.mlp_bias),
+            added_mlp_norm=norm(norms.after_mlp),
         )
 
-    def _linear(self, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
-        weight = self._packed({f"{name}.weight": (size, in_size) for name, size in name_to_size.items()})
-        bias = self._stacked({f"{name}.bias": (size,) for name, size in name_to_size.items()}) if has_bias else None
+    def _linear(self, part: str, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
+        """Loads matrices of a part of a layer as one, of `name_to_size` columns each."""
+        names = {f"{part}.{name}_proj": size for name, size in name_to_size.items()}
+        weight = self._packed({f"{name}.weight": (size, in_size) for name, size in names.items()})
+        bias = self._stacked({f"{name}.bias": (size,) for name, size in names.items()}) if has_bias else None
         return Linear(weight, bias)
 
     def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
         return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape))
 
     def _pack(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
-        codes = [self._checkpoint.read_codes(*one, self._dtype, self._device) for one in name_to_shape.items()]
+        codes = [self._codes(name, shape) for name, shape in name_to_shape.items()]
         parts = [one for one in codes if one is not None]
         if len(parts) == len(codes):
             return self._backend.pack_codes(parts, self._dtype)
@@ -130,14 +155,41 @@ class WeightLoader:
         ]
         return self._backend.pack(_joined(plain))
 
+    def _codes(self, name: str, shape: tuple[int, int]) -> Quantized | None:
+        codes, order = self._checkpoint.read_codes(name, shape, self._dtype, self._device), self._order_of(name)
+        return codes if codes is None or order is None else codes.pick(order)
+
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        return self._tensor(f"{name}.weight", size)
+        tensor, offset = self._tensor(f"{name}.weight", size), self._config.norm_offset
+        return tensor.float() + offset if self._config.family.norms.is_wide else tensor
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self._checkpoint.read(name, shape, self._dtype, self._device)
+        tensor, order = self._checkpoint.read(name, shape, self._dtype, self._device), self._order_of(name)
+        return tensor if order is None else tensor[order]
+
+    def _order_of(self, name: str) -> torch.Tensor | None:
+        """Finds the order of a tensor's rows in which heads rotate as ours do; None as they are, or without content."""
+        return None if self._device == META else self._orders.get(name.split(".")[-2])
+
+
+def _row_orders(config: ModelConfig) -> Mapping[str, torch.Tensor]:
+    """Maps a matrix or norm to the order of its rows; empty where heads rotate in a checkpoint as ours do."""
+    attention = config.attention
+    if (order := config.ropes[0].head_order(attention.head_dim)) is None:
+        return {}
+    num_rotated = attention.num_heads + attention.num_kv_heads
+    heads = torch.arange(num_rotated + attention.num_kv_heads)[:, None] * attention.head_dim
+    rotated, values = heads[:num_rotated] + order, heads[num_rotated:] + torch.arange(attention.head_dim)
+    return {
+        "q_proj": rotated[: attention.num_heads].flatten(),
+        "k_proj": rotated[: attention.num_kv_heads].flatten(),
+        "qkv_proj": torch.cat([rotated, values]).flatten(),
+        "q_norm": order,
+        "k_norm": order,
+    }
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Angles, AttentionVariant, Heads, Int4, KVPages, StepTensors, Tables, Weight
+from kernels.backend import Activation, Angles, AttentionVariant, Heads, Int4, KVPages, StepTensors, Tables, Weight
 from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
@@ -41,13 +41,14 @@ UNBOUNDED = 2**31 - 1
 """The window of attention to all tokens."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 KERNELS: dict[str, list[type]] = {
-    **{f"{layout}unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, POINTER] for layout in ("", "packed_")},
+    **{f"{layout}unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, REAL, POINTER] for layout in ("", "packed_")},
     **{f"{layout}linear": [CODE, *[POINTER] * 5, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
     **{f"{layout}linear_to_float": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
-    "rms_norm": [CODE, POINTER, POINTER, REAL, ROWS, SIZE, POINTER],
-    "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
+    "rms_norm": [CODE, POINTER, SIZE, POINTER, CODE, REAL, POINTER, ROWS, SIZE, POINTER, SIZE],
+    "gate": [CODE, CODE, POINTER, ROWS, SIZE, POINTER],
+    "soft_cap": [POINTER, REAL, ROWS, SIZE],
     "rotate_and_write": [
-        *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER],
+        *[CODE, POINTER, POINTER, POINTER, CODE, REAL, POINTER, POINTER, SIZE],
         *[ROWS, *[SIZE] * 3, POINTER, POINTER],
     ],
     "attention": [POINTER, SEQUENCES, DECODES],
@@ -133,17 +134,22 @@ class CpuBackend:
         columns = sum(part.columns for part in parts)
         return Weight(packed.pack(self._library, parts), columns, parts[0].depth, dtype)
 
-    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Weight, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         out = torch.empty(len(token_ids), table.depth, dtype=table.dtype) if out is None else out
         self._call(
             _kernel("unpack_rows", table), DTYPE_TO_CODE[out.dtype], table.data, token_ids,
-            len(token_ids), table.depth, out,
+            len(token_ids), table.depth, scale, out,
         )  # fmt: skip
         return out
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        out = torch.empty_like(states) if out is None else out
-        self._call("rms_norm", DTYPE_TO_CODE[states.dtype], states, weight, eps, *states.shape, out)
+    def rms_norm(
+        self, states: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        out = states.new_empty(states.shape) if out is None else out
+        self._call(
+            "rms_norm", DTYPE_TO_CODE[states.dtype], states, states.stride(0), weight, _is_wide(weight), eps, residual,
+            *states.shape, out, out.stride(0),
+        )  # fmt: skip
         return out
 
     def linear(
@@ -173,9 +179,10 @@ class CpuBackend:
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
     ) -> Tensor:
         self._call(
-            "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
-            angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            _described(pages, qkv.dtype), slot_mapping,
+            "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm,
+            _is_wide(heads.query_norm), heads.norm_eps,
+            angles.cosines, angles.sines, angles.cosines.stride(0),
+            len(qkv), heads.num_queries, heads.num_kv, heads.size, _described(pages, qkv.dtype), slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 
@@ -204,11 +211,15 @@ class CpuBackend:
         self._call("attention", call, len(tables.context_lens), tables.num_decodes)
         return out
 
-    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         num_rows, columns = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, columns) if out is None else out
-        self._call("gate", DTYPE_TO_CODE[out.dtype], gate_up, num_rows, columns, out)
+        self._call("gate", DTYPE_TO_CODE[out.dtype], activation.value, gate_up, num_rows, columns, out)
         return out
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        self._call("soft_cap", logits, cap, *logits.shape)
+        return logits
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._kernels[kernel](*[_address(one) if isinstance(one, Addressed) else one for one in arguments])
@@ -339,6 +350,10 @@ def _next_weights(calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> list[Ten
         found.append(upcoming)
         upcoming = products.get(at, upcoming)
     return found[::-1]
+
+
+def _is_wide(weight: Tensor | None) -> int:
+    return int(weight is not None and weight.dtype is torch.float32)
 
 
 def _kernel(name: str, weight: Weight) -> str:

@@ -32,11 +32,11 @@ void pack(const T* weight, int64_t columns, int64_t depth, T* packed) {
 }
 
 template <class T>
-void unpack_rows(const T* packed, const int64_t* ids, int64_t num_ids, int64_t depth, T* out) {
+void unpack_rows(const T* packed, const int64_t* ids, int64_t num_ids, int64_t depth, float scale, T* out) {
     constexpr int D = Product<T>::DEPTH;
     for (int64_t i = 0; i < num_ids; ++i) {
         const T* panel = packed + ids[i] / PANEL * num_steps<T>(depth) * PANEL * D;
-        for (int64_t k = 0; k < depth; ++k) out[i * depth + k] = panel[(k / D * PANEL + ids[i] % PANEL) * D + k % D];
+        for (int64_t k = 0; k < depth; ++k) from_float(to_float(panel[(k / D * PANEL + ids[i] % PANEL) * D + k % D]) * scale, out + i * depth + k);
     }
 }
 
@@ -107,9 +107,9 @@ extern "C" void baton_pack(int dtype, const void* weight, int64_t columns, int64
     FOR_DTYPE(dtype, pack((const T*)weight, columns, depth, (T*)packed))
 }
 
-// out [num_ids, depth] = the rows `ids` of a packed weight.
-extern "C" void baton_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, void* out) {
-    FOR_DTYPE(dtype, unpack_rows((const T*)packed, ids, num_ids, depth, (T*)out))
+// out [num_ids, depth] = the rows `ids` of a packed weight, times `scale`.
+extern "C" void baton_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, float scale, void* out) {
+    FOR_DTYPE(dtype, unpack_rows((const T*)packed, ids, num_ids, depth, scale, (T*)out))
 }
 
 extern "C" void baton_linear(int dtype, const void* input, const void* packed, const void* bias, const void* residual, void* out,

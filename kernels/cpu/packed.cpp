@@ -173,9 +173,9 @@ void packed_linear(const void* input, const void* packed, const void* bias, cons
         .run();
 }
 
-// The weights of one column.
+// The weights of one column, rounded to T and then multiplied.
 template <class T>
-void unpack_column(Packed matrix, int64_t id, int64_t depth, T* out) {
+void unpack_column(Packed matrix, int64_t id, int64_t depth, float scale, T* out) {
     const Panel* after = std::upper_bound(matrix.panels(), matrix.panels() + matrix.num_panels(), id,
                                           [](int64_t column, const Panel& panel) { return column < panel.first_column; });
     const Panel& panel = after[-1];
@@ -188,7 +188,9 @@ void unpack_column(Packed matrix, int64_t id, int64_t depth, T* out) {
             widen<float, R, CODES>(codes, group, scales, [&](int step, const typename Product<float>::Weights& weights) {
                 float values[LANES];
                 store(values, weights.of[column / LANES]);
-                if (k + step < depth) from_float(values[column % LANES], out + k + step);
+                if (k + step >= depth) return;
+                from_float(values[column % LANES], out + k + step);
+                from_float(to_float(out[k + step]) * scale, out + k + step);
             });
         }
     });
@@ -275,8 +277,8 @@ extern "C" void baton_packed_linear_to_float(int dtype, const void* input, const
 }
 
 // out [num_ids, depth] = the columns `ids` of a packed matrix, as `baton_unpack_rows` says.
-extern "C" void baton_packed_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, void* out) {
-    FOR_DTYPE(dtype, parallel(num_ids, [&](int64_t i) { unpack_column(Packed{(const char*)packed}, ids[i], depth, (T*)out + i * depth); }))
+extern "C" void baton_packed_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, float scale, void* out) {
+    FOR_DTYPE(dtype, parallel(num_ids, [&](int64_t i) { unpack_column(Packed{(const char*)packed}, ids[i], depth, scale, (T*)out + i * depth); }))
 }
 
 RECORDABLE(baton_packed_linear)

@@ -26,9 +26,10 @@ inline void for_columns(int64_t columns, const Function& function) {
         function(column, int(columns - column < LANES ? columns - column : LANES));
 }
 
-// out = weight * row / sqrt(mean(row^2) + eps); `out` may be `row`. Source: arXiv 1910.07467.
-template <class T>
-void rms_norm(const T* row, const T* weight, float eps, int64_t columns, T* out) {
+// out = residual + weight * row / sqrt(mean(row^2) + eps); `out` may be `row` or `residual`, which may be null. With a wide
+// weight (W is float, T is not) the product is rounded once. Source: arXiv 1910.07467.
+template <class T, class W>
+void rms_norm(const T* row, const W* weight, float eps, int64_t columns, const T* residual, T* out) {
     Floats squares = splat(0);
     for_columns(columns, [&](int64_t column, int count) {
         const Floats value = load_some(row + column, count);
@@ -36,8 +37,9 @@ void rms_norm(const T* row, const T* weight, float eps, int64_t columns, T* out)
     });
     const Floats scale = splat(1.0f / std::sqrt(sum(squares) / float(columns) + eps));
     for_columns(columns, [&](int64_t column, int count) {
-        const Floats normal = rounded<T>(load_some(row + column, count) * scale);
-        store_some(out + column, load_some(weight + column, count) * normal, count);
+        const Floats normal = rounded<W>(load_some(row + column, count) * scale);
+        const Floats scaled = load_some(weight + column, count) * normal;
+        store_some(out + column, residual ? load_some(residual + column, count) + rounded<T>(scaled) : scaled, count);
     });
 }
 
@@ -52,12 +54,17 @@ void rotate(T* head, const float* cosines, const float* sines, int64_t half) {
     });
 }
 
-// silu(gate) * up.
-template <class T>
+// As kernels/backend.py numbers them.
+enum Activation { SILU, GELU_TANH };
+
+// activation(gate) * up. Either activation is gate * sigmoid(of): of the gate itself, or, of GELU's approximation by tanh
+// (arXiv 1606.08415), of 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+template <class T, Activation ACTIVATION>
 void gate(const T* gates, const T* ups, int64_t columns, T* out) {
     for_columns(columns, [&](int64_t column, int count) {
         const Floats value = load_some(gates + column, count);
-        const Floats power = exponential(splat(0) - max(splat(-88), value));  // max takes the second operand for NaN
+        const Floats of = ACTIVATION == SILU ? value : splat(1.5957691216f) * fma(splat(0.044715f) * value * value, value, value);
+        const Floats power = exponential(splat(0) - max(splat(-88), of));  // max takes the second operand for NaN
         store_some(out + column, rounded<T>(value / (splat(1) + power)) * load_some(ups + column, count), count);
     });
 }
@@ -165,12 +172,15 @@ void close_block(const Heads& heads, const Layer& pages, int64_t slot) {
 
 // A token's row of queries, keys and values: queries are rotated in place, keys and values go to the token's slot.
 template <class T>
-void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps, const float* cosines, const float* sines,
-                      Heads heads, const Layer& pages, int64_t slot) {
+void rotate_and_write(T* row, const void* query_norm, const void* key_norm, bool is_wide, float eps, const float* cosines,
+                      const float* sines, Heads heads, const Layer& pages, int64_t slot) {
     for (int64_t head = 0; head < heads.num_queries + heads.num_kv; ++head) {
         T* here = row + head * heads.size;
-        const T* norm = head < heads.num_queries ? query_norm : key_norm;
-        if (norm) rms_norm(here, norm, eps, heads.size, here);
+        const void* norm = head < heads.num_queries ? query_norm : key_norm;
+        if (norm && is_wide)
+            rms_norm<T, float>(here, (const float*)norm, eps, heads.size, nullptr, here);
+        else if (norm)
+            rms_norm<T, T>(here, (const T*)norm, eps, heads.size, nullptr, here);
         rotate(here, cosines, sines, heads.size / 2);
     }
     if (slot < 0) return;
@@ -196,34 +206,52 @@ void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps,
 
 }  // namespace
 
-// out [rows, columns]; weight [columns].
-extern "C" void baton_rms_norm(int dtype, const void* input, const void* weight, float eps, int64_t num_rows, int64_t columns,
-                               void* out) {
+// input, out [rows, columns], their rows `stride` and `out_stride` apart; weight [columns], of float32 if it is wide;
+// residual [rows, columns] or null.
+extern "C" void baton_rms_norm(int dtype, const void* input, int64_t stride, const void* weight, int is_wide, float eps,
+                               const void* residual, int64_t num_rows, int64_t columns, void* out, int64_t out_stride) {
     FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
-                  rms_norm((const T*)input + row * columns, (const T*)weight, eps, columns, (T*)out + row * columns);
+                  const T* from = (const T*)input + row * stride;
+                  const T* added = residual ? (const T*)residual + row * columns : nullptr;
+                  T* to = (T*)out + row * out_stride;
+                  if (is_wide)
+                      rms_norm<T, float>(from, (const float*)weight, eps, columns, added, to);
+                  else
+                      rms_norm<T, T>(from, (const T*)weight, eps, columns, added, to);
               }))
 }
 
 // gate_up [rows, 2 * columns] -> out [rows, columns].
-extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int64_t columns, void* out) {
+extern "C" void baton_gate(int dtype, int activation, const void* gate_up, int64_t num_rows, int64_t columns, void* out) {
     FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
                   const T* gates = (const T*)gate_up + row * 2 * columns;
-                  gate(gates, gates + columns, columns, (T*)out + row * columns);
+                  const auto run = activation == SILU ? gate<T, SILU> : gate<T, GELU_TANH>;
+                  run(gates, gates + columns, columns, (T*)out + row * columns);
               }))
 }
 
-// qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
-// cosines, sines [rows, head_size / 2]; slots [rows], -1 for no write. With INT4 a block whose last slot is written is then quantized.
-extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
-                                       const float* cosines, const float* sines, int64_t num_rows, int64_t num_queries,
-                                       int64_t num_kv, int64_t head_size, const Layer* layer, const int64_t* slots) {
+// numbers [rows, columns], in place: each becomes cap * tanh(number / cap).
+extern "C" void baton_soft_cap(float* numbers, float cap, int64_t num_rows, int64_t columns) {
+    for_each_row(num_rows, [&](int64_t row) {
+        float* here = numbers + row * columns;
+        for_columns(columns, [&](int64_t column, int count) {
+            store_some(here + column, splat(cap) * tanh(load_some(here + column, count) / splat(cap)), count);
+        });
+    });
+}
+
+// qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null, of float32 if wide;
+// cosines, sines [rows, head_size / 2], `angle_stride` apart; slots [rows], -1 for no write. With INT4 a block whose last slot is written is then quantized.
+extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, int is_wide, float eps,
+                                       const float* cosines, const float* sines, int64_t angle_stride, int64_t num_rows,
+                                       int64_t num_queries, int64_t num_kv, int64_t head_size, const Layer* layer, const int64_t* slots) {
     const Heads heads{num_queries, num_kv, head_size};
     const Layer& pages = *layer;
-    const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
+    const int64_t columns = (num_queries + 2 * num_kv) * head_size;
     FOR_DTYPE(dtype, {
         for_each_row(num_rows, [&](int64_t row) {
-            rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
-                             cosines + row * half, sines + row * half, heads, pages, slots[row]);
+            rotate_and_write((T*)qkv + row * columns, query_norm, key_norm, is_wide, eps,
+                             cosines + row * angle_stride, sines + row * angle_stride, heads, pages, slots[row]);
         });
         if (pages.kept == INT4)
             for_each_row(num_rows, [&](int64_t row) {
@@ -234,4 +262,5 @@ extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_n
 
 RECORDABLE(baton_rms_norm)
 RECORDABLE(baton_gate)
+RECORDABLE(baton_soft_cap)
 RECORDABLE(baton_rotate_and_write)

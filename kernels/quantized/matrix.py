@@ -45,6 +45,10 @@ class Quantized:
         """Copies the matrix to a device."""
         return self._with(lambda one: one.to(device))
 
+    def pick(self, columns: Tensor) -> "Quantized":
+        """Returns the columns of these places, int64 [columns], in their order."""
+        return self._with(lambda one: one[columns])
+
     def outline(self, columns: int) -> "Quantized":
         """Returns a matrix of `columns` columns in this format, without content, on the device `meta`."""
         return self._with(lambda one: one[:1].to("meta").expand(columns, -1))

@@ -89,10 +89,6 @@ def test_one_is_no_subject(text: str) -> None:
     assert len(list(words.check_sentences(text))) == 1
 
 
-def test_unread_packages_are_there() -> None:
-    assert [path for path in words.UNREAD if not (ROOT / path).exists()] == []
-
-
 def test_a_later_sentence_may_be_long() -> None:
     assert list(words.check_docstring("Slots. " + " ".join(["word"] * 40) + ".")) == []
 

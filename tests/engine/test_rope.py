@@ -6,8 +6,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from engine.checkpoint.families import one_rope
 from engine.checkpoint.json_fields import JsonFields
-from engine.checkpoint.rope import RopeConfig
+from engine.checkpoint.rope import RopeConfig, RopeScaling
 from engine.model.angles import FarAngles, make_angles
 from kernels.backend import Angles
 from wire.errors import ModelError
@@ -18,6 +19,7 @@ CPU = torch.device("cpu")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WRONG_THETAS = (1e-300, 0, 1, 9.9, -10_000.0, 1e13, 1e300, math.inf, math.nan)
+LONG: dict[str, Any] = {"type": "longrope", "short_factor": [1.0 + 0.25 * index for index in range(HEAD_DIM // 2)]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -36,11 +38,12 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def angles(parameters: dict[str, Any]) -> Angles:
-    return make_angles(parse({"rope_parameters": parameters}), HEAD_DIM, MAX_LEN, CPU)
+    return make_angles([parse({"rope_parameters": parameters})], HEAD_DIM, MAX_LEN, CPU)
 
 
 def parse(config: dict[str, Any]) -> RopeConfig:
-    return RopeConfig.parse(JsonFields(config, "config.json"), MAX_LEN)
+    [rope] = one_rope(JsonFields(config, "config.json"), 1, MAX_LEN, HEAD_DIM)
+    return rope
 
 
 def peer(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
@@ -95,7 +98,7 @@ def test_every_kind_has_angles_of_its_own() -> None:
 
 
 def test_angles_of_a_position_do_not_depend_on_the_length_of_the_table() -> None:
-    whole, part = angles(YARN), make_angles(parse({"rope_parameters": YARN}), HEAD_DIM, 4003, CPU)
+    whole, part = angles(YARN), make_angles([parse({"rope_parameters": YARN})], HEAD_DIM, 4003, CPU)
     assert torch.equal(whole.cosines[:4003], part.cosines)
     assert torch.equal(whole.sines[:4003], part.sines)
 
@@ -122,16 +125,42 @@ def test_yarn_takes_its_factor_from_the_lengths_where_none_is_named() -> None:
     assert parse(outside) == named
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
-def test_angles_that_depend_on_the_total_length_are_refused_with_the_reason(kind: str) -> None:
+def test_angles_that_depend_on_the_total_length_are_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="total length"):
-        parse({"rope_scaling": {"type": kind, "factor": 2.0}})
+        parse({"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_is_served_within_the_length_of_its_training(kind: str) -> None:
+    rope = parse({"rope_scaling": LONG | {"type": kind}, "original_max_position_embeddings": 1024})
+    assert rope.scaling.max_len == 1024
+    assert rope.scaling.attention_factor == math.sqrt(1 + math.log(4) / math.log(1024))
+    periods = 10_000.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    torch.testing.assert_close(rope.frequencies(HEAD_DIM), 1 / (torch.tensor(LONG["short_factor"]) * periods))
+
+
+def test_a_part_of_a_head_is_rotated_and_the_rest_stays() -> None:
+    """In our order of a head, whichever pairs a checkpoint rotates, the angles are those of the part alone."""
+    part = RopeConfig(10_000.0, RopeScaling(), 0.5)
+    alone = RopeConfig(10_000.0, RopeScaling()).frequencies(HEAD_DIM // 2)
+    assert torch.equal(part.frequencies(HEAD_DIM), torch.cat([alone, torch.zeros(HEAD_DIM // 4)]))
+    halves, neighbours = (
+        RopeConfig(10_000.0, RopeScaling(), 0.5, interleaved).head_order(8) for interleaved in (False, True)
+    )
+    assert halves is not None
+    assert halves.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert neighbours is not None
+    assert neighbours.tolist() == [0, 2, 4, 5, 1, 3, 6, 7]
+    assert RopeConfig(10_000.0, RopeScaling()).head_order(8) is None
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"rope_scaling": {"type": "mrope"}}, "supported: default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor is missing, expected 16 numbers from 0.01 to 10000"),
+        ({"rope_scaling": LONG | {"short_factor": [1.0] * 15}}, "short_factor"),
+        ({"rope_scaling": LONG | {"short_factor": [1.0] * 15 + [0]}}, "short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"),
         ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),

@@ -37,7 +37,13 @@ LENGTHS = (1, 15, 16, 17, 40, 64, 100, 300)
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
-ARCHITECTURES = (("llama-gqa", "full"), ("mistral-window", "full"), ("qwen3", "full"), ("llama-gqa", "sinks=4+60"))
+ARCHITECTURES = (
+    ("llama-gqa", "full"),
+    ("mistral-window", "full"),
+    ("qwen3", "full"),
+    ("gemma2", "full"),
+    ("llama-gqa", "sinks=4+60"),
+)
 """Checkpoints, and the KV policies to serve them with."""
 MODELS = [
     *[(best_isa(), "bfloat16", kept) for kept in ("auto", "int8", "int4")],

@@ -68,6 +68,53 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
         {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
     ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 2.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 32, "partial_rotary_factor": 0.5}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {
+            "head_dim": 32,
+            "sliding_window": 48,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 48,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 64}),
+    "phi3-part": (
+        transformers.Phi3Config,
+        {
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+                "long_factor": [4.0] * 6,
+            },
+        },
+    ),
 }
 
 
@@ -95,7 +142,9 @@ def make_checkpoint(arch: str, folder: Path, seed: int = 0, **overrides: Any) ->
     overrides: keys of the architecture's configuration.
     """
     config_class, settings = ARCHITECTURES[arch]
-    config = config_class(**{**_SHAPE, **settings, **overrides})
+    fields = {**_SHAPE, **settings, **overrides}
+    config = config_class(**fields)
+    config.eos_token_id = fields["eos_token_id"]  # some classes have a token of their own in place of none
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():

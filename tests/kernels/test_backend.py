@@ -90,7 +90,7 @@ print(len(os.listdir("/proc/self/task")) - num_before, torch.get_num_threads())
 def test_threads_rank_no_higher_than_their_caller() -> None:
     program = """
 import os, threading, time, torch
-from kernels.backend import KVPages
+from kernels.backend import Activation, KVPages
 from kernels.selection import select_backend
 torch.set_num_threads(3)
 before = set(os.listdir("/proc/self/task"))
@@ -102,7 +102,7 @@ def call():
     end = time.monotonic() + 30
     while {os.getpriority(os.PRIO_PROCESS, one) for one in threads} != {os.getpriority(os.PRIO_PROCESS, 0)}:
         assert time.monotonic() < end
-        backend.gate(torch.zeros(4096, 64))
+        backend.gate(torch.zeros(4096, 64), Activation.SILU)
 
 caller = threading.Thread(target=call)
 caller.start()
@@ -117,7 +117,7 @@ print(len(threads), "follow")
 def test_fewer_threads_than_asked_for_do_all_the_work() -> None:
     program = """
 import resource, torch
-from kernels.backend import KVPages
+from kernels.backend import Activation, KVPages
 from kernels.selection import select_backend
 select_backend(torch.device("cpu")).set_num_threads(1)
 with open("/proc/self/statm") as file:
@@ -125,7 +125,8 @@ with open("/proc/self/statm") as file:
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), used + (256 << 20)))
 backend = select_backend(torch.device("cpu"))
 backend.set_num_threads(1024)
-print(torch.equal(backend.gate(torch.ones(4096, 64)), backend.gate(torch.ones(1, 64)).expand(4096, 32)))
+many, one = (backend.gate(torch.ones(rows, 64), Activation.SILU) for rows in (4096, 1))
+print(torch.equal(many, one.expand(4096, 32)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True\n"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Scores, Tables
+from kernels.backend import Activation, Angles, AttentionVariant, Backend, Heads, KVPages, Scores, Tables
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
@@ -61,6 +61,7 @@ def test_an_embedding_is_the_row_that_was_packed(backend: Backend, dtype: torch.
     table = torch.randn(77, 31).to(dtype)
     ids = torch.tensor([76, 0, 33, 33, 31])
     assert torch.equal(backend.embed(ids, backend.pack(table)), table[ids])
+    assert torch.equal(backend.embed(ids, backend.pack(table), 2.3), table[ids] * 2.3)
 
 
 @each_dtype
@@ -85,6 +86,32 @@ def test_a_norm(backend: Backend, dtype: torch.dtype, columns: int) -> None:
     states, weight = torch.randn(5, columns).to(dtype), torch.randn(columns).to(dtype)
     expected = F.rms_norm(states.double(), (columns,), weight.double(), 1e-5)
     close(backend.rms_norm(states, weight, 1e-5), expected, dtype)
+    close(backend.rms_norm(states, weight.float(), 1e-5), expected, dtype)
+    residual = torch.randn(5, columns).to(dtype)
+    added = residual.double() + expected
+    assert backend.rms_norm(states, weight, 1e-5, residual, out=residual) is residual
+    close(residual, added, dtype)
+
+
+def test_a_wide_norm_is_rounded_once(backend: Backend) -> None:
+    states, weight = torch.randn(50, 64).bfloat16(), torch.randn(64)
+    expected = F.rms_norm(states.float(), (64,), weight, 1e-5)
+    off_by = (backend.rms_norm(states, weight, 1e-5).view(torch.int16) - expected.bfloat16().view(torch.int16)).abs()
+    assert off_by.max() <= 1
+    assert off_by.float().mean() < 0.01
+    twice = (expected / weight).bfloat16() * weight.bfloat16()
+    assert not torch.equal(twice, expected.bfloat16())
+
+
+@each_dtype
+def test_a_norm_of_parts_of_rows(backend: Backend, dtype: torch.dtype) -> None:
+    rows, weight = torch.randn(5, 96).to(dtype), torch.randn(32).to(dtype)
+    before, part = rows.clone(), rows[:, 32:64]
+    expected = backend.rms_norm(part.contiguous(), weight, 1e-5)
+    backend.rms_norm(part, weight, 1e-5, out=part)
+    assert torch.equal(part, expected)
+    assert torch.equal(rows[:, :32], before[:, :32])
+    assert torch.equal(rows[:, 64:], before[:, 64:])
 
 
 @each_dtype
@@ -93,7 +120,16 @@ def test_a_gate(backend: Backend, dtype: torch.dtype, columns: int) -> None:
     gate_up = torch.randn(5, 2 * columns).to(dtype) * 4
     gate_up[0, :4] = torch.tensor([-300.0, -89.0, 89.0, 300.0])
     gate, up = gate_up.double().chunk(2, dim=-1)
-    close(backend.gate(gate_up), F.silu(gate) * up, dtype)
+    close(backend.gate(gate_up, Activation.SILU), F.silu(gate) * up, dtype)
+    close(backend.gate(gate_up, Activation.GELU_TANH), F.gelu(gate, approximate="tanh") * up, dtype)
+
+
+def test_a_soft_cap(backend: Backend) -> None:
+    logits = torch.tensor([[-1e30, -50.0, -1e-6, 0.0], [1e-6, 0.5, 29.0, 1e30]]).repeat(3, 5)
+    expected = 30 * torch.tanh(logits.double() / 30)
+    assert backend.soft_cap(logits, 30.0) is logits
+    assert backend.soft_cap(logits[:0], 30.0).shape == (0, 20)
+    close(logits, expected, torch.float32)
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
@@ -230,7 +266,10 @@ def test_a_row_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch
         lambda rows: backend.linear(rows, packed, bias),
         lambda rows: backend.logits(rows, packed),
         lambda rows: backend.rms_norm(rows, norm, 1e-5),
-        backend.gate,
+        lambda rows: backend.gate(rows, Activation.SILU),
+        lambda rows: backend.gate(rows, Activation.GELU_TANH),
+        lambda rows: backend.soft_cap(rows.float(), 3.0),
+        lambda rows: backend.rms_norm(rows, norm.float(), 1e-5, rows),
     ]
     for operate in operations:
         whole = operate(states)
@@ -477,5 +516,5 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("three_threads")
 def test_a_wide_gate_does_not_depend_on_its_company(backend: Backend) -> None:
     gate_up = torch.randn(7, 2 * 11008)
-    whole = backend.gate(gate_up)
-    assert all(torch.equal(backend.gate(gate_up[row : row + 1])[0], whole[row]) for row in range(7))
+    whole = backend.gate(gate_up, Activation.SILU)
+    assert all(torch.equal(backend.gate(gate_up[row : row + 1], Activation.SILU)[0], whole[row]) for row in range(7))

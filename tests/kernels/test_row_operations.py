@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.backend import Angles, Heads, KVPages
+from kernels.backend import Activation, Angles, Heads, KVPages
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
 from tests.kernels.paged_batch import Heads as Shape
@@ -30,6 +30,9 @@ def test_a_norm_of_rows(columns: int, dtype: torch.dtype, device: torch.device) 
     states, weight = random(5, columns, dtype=dtype, device=device), random(columns, dtype=dtype, device=device)
     expected = TorchBackend().rms_norm(states, weight, 1e-5)
     close(TritonBackend().rms_norm(states, weight, 1e-5), expected, dtype)
+    wide, part = weight.float(), random(5, columns + 8, dtype=dtype, device=device)[:, 8:]
+    expected = TorchBackend().rms_norm(states, wide, 1e-5, states)
+    close(TritonBackend().rms_norm(states, wide, 1e-5, states, out=part), expected, dtype)
     assert TritonBackend().rms_norm(states[:0], weight, 1e-5).shape == (0, columns)
 
 
@@ -38,7 +41,8 @@ def test_a_norm_of_rows(columns: int, dtype: torch.dtype, device: torch.device) 
 def test_a_gate_of_rows(columns: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = 4 * random(5, 2 * columns, dtype=dtype, device=device)
     gate_up[0, :4] = torch.tensor([-300.0, -89.0, 89.0, 300.0], device=device)
-    close(TritonBackend().gate(gate_up), TorchBackend().gate(gate_up), dtype)
+    for activation in Activation:
+        close(TritonBackend().gate(gate_up, activation), TorchBackend().gate(gate_up, activation), dtype)
 
 
 def make_pages(shape: Shape, kept: str, dtype: torch.dtype, device: torch.device) -> KVPages:

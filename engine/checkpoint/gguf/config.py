@@ -11,22 +11,29 @@ from typing import Any
 
 import numpy as np
 
+from engine.checkpoint.families import FAMILIES, Norms
 from engine.checkpoint.gguf.blocks import Floats, StoredTensor
 from engine.checkpoint.json_fields import JsonFields
 from wire.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""The size of either that scales scores by hidden size over heads, and not by the head: its file does not say so."""
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -58,6 +65,7 @@ class GgufConfig:
         self._own = JsonFields(own, f"{source}: {arch}")
         self._num_heads = self._own.count("attention.head_count")
         self._num_kv_heads = self._own.count("attention.head_count_kv", self._num_heads)
+        self._in_layer = _IN_LAYER | _names_of_norms(FAMILIES[self._architecture].norms)
         self._refuse_unsupported()
 
     def config(self, rope_freqs: Floats | None) -> dict[str, Any]:
@@ -87,8 +95,23 @@ class GgufConfig:
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_output.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-            "hidden_act": "silu",
             "dtype": self._embedding().kind.dtype or "bfloat16",
+            **(self._gemma(hidden, head_dim, theta, rope) if self._arch in _GEMMA_27B_LAYERS else {}),
+        }
+
+    def _gemma(self, hidden: int, head_dim: int, theta: float, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """Makes Gemma's own fields of config.json; the file has norms with 1 added."""
+        own = self._own
+        is_27b = own.count("block_count") == _GEMMA_27B_LAYERS[self._arch]
+        caps = {"attn_logit_softcapping": own.raw("attn_logit_softcapping")}
+        caps["final_logit_softcapping"] = own.raw("final_logit_softcapping")
+        ropes = {"rope_parameters": None, "rope_theta": theta, "rope_scaling": rope} if self._arch == "gemma3" else {}
+        return {
+            "sliding_window": own.count("attention.sliding_window"),
+            "query_pre_attn_scalar": hidden // self._num_heads if is_27b else head_dim,
+            "norm_offset": 0.0,
+            **caps,
+            **ropes,
         }
 
     def generation_config(self, end_ids: Sequence[int]) -> dict[str, Any]:
@@ -104,7 +127,7 @@ class GgufConfig:
         """Names a tensor as Hugging Face's layout does; an unknown name stays as it is."""
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
-            return f"model.layers.{int(layer)}.{_IN_LAYER.get(part, part)}.{kind}"
+            return f"model.layers.{int(layer)}.{self._in_layer.get(part, part)}.{kind}"
         stem, _, kind = name.rpartition(".")
         return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
 
@@ -126,7 +149,7 @@ class GgufConfig:
     def _refuse_unsupported(self) -> None:
         if self._own.raw("expert_count"):
             raise self._own.wrong("expert_count", "none: mixtures of experts are not supported")
-        if self._own.raw("attention.sliding_window"):
+        if self._own.raw("attention.sliding_window") and self._arch not in _GEMMA_27B_LAYERS:
             raise self._own.wrong("attention.sliding_window", "none: of these files windows are not read")
 
     def _rope_scaling(self, rope_freqs: Floats | None, theta: float, head_dim: int, context_len: int) -> dict[str, Any]:
@@ -140,11 +163,24 @@ class GgufConfig:
         factor = own.number("rope.scaling.factor", 0, math.inf, own.number("rope.scale_linear", 0, math.inf, 1.0))
         if kind == "none" or (kind == "linear" and factor == 1):
             return {"rope_type": "default"}
+        if kind == "longrope":
+            raise own.wrong("rope.scaling.type", "linear or yarn: its tensors of divisors are not read")
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             trained_len = own.count("rope.scaling.original_context_length", context_len)
             scaling["original_max_position_embeddings"] = trained_len
         return scaling
+
+
+def _names_of_norms(norms: Norms) -> dict[str, str]:
+    """Maps llama.cpp's names of a layer's norms to an architecture's names."""
+    names = {
+        "attn_norm": norms.before_attention,
+        "post_attention_norm": norms.after_attention,
+        "ffn_norm": norms.before_mlp,
+        "post_ffw_norm": norms.after_mlp,
+    }
+    return {theirs: ours for theirs, ours in names.items() if ours is not None}
 
 
 def _llama3_scaling(divisors: Floats, theta: float, head_dim: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_tensors_in_any_order_of_the_table_are_read(tmp_path: Path) -> None:
         ({"llama.context_length": 1}, "max_position_embeddings is 1, expected an integer from 16"),
         (
             {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
-            "rope type longrope cannot be served",
+            "rope.scaling.type is longrope, expected linear or yarn",
         ),
         ({"llama.rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor is 2.0, expected 1"),
         ({"split.count": 2}, "model.gguf: says that it is part 0 of 2, counted from 0; expected 0 of 1"),

@@ -91,10 +91,11 @@ def test_the_scaling_of_llama_3_is_known_by_its_divisors(tmp_path: Path) -> None
     tensors = {"token_embd.weight": (embedding, "F32"), "rope_freqs.weight": (divisors.view(np.uint8), "F32")}
     write_gguf(tmp_path / "model.gguf", config, tensors)
     found = json.loads((find_folder(str(tmp_path / "model.gguf")) / "config.json").read_text())
-    ours, theirs = ModelConfig.parse(found).rope, ModelConfig.parse(config).rope
+    ([ours], [theirs]) = ModelConfig.parse(found).ropes, ModelConfig.parse(config).ropes
     assert torch.equal(ours.frequencies(64), theirs.frequencies(64))
     assert not torch.equal(
-        ours.frequencies(64), ModelConfig.parse(found | {"rope_parameters": {"rope_theta": 5e5}}).rope.frequencies(64)
+        ours.frequencies(64),
+        ModelConfig.parse(found | {"rope_parameters": {"rope_theta": 5e5}}).ropes[0].frequencies(64),
     )
 
 

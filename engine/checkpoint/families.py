@@ -1,0 +1,348 @@
+"""The architectures that the native decoder serves, and which field of their config.json is which switch.
+
+A model is data: biases, norms and their places, windows, rotary embeddings, factors. An absent key has the default of
+transformers' configuration class.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.rope import THETAS, UNROTATED, RopeConfig
+from kernels.backend import Activation
+from wire.errors import ModelError
+
+Windows = tuple[int | None, ...]
+"""How many tokens each layer sees, itself included; None for all."""
+Ropes = tuple[RopeConfig, ...]
+"""The rotary embedding of each layer."""
+SCALARS = (1e-4, 1e4)
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Bias(Enum):
+    """When a matrix has a bias: SWITCHED by `attention_bias`, or `mlp_bias` of a feed-forward layer."""
+
+    NEVER = auto()
+    ALWAYS = auto()
+    SWITCHED = auto()
+
+    def read(self, fields: JsonFields, switch: str) -> bool:
+        return self is Bias.ALWAYS or (self is Bias.SWITCHED and fields.flag(switch, False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms:
+    """The norms of a layer by name, None for a norm that it has not; a norm after a product is added to states.
+
+    of_heads: each query and key has a norm. of_whole_rows: all queries of a token have a norm, and all its keys.
+    is_wide: rows are rounded once, after the product with the weights, and not before it.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    of_heads: bool = False
+    of_whole_rows: bool = False
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """Numbers by which a model changes its states: factors of embeddings, scores and what a layer adds, and caps.
+
+    The decoder keeps states divided by `residual`, which every norm undoes with its epsilon divided by the square: so
+    a layer adds what it computes as it is. is_rounded: the factor of embeddings has the compute dtype. scores: None for
+    1 / sqrt(head_dim). logits: a divisor. score_cap, logit_cap: c * tanh(x / c) of scores and logits, as in Gemma 2.
+    """
+
+    embedding: float = 1.0
+    is_rounded: bool = False
+    scores: float | None = None
+    residual: float = 1.0
+    logits: float = 1.0
+    score_cap: float | None = None
+    logit_cap: float | None = None
+
+    @property
+    def of_embeddings(self) -> float:
+        """The factor of embeddings, as states are kept."""
+        return self.embedding / self.residual
+
+    def norm_eps(self, eps: float) -> float:
+        """The epsilon of norms of states, as they are kept."""
+        return eps / self.residual**2
+
+
+def no_scalars(_fields: JsonFields) -> Scalars:
+    """Implements `Family.scalars`."""
+    return Scalars()
+
+
+def granite_scalars(fields: JsonFields) -> Scalars:
+    """Implements `Family.scalars`."""
+
+    def read(name: str) -> float:
+        return fields.number(name, *SCALARS, 1.0)
+
+    return Scalars(
+        embedding=read("embedding_multiplier"),
+        scores=read("attention_multiplier"),
+        residual=read("residual_multiplier"),
+        logits=read("logits_scaling"),
+    )
+
+
+def gemma_scalars(fields: JsonFields) -> Scalars:
+    """Implements `Family.scalars`."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    score_cap, logit_cap = (fields.number(name, *SCALARS) if name in fields else None for name in caps)
+    return Scalars(
+        embedding=fields.count("hidden_size") ** 0.5,
+        is_rounded=True,
+        scores=fields.number("query_pre_attn_scalar", *SCALARS, 256) ** -0.5,
+        score_cap=score_cap,
+        logit_cap=logit_cap,
+    )
+
+
+def no_windows(_fields: JsonFields, num_layers: int) -> Windows:
+    """Implements `Family.windows`: each layer sees all tokens."""
+    return (None,) * num_layers
+
+
+def equal_windows(fields: JsonFields, num_layers: int) -> Windows:
+    """Implements `Family.windows`: each layer has the window of `sliding_window`."""
+    return (_window(fields),) * num_layers
+
+
+def switched_windows(fields: JsonFields, num_layers: int) -> Windows:
+    """Implements `Family.windows`: if `use_sliding_window`, by `layer_types` or from layer `max_window_layers` on."""
+    if "layer_types" in fields:
+        types = _layer_types(fields, num_layers)
+    else:
+        first = fields.count("max_window_layers", least=0)
+        types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    if not fields.flag("use_sliding_window", False) or (window := _window(fields)) is None:
+        if "layer_types" in fields and SLIDING in types:
+            raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
+        return no_windows(fields, num_layers)
+    return tuple(window if one == SLIDING else None for one in types)
+
+
+def windows_of_types(fields: JsonFields, num_layers: int) -> Windows:
+    """Implements `Family.windows`: by `layer_types`, or in all layers but each `sliding_window_pattern`-th."""
+    window = _window(fields)
+    return tuple(window if one == SLIDING else None for one in _layer_types(fields, num_layers))
+
+
+def one_rope(
+    fields: JsonFields,
+    num_layers: int,
+    max_context_len: int,
+    head_dim: int,
+    reads_part: bool = False,
+    is_interleaved: bool = False,
+) -> Ropes:
+    """Implements `Family.ropes`: that of all layers. reads_part: `partial_rotary_factor` is no error."""
+    section = fields.section("rope_scaling" if fields.raw("rope_scaling") else "rope_parameters")
+    if FULL in section or SLIDING in section:
+        raise ModelError("rotary embeddings that differ from layer to layer are not supported")
+    part = (section if "partial_rotary_factor" in section else fields).number("partial_rotary_factor", 0.01, 1.0, 1.0)
+    if part != 1 and not reads_part:
+        raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
+    return (RopeConfig.parse(section, fields, max_context_len, head_dim, part, is_interleaved),) * num_layers
+
+
+def rope_in_some_layers(fields: JsonFields, num_layers: int, max_context_len: int, head_dim: int) -> Ropes:
+    """Implements `Family.ropes`: by `no_rope_layers`, or in all layers but each `no_rope_layer_interval`-th."""
+    flags = fields.raw("no_rope_layers")
+    if flags is None:
+        interval = fields.count("no_rope_layer_interval")
+        flags = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers or any(one not in (0, 1) for one in flags):
+        raise fields.wrong("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+    ropes = one_rope(fields, num_layers, max_context_len, head_dim)
+    return tuple(rope if flag else UNROTATED for rope, flag in zip(ropes, flags, strict=True))
+
+
+def ropes_of_types(fields: JsonFields, num_layers: int, max_context_len: int, head_dim: int) -> Ropes:
+    """Implements `Family.ropes`: layers that see all tokens have a rope of their own, layers with windows another."""
+    named = fields.section("rope_parameters")
+    whole = named.section(FULL) if FULL in named else fields.section("rope_scaling")
+    local = JsonFields({"rope_theta": fields.number("rope_local_base_freq", *THETAS, 10_000.0)}, "config.json")
+    ropes = {
+        FULL: RopeConfig.parse(whole, fields, max_context_len, head_dim),
+        SLIDING: RopeConfig.parse(named.section(SLIDING), local, max_context_len, head_dim),
+    }
+    return tuple(ropes[one] for one in _layer_types(fields, num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A row of the table of architectures: which fields of config.json are switches, and defaults.
+
+    fuses_qkv, fuses_gate: query, key and value are one tensor of a checkpoint; gate and up are one.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: Bias = Bias.NEVER
+    output_bias: Bias = Bias.NEVER
+    mlp_bias: Bias = Bias.NEVER
+    norms: Norms = Norms()
+    fuses_qkv: bool = False
+    fuses_gate: bool = False
+    activation: Activation = Activation.SILU
+    windows: Callable[[JsonFields, int], Windows] = no_windows
+    ropes: Callable[[JsonFields, int, int, int], Ropes] = one_rope
+    scalars: Callable[[JsonFields], Scalars] = no_scalars
+
+
+_SWITCHED: dict[str, Any] = {"qkv_bias": Bias.SWITCHED, "output_bias": Bias.SWITCHED}
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+}
+_GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "norm_offset": 1.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+_GEMMA_NORMS: dict[str, Any] = {
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+    "is_wide": True,
+}
+FAMILIES = {
+    "LlamaForCausalLM": Family(model_type="llama", defaults={"eos_token_id": 2}, mlp_bias=Bias.SWITCHED, **_SWITCHED),
+    "MistralForCausalLM": Family(
+        model_type="mistral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+        windows=equal_windows,
+    ),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", defaults=_QWEN, qkv_bias=Bias.ALWAYS, windows=switched_windows),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        defaults=_QWEN | {"head_dim": 128},
+        norms=Norms(of_heads=True),
+        windows=switched_windows,
+        **_SWITCHED,
+    ),
+    "GraniteForCausalLM": Family(
+        model_type="granite",
+        defaults={"eos_token_id": 2},
+        mlp_bias=Bias.SWITCHED,
+        scalars=granite_scalars,
+        **_SWITCHED,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        model_type="smollm3",
+        defaults={
+            "num_key_value_heads": 4,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2e6,
+            "max_window_layers": 0,
+            "tie_word_embeddings": True,
+            "eos_token_id": 128001,
+        },
+        mlp_bias=Bias.SWITCHED,
+        windows=switched_windows,
+        ropes=rope_in_some_layers,
+        **_SWITCHED,
+    ),
+    "Phi3ForCausalLM": Family(
+        model_type="phi3",
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32000},
+        fuses_qkv=True,
+        fuses_gate=True,
+        windows=equal_windows,
+        ropes=partial(one_rope, reads_part=True),
+    ),
+    "Olmo2ForCausalLM": Family(
+        model_type="olmo2",
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        norms=Norms(
+            before_attention=None,
+            after_attention="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+            of_whole_rows=True,
+            is_wide=True,
+        ),
+        **_SWITCHED,
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": [151329, 151336, 151338],
+        },
+        qkv_bias=Bias.SWITCHED,
+        norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        fuses_gate=True,
+        ropes=partial(one_rope, reads_part=True, is_interleaved=True),
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        defaults=_GEMMA
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+        norms=Norms(**_GEMMA_NORMS),
+        activation=Activation.GELU_TANH,
+        windows=windows_of_types,
+        scalars=gemma_scalars,
+        **_SWITCHED,
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        defaults=_GEMMA | {"rope_theta": 1e6, "sliding_window_pattern": 6},
+        norms=Norms(of_heads=True, **_GEMMA_NORMS),
+        activation=Activation.GELU_TANH,
+        windows=windows_of_types,
+        ropes=ropes_of_types,
+        scalars=gemma_scalars,
+        **_SWITCHED,
+    ),
+}
+
+
+def parse_architecture(fields: JsonFields) -> str:
+    """Finds the architecture that config.json names. Raises ModelError for one that is not served."""
+    named = fields.raw("architectures")
+    if isinstance(named, list) and named:
+        architecture = str(named[0])
+    else:
+        model_type = fields.text("model_type", "unknown")
+        architecture = next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+    if architecture not in FAMILIES:
+        raise ModelError(f"architecture {architecture[:64]} is not supported; supported: {', '.join(FAMILIES)}")
+    return architecture
+
+
+def _window(fields: JsonFields) -> int | None:
+    return fields.count("sliding_window") if "sliding_window" in fields else None
+
+
+def _layer_types(fields: JsonFields, num_layers: int) -> list[str]:
+    types = fields.raw("layer_types")
+    if types is None:
+        pattern = fields.count("sliding_window_pattern")
+        return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(one not in (FULL, SLIDING) for one in types):
+        raise fields.wrong("layer_types", f"full_attention or sliding_attention for each of {num_layers} layers")
+    return types
