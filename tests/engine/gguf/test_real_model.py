@@ -32,7 +32,7 @@ json.dump([model.tokenize(line.encode(), add_bos=False, special=False) for line 
 def require_tokens_of_transformers(path: Path, folder: Path, text: str, num_prompts: int, prompt_len: int) -> None:
     """Compares greedy tokens in float32 after pieces of a text; they may part where two logits are TIE apart."""
     model = load_oracle(path, folder)
-    engine = Engine.load(str(folder), dtype="float32", num_blocks=num_prompts * 16)
+    engine = Engine.load(str(folder), dtype="float32", num_blocks=num_prompts * (prompt_len // 16 + 4))
     ids = engine.tokenizer.encode(text)
     prompts = [ids[start : start + prompt_len] for start in range(0, num_prompts * prompt_len, prompt_len)]
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
