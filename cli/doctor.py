@@ -289,7 +289,10 @@ def check_cache(live: Live) -> Finding:
 
 
 def check_tenants(live: Live) -> Finding:
-    """Checks that another root, and another tenant's key, find no block of a tenant's prompt. Raises BatonError."""
+    """Checks that no probe under a foreign namespace root, and no request with another tenant's API key, finds a block.
+
+    Both send a tenant's prompt. Raises BatonError.
+    """
     leaks = [f"{one.worker_id}: {one.found}" for one in live.probes if one.found]
     listed = KeyFile.of(live.state.name).read().keys
     known = {key.id: key.tenant for key in listed if not key.is_revoked}

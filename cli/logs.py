@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _new_lines(folder: Path, args: argparse.Namespace, readers: dict[Path, LogReader]) -> Iterator[str]:
-    """Yields the lines since the last call. A process that started meanwhile begins with its last lines."""
+    """Yields the lines since the last call; for a process seen for the first time, its last `args.lines` lines."""
     for name, path in find_logs(folder).items():
         if args.worker in (None, name):
             if path not in readers:

@@ -75,7 +75,7 @@ class KVLayout:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a head block of keys."""
+        """Bytes of one layer's and one KV head's keys in a block."""
         return self.data_bytes + self.head_dim * _SCALE_BYTES if self.has_open_blocks else self.head_bytes
 
     @property

@@ -210,7 +210,11 @@ Disposition = Tier | Miss
 
 @dataclass(frozen=True)
 class MissRun:
-    """Consecutive blocks of a prompt with one cause. miss: the first block's. first_token: where they begin."""
+    """Consecutive computed blocks of a prompt, with one cause.
+
+    miss: equal in `cause` and `how` for all blocks; `age_s` is the first block's. first_token: position of the run's
+    first token. The last of MAX_RUNS runs joins all the rest, as BEHIND.
+    """
 
     miss: Miss
     first_token: int

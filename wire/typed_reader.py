@@ -228,7 +228,10 @@ def _none_or(read_present: Read) -> Read:
 
 
 def _any_of(readers: Sequence[Read]) -> Read:
-    """Reads a value as the first type that it fits. Raises the Misfit with the longest path, or one of all types."""
+    """Reads a value as the first type that it fits.
+
+    Raises the Misfit deepest inside the value; if no type got inside, a Misfit that names all types.
+    """
 
     def read(value: Any) -> Any:
         misfits = []

@@ -240,7 +240,10 @@ class CompletionsClient(OpenLoopClient):
             return "not an answer"
 
     async def _read_answer(self, what: str, body: bytes, take: Callable[[bytes], None]) -> int:
-        """Reads the answer. Raises HttpParserError, or OSError, also for an answer without a status."""
+        """Sends a request, and passes the lines of its answer to `take`; returns the status.
+
+        what: method and path. Raises HttpParserError, or OSError, also if the connection ends before a status.
+        """
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
             writer.write(self._head(what, len(body)) + body)

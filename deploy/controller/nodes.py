@@ -21,8 +21,8 @@ TARGET = "deploy.actors.node:NodeActor"
 class NodeService:
     """The service of one node, kept from `open` or `reopen` to `end`.
 
-    plan: the plan for its next start. opening: the task that opens it. baseline: has the address of the last start;
-    None before the machine is known.
+    plan: the plan for its next start. opening: the task that opens it. baseline: None until the machine is known; its
+    `block_address` is the address of the last start.
     """
 
     opening: "asyncio.Task[None]"

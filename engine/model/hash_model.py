@@ -139,7 +139,10 @@ class HashModel:
 
 
 class _Seen:
-    """The sum of the shares that a row sees, and the latest of them, from position `begin` on, for its window."""
+    """The sum of shares that the next row sees.
+
+    Keeps the window's shares, from position `begin` on, so that the oldest can be subtracted.
+    """
 
     def __init__(self, empty: int, layout: KVLayout, begin: int = 0, shares: Sequence[int] = ()) -> None:
         self.total = (empty + sum(shares)) & _MASK

@@ -1,8 +1,8 @@
-"""The pages of an engine's sequences: the fetch of known blocks, and the writing of new ones.
+"""The writing of filled blocks to the store, and the ends of all transfers. Three classes own an engine's pages:
 
     PageAllocator    pages that sequences write
     PrefixReads      prefix lookups, fetches from the store, split prefixes
-    KVCache          write-through, hand-offs, purges, hints
+    KVCache          write-through, hand-offs, purges, hints, ends of transfers
 
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """

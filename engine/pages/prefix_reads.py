@@ -90,7 +90,11 @@ class PrefixReads:
         return False
 
     def take(self, done: Done) -> Fetched | None:
-        """Takes the blocks of a read, before its transfer on the pages ends; ignores other transfers."""
+        """Gives a finished fetch's blocks to its sequence, or indexes a group's.
+
+        Returns None for a group, another transfer, or a sequence that waits again. Call before `end_transfer` of the
+        pages.
+        """
         fetched, group = self._fetches.pop(done.transfer, None), self._groups.pop(done.transfer, None)
         if fetched is not None and fetched[0].phase is Phase.FETCHING:
             return self._fetched(*fetched, done)

@@ -49,7 +49,7 @@ def load_codes(
     ZERO: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Loads a plane of codes less their zero, float32 [columns, 32]."""
+    """Loads a plane of codes as float32 [columns, 32]: integers minus ZERO, fp8 codes as their numbers."""
     LOW_BITS: tl.constexpr = 8 if BITS == 8 else 4
     WORDS: tl.constexpr = PLANES * LOW_BITS // 16
     places = columns[:, None] * 32 + tl.arange(0, 32)[None, :]

@@ -32,7 +32,7 @@ class WriteQueues:
 
     @property
     def slots(self) -> set[SlotId]:
-        """Queued blocks."""
+        """Slots whose block is queued for some tier."""
         return {slot for slots in self._slots.values() for slot in slots}
 
     @property

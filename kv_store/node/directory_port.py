@@ -103,8 +103,8 @@ class ContentsPort(Calls):
 class DirectoryPort(Calls):
     """The calls of a directory that claim slots, or free them; `records` and `contents` have the others.
 
-    All but `CALLS_OF_ANY_EPOCH` are for one epoch, of the first contact or the last `attach`; they raise EpochChanged
-    if it is over.
+    Calls belong to the epoch seen at the first contact or the last `attach`. In another epoch they raise EpochChanged,
+    except `CALLS_OF_ANY_EPOCH`.
     """
 
     @cached_property

@@ -37,9 +37,11 @@ _NUM_LOST = 1 << 16
 
 
 class DirectoryState:
-    """The index, claims and lost blocks of `num_slots` slots. Its context is a lock, and ends expired claims first.
+    """The index, claims and lost blocks of `num_slots` slots.
 
-    order, policy: determine eviction. high_water, writes: see `kv_store.node.copies.WriteQueues`. keeps: bounds on
+    Entering its context takes the lock, and ends expired claims and sessions.
+
+    order, policy: determine eviction. high_water, writes: see `kv_store.node.copies.WriteQueues`. keeps: limits of keep
     hints. num_events: length of the event log.
     """
 

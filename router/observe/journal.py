@@ -34,6 +34,8 @@ def outcome_of(error: Exception) -> str:
 class RequestJournal(Journal):
     """The journal of a request. Times passed to it are seconds of one monotonic clock.
 
+    While `kind` is ELSEWHERE, the running span is a gap, which the next `begin` renames.
+
     timeline: its spans, workers, and the reason for the prompt's pool. source: the tiers of the prompt's KV; None
     before they are known. outcome, reason, message: describe the end, without text of the request. finish_reasons: the
     choices' ends, if the request ended well.
@@ -185,7 +187,10 @@ class RequestJournal(Journal):
         return ended_ms
 
     def _reached(self, sent_ms: float, place: int, to_ms: float) -> float:
-        """Fills the call from its last span to a time with `network`; returns the call's end so far, maybe later."""
+        """Fills the call from its last span to a time with `network`; returns the call's end so far, maybe later.
+
+        sent_ms: the call's begin. place: index in `spans` of the call's first span. to_ms: the time to fill up to.
+        """
         last = self.spans[-1]
         from_ms = sent_ms if len(self.spans) == place else last.start_ms + last.duration_ms
         if to_ms > from_ms:

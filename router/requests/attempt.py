@@ -1,7 +1,11 @@
 """An attempt at a request, under one id: prefill and decode, or decode alone.
 
-Once the client has a token, an attempt goes straight to a decode worker, which fetches published blocks and computes
-the rest. So does the attempt after NaN or infinite logits, if cached KV was read; it reads no cached KV.
+    route ─┬─▶ wait for room ──▶ prefill ─┬─▶ choose decode ──▶ stream ──▶ every choice has ended
+           └────────── decode alone ──────┘
+
+An attempt goes to decode alone where the router expects that to be cheaper, or without a prefill pool. Once the client
+has a token it always does: the decode worker fetches published blocks and computes the rest. So does the attempt after
+NaN or infinite logits, if cached KV was read; it reads no cached KV.
 """
 
 import asyncio

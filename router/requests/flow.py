@@ -1,11 +1,10 @@
-"""The way of one request through the router: `Flow.serve` reads from top to bottom.
+"""The way of one request through the router: prepared, then attempted. `Flow.serve` reads from top to bottom.
 
-    prepare ──▶ attempt ─┬─▶ wait for room ──▶ prefill ─┬─▶ choose decode ──▶ stream ──▶ the answer is whole
-                   ▲     └───────── decode alone ───────┘           │
-                   └── another attempt, with all tokens so far ◀── a worker is lost
+    prepare ──▶ attempt ──▶ the answer is whole
+                 ▲   │
+                 └───┴── a worker is lost, or logits were not finite: another attempt, with all tokens so far
 
-An attempt goes to decode alone where the router expects that to be cheaper, and always once the client has a token,
-after non-finite logits, or without a prefill pool. When the client disconnects, the deadline passes or the request is
+An attempt's own steps are in `attempt.py`. When the client disconnects, the deadline passes or the request is
 aborted, `OpenRequest.stop` cancels `serve`, at any await. The way out waits for nothing: hold, assigned work and the
 lock of isolated retries are given back, the worker is told to abort, and `Line` drops late updates. `OpenRequest` sends
 the last message.

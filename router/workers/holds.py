@@ -59,7 +59,10 @@ class HoldBudget:
         return self._grant()
 
     def ask(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> bool:
-        """Asks for a prefill that will hold the blocks `keys`; returns whether it may start now, else it waits."""
+        """Queues a prefill that will hold the blocks `keys`. Returns True if it may start now.
+
+        Otherwise a later `resize` or `release` returns it.
+        """
         if attempt not in self._granted:
             self._waiting[attempt] = keys
             self._grant()

@@ -47,7 +47,10 @@ class Allowance:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A stored key, without its secret. A revoked key opens nothing, but stays, so that the ring is not empty."""
+    """A stored key, without its secret.
+
+    A revoked key admits no caller, but stays listed: a list without keys would admit every caller.
+    """
 
     id: str
     digest: str
