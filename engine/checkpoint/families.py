@@ -57,7 +57,8 @@ class Scalars:
 
     The decoder keeps states divided by `residual`, which every norm undoes with its epsilon divided by the square: so
     a layer adds what it computes as it is. is_rounded: the factor of embeddings has the compute dtype. scores: None for
-    1 / sqrt(head_dim). logits: a divisor. score_cap, logit_cap: c * tanh(x / c) of scores and logits, as in Gemma 2.
+    1 / sqrt(head_dim). logits: a divisor. norm_offset: a number added to weights of norms. score_cap, logit_cap: bounds
+    c of c * tanh(x / c) for scores and logits, as in Gemma 2.
     """
 
     embedding: float = 1.0
@@ -65,6 +66,7 @@ class Scalars:
     scores: float | None = None
     residual: float = 1.0
     logits: float = 1.0
+    norm_offset: float = 0.0
     score_cap: float | None = None
     logit_cap: float | None = None
 
@@ -105,6 +107,7 @@ def gemma_scalars(fields: JsonFields) -> Scalars:
         embedding=fields.count("hidden_size") ** 0.5,
         is_rounded=True,
         scores=fields.number("query_pre_attn_scalar", *SCALARS, 256) ** -0.5,
+        norm_offset=fields.number("norm_offset", 0.0, 1.0, 1.0),
         score_cap=score_cap,
         logit_cap=logit_cap,
     )
@@ -214,7 +217,6 @@ _GEMMA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "norm_offset": 1.0,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
     "eos_token_id": 1,

@@ -76,15 +76,10 @@ class Decoder:
         self.weights = weights
         self.layout = layout
         self.device = weights.norm.device
-        self._dtype = weights.embedding.dtype
-        self._eps = config.scalars.norm_eps(config.rms_norm_eps)
-        factor = config.scalars.of_embeddings
-        self._embedding_factor = float(torch.tensor(factor, dtype=self._dtype)) if config.scalars.is_rounded else factor
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
         self.eos_token_ids = config.eos_token_ids
         self._backend = backend
-        self._half = config.attention.head_dim // 2
         self._angles = make_angles(config.ropes, config.attention.head_dim, 1, self.device)
         scale = config.attention.scale
         windows, num_sinks = config.attention.windows, layout.num_sinks
@@ -144,10 +139,10 @@ class Decoder:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
         scalars, activation = self.config.scalars, self.config.family.activation
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
-        ropes = self.config.ropes
-        rope_to_angles = {one: angles.columns(at * self._half, self._half) for at, one in enumerate(ropes)}
+        half = self.config.attention.head_dim // 2
+        rope_to_angles = {one: angles.columns(at * half, half) for at, one in enumerate(self.config.ropes)}
         layer_angles = [rope_to_angles[one] for one in self.config.layer_ropes]
-        states = do.embed(batch.token_ids, self.weights.embedding, self._embedding_factor, to.states)
+        states = do.embed(batch.token_ids, self.weights.embedding, self._embedding_factor(), to.states)
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
             normed = self._normed(do, states, layer.attention_norm, to)
@@ -166,6 +161,16 @@ class Decoder:
         sampled = states if batch.samples_all else states[batch.sample_rows]
         logits = do.logits(self._normed(do, sampled, self.weights.norm, to), self.weights.head, to.logits)
         return logits if scalars.logit_cap is None else do.soft_cap(logits, scalars.logit_cap)
+
+    def _embedding_factor(self) -> float:
+        scalars = self.config.scalars
+        if not scalars.is_rounded:
+            return scalars.of_embeddings
+        return float(torch.tensor(scalars.of_embeddings, dtype=self.weights.embedding.dtype))
+
+    @property
+    def _eps(self) -> float:
+        return self.config.scalars.norm_eps(self.config.rms_norm_eps)
 
     def _normed(self, do: Backend, states: torch.Tensor, norm: torch.Tensor | None, to: "Buffers") -> torch.Tensor:
         return states if norm is None else do.rms_norm(states, norm, self._eps, out=to.normed)
@@ -188,7 +193,7 @@ class Decoder:
     def new_queries(self, num_rows: int) -> torch.Tensor:
         attention = self.config.attention
         shape = (len(self._variants), num_rows, attention.num_heads, attention.head_dim)
-        return torch.empty(shape, dtype=self._dtype, device=self.device)
+        return torch.empty(shape, dtype=self.weights.embedding.dtype, device=self.device)
 
     @torch.inference_mode()
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -215,12 +220,12 @@ class Decoder:
         recorder = self._backend.record()
         if recorder is None:
             return None
-        buffers = Buffers.make(self.config, num_rows, self._dtype)
+        buffers = Buffers.make(self.config, num_rows, self.weights.embedding.dtype)
         return RecordedProgram(
             recorder,
             lambda batch, angles: self.run(recorder, batch, angles, kv, buffers),
             self.angles_for(kv),
-            len(self.config.ropes) * self._half,
+            len(self.config.ropes) * (self.config.attention.head_dim // 2),
             num_rows,
             self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len)),
             self.layout.block_size,

@@ -163,7 +163,7 @@ class WeightLoader:
         return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        tensor, offset = self._tensor(f"{name}.weight", size), self._config.norm_offset
+        tensor, offset = self._tensor(f"{name}.weight", size), self._config.scalars.norm_offset
         return tensor.float() + offset if self._config.family.norms.is_wide else tensor
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:

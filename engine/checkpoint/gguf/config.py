@@ -81,7 +81,7 @@ class GgufConfig:
         rope = {"rope_theta": theta, **self._rope_scaling(rope_freqs, theta, head_dim, context_len)}
         return {
             "architectures": [self._architecture],
-            "model_type": self._arch,
+            "model_type": FAMILIES[self._architecture].model_type,
             "hidden_size": hidden,
             "intermediate_size": own.count("feed_forward_length"),
             "num_hidden_layers": own.count("block_count"),

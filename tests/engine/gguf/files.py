@@ -212,16 +212,22 @@ def turn_back(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def load_oracle(path: Path, folder: Path) -> Any:
-    """Loads the weights as the package `gguf` reads and dequantizes them, un-turned, into transformers in float32."""
+    """Loads the weights as the package `gguf` reads and dequantizes them into transformers in float32.
+
+    Undoes what llama.cpp's converter did: turned heads of `llama`, and 1 added to norms of Gemma.
+    """
     config = transformers.AutoConfig.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours = json.loads((folder / "tensors.json").read_text())["tensors"]
     names = {row["offset"]: name for name, row in ours.items()}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = heads if config.model_type == "llama" else {}
+    added = 1.0 if hasattr(config, "norm_offset") else 0.0
     state = {}
     for tensor in gguf.GGUFReader(path).tensors:
         name = names[tensor.data_offset]
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).float()
+        values = values - added if values.ndim == 1 else values
         state[name] = turn_back(values, heads.get(name.split(".")[-2], 0))
     model.load_state_dict(state, strict=False)
     model.tie_weights()
