@@ -60,6 +60,7 @@ class OtherNamespaces:
     def begin(self, journal: RequestJournal, tokens: Sequence[int], public: PublicPart | None) -> None:
         """Begins to name a request's first missing block, unless its cause is known or MAX_WAITING prompts wait."""
         misses = journal.misses
+        self._names.pop(journal, None)  # of an attempt before, with other misses
         if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or not self._waiting.num_free:
             return
         num_public = public.num_blocks * self._config.model.layout.block_size if public else 0
@@ -71,7 +72,8 @@ class OtherNamespaces:
 
     async def of(self, journal: RequestJournal) -> list[OtherName]:
         """Returns the names of a request's first missing block; none if the thread had no time for them."""
-        if (names := self._names.get(journal)) is None:
+        names = self._names.get(journal) if journal.misses else None
+        if names is None:
             return []
         await asyncio.wait([names], timeout=NAMING_TIMEOUT_S)
         return names.result() if names.done() else []

@@ -41,17 +41,21 @@ class TierList:
         Ends at the first block that no tier has; a block damaged in one tier is read from the next. Other calls wait
         until its end, or `close`.
         """
-        place, start = 0, -1
+        place, left_out = 0, set[ColdTier]()
         with self._lock:
-            while start < place:
-                start = place
-                there = [*iter(partial(next, locate(names[place:], self._tiers), None), None)]
+            while True:
+                tiers, start = [tier for tier in self._tiers if tier not in left_out], place
+                there = [*iter(partial(next, locate(names[place:], tiers), None), None)]
                 with closing(read(names[place:], there, into[place:], _get)) as blocks:
                     for source, checksum in blocks:
                         for nearer in self._tiers[: self._tiers.index(source)]:
                             nearer.put(names[place], into[place], checksum)
                         yield source.tier
                         place += 1
+                wrong = there[place - start : place - start + 1]
+                if not wrong and (place == start or not left_out):
+                    return
+                left_out = {*wrong} | (left_out if place == start else set())
 
     def write(self, names: Sequence[BlockName], payload_of: Callable[[int], memoryview]) -> list[bool]:
         """Writes each block to the tiers that lack it; returns for each block whether some tier has it at the end.

@@ -12,6 +12,7 @@ import torch
 from baton import BatonError, PrefixStore, errors, tiers
 from router.config import ClusterAccess, RouterConfig
 from tests.harness.served import served_model
+from wire.block_names import cover
 from wire.layout import KVLayout
 from wire.tier import ColdSettings, Tier
 
@@ -160,6 +161,18 @@ def test_a_damaged_block_ends_the_prefix_and_is_replaced(tmp_path: Path) -> None
         store.put(TOKENS[:8], kv_of(TOKENS[:8]))
         store.evict(TOKENS[:8], from_token=4)
         assert found(store, TOKENS) == 4
+
+
+@pytest.mark.parametrize("damaged", [{0}, {1}, {2}, {0, 1, 2}])
+def test_a_block_damaged_in_the_nearer_tier_is_read_from_the_next(tmp_path: Path, damaged: set[int]) -> None:
+    near, far = (tiers.files(str(tmp_path / name), AMPLE_BYTES) for name in ("near", "far"))
+    with open_store([near, far]) as store:
+        store.put(TOKENS[:12], kv_of(TOKENS[:12]))
+        for place, key in enumerate(name.key for name in cover(store.root, TOKENS[:12], LAYOUT.block_size)):
+            [path] = [one for one in (tmp_path / "near").glob("??/*") if key.hex() in one.parent.name + one.name]
+            if place in damaged:
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert found(store, TOKENS) == 12
 
 
 def test_memory_keeps_what_is_used_and_its_bound() -> None:

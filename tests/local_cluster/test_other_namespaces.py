@@ -12,6 +12,8 @@ from engine.model.hash_model import HashModel
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
+from router.disaggregation import PrefillReason
+from router.requests.attempt import PreparedRequest
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from tests.faults.rest import at_rest
 from tests.harness import assembled_worker, local_cluster
@@ -25,7 +27,7 @@ from wire.convert import misses_from_pb
 from wire.errors import RequestNotFound, StoreError
 from wire.ids import PUBLIC, BlockKey
 from wire.layout import KVLayout
-from wire.pb import cluster_pb2
+from wire.pb import cluster_pb2, worker_pb2
 from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss, StoredBlock
 from wire.trust.key_ring import ANYONE, Allowance, Key, Scope, make_key
@@ -228,6 +230,39 @@ async def test_a_known_cause_stays(files: Open) -> None:
         await served.misses()
         await served.cluster.router.administration.clear(cluster_pb2.CacheRequest(tenant="default"))
         assert (await served.misses())[0].cause is Cause.EVICTED
+
+
+async def test_a_request_whose_next_attempt_found_all_has_no_miss_to_explain(
+    files: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Release(files)
+    await old.serve(ANYONE)
+    async with replace(old, fingerprint=b"n" * 32).after(old).running() as served:
+        note_source = PreparedRequest.note_source
+
+        def note_two(request: PreparedRequest, source: worker_pb2.PromptSource) -> None:
+            """Notes what two attempts say: the second finds what the first has published."""
+            note_source(request, source)
+            note_source(request, worker_pb2.PromptSource(cached_tokens=source.cached_tokens))
+
+        monkeypatch.setattr(PreparedRequest, "note_source", note_two)
+        assert await served.misses() == []
+
+
+async def test_a_request_whose_next_attempt_told_nothing_has_no_miss_to_explain(
+    files: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Release(files)
+    await old.serve(ANYONE)
+    async with replace(old, fingerprint=b"n" * 32).after(old).running() as served:
+        note_source = PreparedRequest.note_source
+
+        def note_and_forget(request: PreparedRequest, source: worker_pb2.PromptSource) -> None:
+            note_source(request, source)
+            request.journal.plan(PrefillReason.ABSENT)
+
+        monkeypatch.setattr(PreparedRequest, "note_source", note_and_forget)
+        assert await served.misses() == []
 
 
 async def test_a_tier_that_does_not_answer_is_a_problem_of_the_answer(
