@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from engine.model.batch import CausalModel, DraftModel
@@ -64,7 +64,7 @@ class LocalCluster(Cluster[Assembly]):
         config = RouterConfig(
             model=served(model, sizes.kv_policies),
             cluster=ClusterAccess(TOKEN, "00" * 32),
-            settings=sizes.settings,
+            settings=replace(sizes.settings, grpc_port=0, metrics_port="off"),  # others may run beside
             traces=sizes.traces,
             earlier=sizes.earlier,
         )
