@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
+from wire.pb import inference_pb2 as pb
 from wire.rpc import details_of
 
 MAX_ECHO_CHARS = 64
@@ -35,10 +36,9 @@ class Refusal:
 
 
 def refusal_of(failure: grpc.aio.AioRpcError) -> Refusal:
-    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    told = [detail.Unpack(message) for detail, message in zip(details_of(failure), (info, retry), strict=False)]
-    assert all(told)
-    retry_after_s = retry.retry_delay.ToTimedelta().total_seconds() if len(told) == 2 else None
+    info, retry, timeline = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), pb.Timeline()
+    assert all(any(map(detail.Unpack, (info, retry, timeline))) for detail in details_of(failure))
+    retry_after_s = retry.retry_delay.ToTimedelta().total_seconds() if retry.HasField("retry_delay") else None
     return Refusal(failure.code().name, failure.details() or "", info.reason, dict(info.metadata), retry_after_s)
 
 
