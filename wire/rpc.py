@@ -238,7 +238,7 @@ def to_status(error: BatonError) -> status_pb2.Status:
         delay.FromMilliseconds(int(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     if error.timeline is not None:
-        details.append(_pack(bounded(error.timeline)))
+        details.append(_pack(bounded(error.timeline, len(error.message.encode()))))
     code: int = getattr(grpc.StatusCode, error.status.grpc).value[0]
     return status_pb2.Status(code=code, message=error.message, details=details)
 
@@ -260,17 +260,23 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
 
 
 def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
-    """The details of a server's status: ErrorInfo, maybe RetryInfo. None if gRPC itself failed."""
-    status = rpc_status.from_call(failure)
+    """The details of a server's status: ErrorInfo, maybe RetryInfo and Timeline. None if gRPC itself failed."""
+    try:
+        status = rpc_status.from_call(failure)
+    except ValueError:  # the metadata were more than gRPC takes: its own code is another than the details'
+        return ()
     return () if status is None else tuple(status.details)
 
 
-def bounded(timeline: pb.Timeline) -> pb.Timeline:
-    """Returns a timeline of at most MAX_TIMELINE_BYTES: without its shortest spans, ends of attempts among the last."""
+def bounded(timeline: pb.Timeline, message_bytes: int = 0) -> pb.Timeline:
+    """Returns a timeline of at most MAX_TIMELINE_BYTES: without its shortest spans, ends of attempts among the last.
+
+    A message beside it travels twice, and up to three times as long where gRPC escapes it.
+    """
     kept = pb.Timeline()
     kept.CopyFrom(timeline)
     del kept.spans[:]
-    spans, left = list[pb.Span](), MAX_TIMELINE_BYTES - kept.ByteSize()
+    spans, left = list[pb.Span](), MAX_TIMELINE_BYTES - 4 * message_bytes - kept.ByteSize()
     for span in sorted(timeline.spans, key=lambda span: (not span.error, -span.duration_ms)):
         left -= span.ByteSize() + _SPAN_HEAD_BYTES
         spans += [span] if left >= 0 else []

@@ -94,6 +94,14 @@ def test_a_timeline_with_many_attempts_keeps_its_longest_spans_and_their_errors_
     assert [span.start_ms for span in kept.spans] == sorted(span.start_ms for span in kept.spans)
 
 
+def test_a_long_message_leaves_a_timeline_less_room() -> None:
+    timeline = pb.Timeline(total_ms=1e3)
+    for number in range(300):
+        timeline.spans.add(name="router", worker="router", start_ms=number, duration_ms=1.0)
+    assert bounded(timeline, 700).ByteSize() <= MAX_TIMELINE_BYTES - 4 * 700
+    assert not bounded(timeline, MAX_TIMELINE_BYTES).spans
+
+
 def test_a_short_timeline_is_whole() -> None:
     timeline = pb.Timeline(total_ms=3.0, spans=[pb.Span(name="router.check", worker="router", duration_ms=3.0)])
     assert bounded(timeline) == timeline
