@@ -90,7 +90,8 @@ class WeightLoader:
         is_tied = config.tied_embeddings and "lm_head.weight" not in self._checkpoint
         head = embedding if is_tied else self._packed({"lm_head.weight": vocabulary})
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(config.num_layers))
-        norm = self._norm("model.norm", config.hidden_size) / config.scalars.logits
+        norm = self._norm("model.norm", config.hidden_size)
+        norm = norm if self._device == META else norm / config.scalars.logits
         return DecoderWeights(embedding, layers, norm, head)
 
     def _layer(self, layer: str) -> LayerWeights:
@@ -164,7 +165,7 @@ class WeightLoader:
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         tensor, offset = self._tensor(f"{name}.weight", size), self._config.scalars.norm_offset
-        return tensor.float() + offset if self._config.family.norms.is_wide else tensor
+        return tensor.float() + offset if self._config.family.norms.is_wide and self._device != META else tensor
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor, order = self._checkpoint.read(name, shape, self._dtype, self._device), self._order_of(name)

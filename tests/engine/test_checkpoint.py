@@ -235,7 +235,8 @@ def test_shapes_are_read_without_torchs_compiler(folder: Path, tmp_path_factory:
     """It has 900 modules, which take two seconds to import."""
     cache = tmp_path_factory.mktemp("cache")
     lend_kernels(cache)
-    for model in (folder, make_gguf(cache, "Q4_K")):
+    gemma = make_checkpoint("gemma3", tmp_path_factory.mktemp("gemma3"))
+    for model in (folder, gemma, make_gguf(cache, "Q4_K")):
         command, env = [sys.executable, "-c", OUTLINED, str(model)], {**os.environ, "XDG_CACHE_HOME": str(cache)}
         assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "[]\n"
 
