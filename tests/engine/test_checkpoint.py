@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.model.decoder import Decoder
 from kernels.torch_backend import TorchBackend
 from tests.engine.gguf.files import make_gguf
-from tests.harness.checkpoints import shard
+from tests.harness.checkpoints import make_checkpoint, shard
 from tests.kernels.backends import lend_kernels
 from wire.errors import ModelError
 from wire.sampling import SamplingParams
