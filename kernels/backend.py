@@ -218,8 +218,8 @@ class Backend(Protocol):
         out: may be `residual`, which is then added to in place.
         """
 
-    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
-        """Multiplies rows [T, depth]; returns float32 [T, columns]."""
+    def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        """Multiplies rows [T, depth]; returns float32 [T, columns], each cap * tanh(logit / cap) with a cap."""
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
@@ -245,9 +245,6 @@ class Backend(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Returns activation(first half) * second half of rows [T, 2 * columns]."""
-
-    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        """Makes each of float32 [T, columns] cap * tanh(logit / cap), in place; returns them."""
 
 
 class StepTensors(Protocol):

@@ -59,8 +59,8 @@ class TorchBackend:
         product = product if bias is None else product + bias
         return _given(product, out) if residual is None else torch.add(product, residual, out=out)
 
-    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
-        return _given(self.linear(states, weight, None).float(), out)
+    def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        return _given(capped(self.linear(states, weight, None).float(), cap), out)
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
@@ -110,8 +110,10 @@ class TorchBackend:
         gate, up = gate_up.chunk(2, dim=-1)
         return _given(_by_row(ACTIVATIONS[activation], gate) * up, out)
 
-    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        return logits.copy_(_by_row(torch.tanh, logits / cap) * cap)
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Returns cap * tanh(logit / cap) for each logit; without a cap the logits."""
+    return logits if cap is None else _by_row(torch.tanh, logits / cap) * cap
 
 
 def _by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, We
 from kernels.quantized import device_layout, products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.quantized.matrix import Quantized
-from kernels.torch_backend import TorchBackend, rotate
+from kernels.torch_backend import TorchBackend, capped, rotate
 
 
 class TritonBackend(TorchBackend):
@@ -55,11 +55,12 @@ class TritonBackend(TorchBackend):
         product = torch.addmm(residual, states, weight.data.T, out=out)
         return product if bias is None else product.add_(bias)
 
-    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
         if not isinstance(weight, CodedWeight):
-            return super().logits(states, weight, out)
+            return super().logits(states, weight, cap, out)
         rows = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
-        return products.linear(states, weight, None, None, rows)
+        products.linear(states, weight, None, None, rows)
+        return rows if cap is None else rows.copy_(capped(rows, cap))
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor

@@ -4,7 +4,7 @@ A model is data: biases, norms and their places, windows, rotary embeddings, fac
 transformers' configuration class.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -125,16 +125,13 @@ def equal_windows(fields: JsonFields, num_layers: int) -> Windows:
 
 def switched_windows(fields: JsonFields, num_layers: int) -> Windows:
     """Implements `Family.windows`: if `use_sliding_window`, by `layer_types` or from layer `max_window_layers` on."""
-    if "layer_types" in fields:
-        types = _layer_types(fields, num_layers)
-    else:
-        first = fields.count("max_window_layers", least=0)
-        types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
-    if not fields.flag("use_sliding_window", False) or (window := _window(fields)) is None:
-        if "layer_types" in fields and SLIDING in types:
-            raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
-        return no_windows(fields, num_layers)
-    return tuple(window if one == SLIDING else None for one in types)
+    first = 0 if "layer_types" in fields else fields.count("max_window_layers", least=0)
+    return _switched(fields, [layer >= first for layer in range(num_layers)])
+
+
+def windows_beside_rope(fields: JsonFields, num_layers: int) -> Windows:
+    """Implements `Family.windows`: if `use_sliding_window`, by `layer_types` or in the layers without rope."""
+    return _switched(fields, [not flag for flag in _rope_flags(fields, num_layers)])
 
 
 def windows_of_types(fields: JsonFields, num_layers: int) -> Windows:
@@ -163,13 +160,7 @@ def one_rope(
 
 def rope_in_some_layers(fields: JsonFields, num_layers: int, max_context_len: int, head_dim: int) -> Ropes:
     """Implements `Family.ropes`: by `no_rope_layers`, or in all layers but each `no_rope_layer_interval`-th."""
-    flags = fields.raw("no_rope_layers")
-    if flags is None:
-        interval = fields.count("no_rope_layer_interval")
-        flags = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(flags, list) or len(flags) != num_layers or any(one not in (0, 1) for one in flags):
-        raise fields.wrong("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
-    ropes = one_rope(fields, num_layers, max_context_len, head_dim)
+    ropes, flags = one_rope(fields, num_layers, max_context_len, head_dim), _rope_flags(fields, num_layers)
     return tuple(rope if flag else UNROTATED for rope, flag in zip(ropes, flags, strict=True))
 
 
@@ -255,12 +246,11 @@ FAMILIES = {
             "num_key_value_heads": 4,
             "no_rope_layer_interval": 4,
             "rope_theta": 2e6,
-            "max_window_layers": 0,
             "tie_word_embeddings": True,
             "eos_token_id": 128001,
         },
         mlp_bias=Bias.SWITCHED,
-        windows=switched_windows,
+        windows=windows_beside_rope,
         ropes=rope_in_some_layers,
         **_SWITCHED,
     ),
@@ -338,6 +328,26 @@ def parse_architecture(fields: JsonFields) -> str:
 
 def _window(fields: JsonFields) -> int | None:
     return fields.count("sliding_window") if "sliding_window" in fields else None
+
+
+def _switched(fields: JsonFields, sliding: Sequence[bool]) -> Windows:
+    """Finds the windows of layers, which slide by `layer_types`, or as given where it is absent."""
+    window = _window(fields) if fields.flag("use_sliding_window", False) else None
+    if "layer_types" in fields:
+        sliding = [one == SLIDING for one in _layer_types(fields, len(sliding))]
+        if window is None and any(sliding):
+            raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
+    return tuple(window if one else None for one in sliding)
+
+
+def _rope_flags(fields: JsonFields, num_layers: int) -> list[int]:
+    flags = fields.raw("no_rope_layers")
+    if flags is None:
+        interval = fields.count("no_rope_layer_interval")
+        return [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers or any(one not in (0, 1) for one in flags):
+        raise fields.wrong("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+    return flags
 
 
 def _layer_types(fields: JsonFields, num_layers: int) -> list[str]:

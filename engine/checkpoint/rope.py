@@ -121,7 +121,7 @@ class RopeConfig:
         return int(head_dim * self.part)
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """Returns radians per position, float32 [head_dim / 2]: 0 for what is not rotated."""
+        """Returns radians per position, float32 [head_dim / 2]: 0 for numbers that are not rotated."""
         rotated = self.rotated_dim(head_dim)
         periods = self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
         found = self.scaling.inverse_frequencies(periods, self.theta) if rotated else periods

@@ -6,6 +6,7 @@ greedy tokens in float32 are the same.
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -139,17 +140,16 @@ class Decoder:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
         scalars, activation = self.config.scalars, self.config.family.activation
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
-        half = self.config.attention.head_dim // 2
-        rope_to_angles = {one: angles.columns(at * half, half) for at, one in enumerate(self.config.ropes)}
-        layer_angles = [rope_to_angles[one] for one in self.config.layer_ropes]
-        states = do.embed(batch.token_ids, self.weights.embedding, self._embedding_factor(), to.states)
+        half, columns = self.config.attention.head_dim // 2, self._angle_columns
+        turned = {first: angles.columns(first, half) for first in set(columns)}
+        states = do.embed(batch.token_ids, self.weights.embedding, self._embedding_factor, to.states)
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
             normed = self._normed(do, states, layer.attention_norm, to)
             qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
-            for columns, norm in layer.row_norms:
-                do.rms_norm(qkv[:, columns], norm, self._eps, out=qkv[:, columns])
-            query = do.rotate_and_write(qkv, layer.heads, layer_angles[index], pages, batch.slot_mapping)
+            for part, norm in layer.row_norms:
+                do.rms_norm(qkv[:, part], norm, self._eps, out=qkv[:, part])
+            query = do.rotate_and_write(qkv, layer.heads, turned[columns[index]], pages, batch.slot_mapping)
             for one in batch.watched:
                 one.queries[index] = query[one.rows]
             attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
@@ -159,16 +159,23 @@ class Decoder:
             gated = do.gate(gate_up, activation, to.gated)
             states = self._add(do, states, gated, layer.down, layer.added_mlp_norm, to)
         sampled = states if batch.samples_all else states[batch.sample_rows]
-        logits = do.logits(self._normed(do, sampled, self.weights.norm, to), self.weights.head, to.logits)
-        return logits if scalars.logit_cap is None else do.soft_cap(logits, scalars.logit_cap)
+        normed = self._normed(do, sampled, self.weights.norm, to)
+        return do.logits(normed, self.weights.head, scalars.logit_cap, to.logits)
 
+    @cached_property
+    def _angle_columns(self) -> list[int]:
+        """The first column of each layer's rotary embedding among the angles of all."""
+        ropes, half = self.config.ropes, self.config.attention.head_dim // 2
+        return [ropes.index(one) * half for one in self.config.layer_ropes]
+
+    @cached_property
     def _embedding_factor(self) -> float:
         scalars = self.config.scalars
         if not scalars.is_rounded:
             return scalars.of_embeddings
         return float(torch.tensor(scalars.of_embeddings, dtype=self.weights.embedding.dtype))
 
-    @property
+    @cached_property
     def _eps(self) -> float:
         return self.config.scalars.norm_eps(self.config.rms_norm_eps)
 

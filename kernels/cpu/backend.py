@@ -167,12 +167,14 @@ class CpuBackend:
         )  # fmt: skip
         return out
 
-    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
         out = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
         self._call(
             _kernel("linear_to_float", weight), DTYPE_TO_CODE[states.dtype], states, weight.data, out,
             len(states), weight.columns, weight.depth,
         )  # fmt: skip
+        if cap is not None:
+            self._call("soft_cap", out, cap, *out.shape)
         return out
 
     def rotate_and_write(
@@ -216,10 +218,6 @@ class CpuBackend:
         out = gate_up.new_empty(num_rows, columns) if out is None else out
         self._call("gate", DTYPE_TO_CODE[out.dtype], activation.value, gate_up, num_rows, columns, out)
         return out
-
-    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        self._call("soft_cap", logits, cap, *logits.shape)
-        return logits
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._kernels[kernel](*[_address(one) if isinstance(one, Addressed) else one for one in arguments])

@@ -3,6 +3,7 @@ import math
 from typing import Any
 
 import pytest
+from transformers import SmolLM3Config
 
 from engine.checkpoint.config import ModelConfig
 from engine.checkpoint.rope import RopeScaling
@@ -86,6 +87,17 @@ def test_the_model_type_names_the_architecture_where_nothing_else_does() -> None
 @pytest.mark.parametrize(("eos", "ids"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
 def test_end_of_text_is_none_one_or_several_tokens(eos: object, ids: tuple[int, ...]) -> None:
     assert ModelConfig.parse(LLAMA | {"eos_token_id": eos}).eos_token_ids == ids
+
+
+def test_windows_of_smollm3_are_in_layers_without_rope() -> None:
+    """As transformers has them where config.json names no types of layers."""
+    named: dict[str, Any] = SLIDING | {"num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 1, 0]}
+    types = SmolLM3Config(**named).layer_types or ()
+    own = {"architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 2, "eos_token_id": None}
+    config = ModelConfig.parse(LLAMA | named | own)
+    assert config.attention.windows == tuple(48 if one == "sliding_attention" else None for one in types)
+    assert config.attention.windows == (None, 48, None, None, 48)
+    assert [rope.part for rope in config.layer_ropes] == [1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -125,11 +125,12 @@ def test_a_gate(backend: Backend, dtype: torch.dtype, columns: int) -> None:
 
 
 def test_a_soft_cap(backend: Backend) -> None:
-    logits = torch.tensor([[-1e30, -50.0, -1e-6, 0.0], [1e-6, 0.5, 29.0, 1e30]]).repeat(3, 5)
-    expected = 30 * torch.tanh(logits.double() / 30)
-    assert backend.soft_cap(logits, 30.0) is logits
-    assert backend.soft_cap(logits[:0], 30.0).shape == (0, 20)
-    close(logits, expected, torch.float32)
+    states = torch.tensor([[-1e30, -50.0, -1e-6, 0.0, 1e-6, 0.5, 29.0, 1e30]]).repeat(3, 1)
+    same, out = backend.pack(torch.eye(8)), torch.empty(3, 8)
+    assert torch.equal(backend.logits(states, same), states)
+    assert backend.logits(states, same, 30.0, out) is out
+    close(out, 30 * torch.tanh(states.double() / 30), torch.float32)
+    assert backend.logits(states[:0], same, 30.0).shape == (0, 8)
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
@@ -268,7 +269,7 @@ def test_a_row_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch
         lambda rows: backend.rms_norm(rows, norm, 1e-5),
         lambda rows: backend.gate(rows, Activation.SILU),
         lambda rows: backend.gate(rows, Activation.GELU_TANH),
-        lambda rows: backend.soft_cap(rows.float(), 3.0),
+        lambda rows: backend.logits(rows, packed, 3.0),
         lambda rows: backend.rms_norm(rows, norm.float(), 1e-5, rows),
     ]
     for operate in operations:
@@ -416,7 +417,7 @@ def test_a_program_attends_as_its_variant_says(name: str) -> None:
     recorder = backend.record()
     assert recorder is not None
     recorder.attend(query, batch.pages, tables, variant, attended)
-    recorder.logits(attended.flatten(1), packed, logits)
+    recorder.logits(attended.flatten(1), packed, out=logits)
     recorder.finish().run(2, 2, 2)
     assert torch.equal(attended, backend.attend(query, batch.pages, tables, variant))
     assert torch.equal(logits, backend.logits(attended.flatten(1), packed))
