@@ -28,7 +28,7 @@ class StoreStatus:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadResult:
     """The disposition of each block of a fetch, in order; read blocks fill the first pages.
 
     later: a step of the plan for `BlockStore.read`, if any.
@@ -43,7 +43,7 @@ class Reading:
         return [block for block in self.blocks if isinstance(block, Tier)]
 
 
-NOTHING = Reading()
+NOTHING = ReadResult()
 
 
 class BlockStore(Protocol):
@@ -57,14 +57,14 @@ class BlockStore(Protocol):
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
-    ) -> Reading:
+    ) -> ReadResult:
         """Plans the read of a prompt's blocks, and copies verified blocks into the caller's pages.
 
         The read blocks are a front of `names`; with `needs.starts`, the needed blocks up to the last usable block.
         There are enough pages for these. peers: block ports of other nodes to ask, by address, in order.
         """
 
-    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+    def read(self, step: Read, pages: Sequence[PageId]) -> ReadResult:
         """Carries out a step that `fetch` has left, up to the first missing or damaged block, without causes."""
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:

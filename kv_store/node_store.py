@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from itertools import islice, takewhile
 
-from kv_store.block_store import NOTHING, Reading, StoreStatus
+from kv_store.block_store import NOTHING, ReadResult, StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.frame import checksum_of
 from kv_store.mapped_arena import Leased, MappedArena, leased
@@ -104,12 +104,12 @@ class NodeStore:
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
-    ) -> Reading:
+    ) -> ReadResult:
         fetch = self._fetch if needs.starts is None else self._fetch_window
-        unreached = Reading([UNREACHED] * len(names))
+        unreached = ReadResult([UNREACHED] * len(names))
         return self._host.or_else(unreached, lambda: fetch(names, pages, peers, needs))
 
-    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+    def read(self, step: Read, pages: Sequence[PageId]) -> ReadResult:
         return self._host.or_else(NOTHING, lambda: self._read(step, pages))
 
     def _why(self, names: Sequence[BlockName]) -> list[Miss] | None:
@@ -137,7 +137,7 @@ class NodeStore:
 
     def _fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
-    ) -> Reading:
+    ) -> ReadResult:
         """Reads blocks, by a plan, up to the first that no tier has."""
         with self._leased(names) as lease:
             missing = [name for name, entry in zip(names, lease.entries, strict=True) if entry is None]
@@ -150,7 +150,7 @@ class NodeStore:
             failed = failures(front.sources[len(tiers) :], lookup.is_late)
         read = tiers if lease.has_held else [LEASE_LOST] * len(tiers)
         computed = [Miss(Cause.CHEAPER)] * (len(found.names) - len(front.names))
-        return Reading([*read, *failed, *computed, *self._causes(names[len(found.names) :], unasked)], later)
+        return ReadResult([*read, *failed, *computed, *self._causes(names[len(found.names) :], unasked)], later)
 
     def _found(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None], far: Iterable[BlockSource | None]
@@ -163,7 +163,7 @@ class NodeStore:
 
     def _fetch_window(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str], needs: Needs
-    ) -> Reading:
+    ) -> ReadResult:
         """Reads the blocks that the last usable block needs, found by a lookup from the end."""
         is_here = self._host.directory.records.exists([name.key for name in names])
         missing = [place for place, here in reversed([*enumerate(is_here)]) if not here]
@@ -173,15 +173,15 @@ class NodeStore:
         reading = self._fetch([names[place] for place in places], pages, peers, FRONT)
         block_at = dict(zip(places, reading.blocks, strict=True))
         blocks = [block_at.get(place, Miss(Cause.NOT_READ)) for place in range(end)]
-        return Reading([*blocks, *self._causes(names[end:], lookup.unasked)])
+        return ReadResult([*blocks, *self._causes(names[end:], lookup.unasked)])
 
-    def _read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+    def _read(self, step: Read, pages: Sequence[PageId]) -> ReadResult:
         """Reads blocks up to the first that has left the arena meanwhile."""
         with self._leased(step.names) as lease:
             far = (source for entry, source in zip(lease.entries, step.sources, strict=True) if entry is None)
             there, deadline = self._found(step.names, lease.entries, far), self._clock() + 2 * step.group_s
             tiers = self._carry_out(there, pages, lease.entries, lambda: self._clock() > deadline)
-        return Reading(tiers if lease.has_held else [])
+        return ReadResult(tiers if lease.has_held else [])
 
     def _causes(self, names: Sequence[BlockName], unasked: Miss | None) -> list[Miss]:
         return causes(names, unasked, lambda asked: self._host.or_else(None, lambda: self._why(asked)))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from kv_store.block_store import NOTHING, Reading
+from kv_store.block_store import NOTHING, ReadResult
 from kv_store.device_pool import DevicePool
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
@@ -29,7 +29,7 @@ class PageStore:
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
-    ) -> Reading:
+    ) -> ReadResult:
         """Reads all blocks that it finds: these tiers learn no costs, and keep no record of lost blocks."""
         blocks: list[Disposition] = [Miss(Cause.PARTIAL if one.is_tail else Cause.NO_LONGER_KNOWN) for one in names]
         end = len(names) if needs.starts is None else self._usable_end(names, needs)
@@ -39,9 +39,9 @@ class PageStore:
                 self._pool.write_page(page, self._payload)
                 self._pool.wait()
                 blocks[place] = tier
-        return Reading(blocks)
+        return ReadResult(blocks)
 
-    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+    def read(self, step: Read, pages: Sequence[PageId]) -> ReadResult:
         """Reads nothing: `fetch` leaves no step."""
         return NOTHING
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from kv_store.block_store import NOTHING, BlockStore, Reading
+from kv_store.block_store import NOTHING, BlockStore, ReadResult
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from wire.block_names import BlockName
@@ -92,7 +92,7 @@ class Done:
     """
 
     transfer: Transfer
-    reading: Reading = NOTHING
+    reading: ReadResult = NOTHING
     num_resident: int = 0
     error: str | None = None
 

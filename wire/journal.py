@@ -12,7 +12,7 @@ from enum import Enum, StrEnum
 from wire.pb import inference_pb2 as pb
 
 
-class Phase(StrEnum):
+class SpanPhase(StrEnum):
     """The kind of work of a span, as the page colours it."""
 
     GATE = "gate"
@@ -37,7 +37,7 @@ class Row:
 
     step: str
     places: tuple[str, ...]
-    phase: Phase
+    phase: SpanPhase
     doc: str
     cause: str = "was at {worker}"
     unit: str = ""
@@ -54,81 +54,81 @@ class Row:
 class Kind(Row, Enum):
     """The kinds of spans. A worker's phases follow one another in this order, and any may be left out."""
 
-    CHECK = "check", ROUTER, Phase.BETWEEN, "the request is checked and let in, or refused at once"
+    CHECK = "check", ROUTER, SpanPhase.BETWEEN, "the request is checked and let in, or refused at once"
     RENDER = (
         "render",
         ROUTER,
-        Phase.BETWEEN,
+        SpanPhase.BETWEEN,
         "messages of a chat to text, in a process that runs the model's template; the wait for one is part of it",
         "the model's template rendered its messages",
     )
     GRAMMAR = (
         "grammar",
         ROUTER,
-        Phase.BETWEEN,
+        SpanPhase.BETWEEN,
         "the response format is built once, in a process of its own; the wait for one is part of it",
         "its response format was built",
     )
     WAIT_TOKENIZER = (
         "wait_tokenizer",
         ROUTER,
-        Phase.GATE,
+        SpanPhase.GATE,
         "a thread that tokenizes",
         "waited for a thread that tokenizes",
     )
     TOKENIZE = (
         "tokenize",
         ROUTER,
-        Phase.COMPUTE,
+        SpanPhase.COMPUTE,
         "text to tokens, settings completed, blocks named",
         "was tokenized",
     )
     WAIT_ROOM = (
         "wait_room",
         ROUTER,
-        Phase.GATE,
+        SpanPhase.GATE,
         "room in the arena. Prompts prefilled and not yet fetched by decode hold more than half of it",
         "waited for room in the arena: prompts held for decode take half of it",
     )
     WAIT_DECODE = (
         "wait_decode",
         ROUTER,
-        Phase.GATE,
+        SpanPhase.GATE,
         "a decode worker that is ready. Short unless all of them are lost or draining",
         "waited for a decode worker that is ready: none was",
     )
     WAIT_ISOLATED = (
         "wait_isolated",
         ROUTER,
-        Phase.GATE,
+        SpanPhase.GATE,
         "after lost workers, the last attempt is made alone",
         "waited to be tried alone, after two workers were lost over it",
     )
     QUEUE = (
         "queue",
         WORKERS,
-        Phase.GATE,
+        SpanPhase.GATE,
         "the step that runs when the request comes in; until it ends, the queue waits",
         "waited at {worker} for a step of its engine to end",
     )
     WAIT_SLOT = (
         "wait_slot",
         WORKERS,
-        Phase.GATE,
+        SpanPhase.GATE,
         "as many sequences have pages as may (`max_running`)",
         "waited at {worker} for a place: max_running sequences ran",
     )
     WAIT_PAGES = (
         "wait_pages",
         WORKERS,
-        Phase.GATE,
+        SpanPhase.GATE,
         "free pages: at prefill for the whole prompt, at decode for all tokens so far and some to grow into",
         "waited at {worker} for free pages: its pool was full",
     )
     FETCH = (
         "fetch",
         WORKERS,
-        Phase.FETCH,
+        SpanPhase.FETCH,
         "blocks that are known are copied from the arena, Redis or files; counts say how many of which tier. "
         "At decode the hold ends then",
         "fetched KV at {worker}: {found}",
@@ -136,14 +136,14 @@ class Kind(Row, Enum):
     WAIT_TURN = (
         "wait_turn",
         WORKERS,
-        Phase.GATE,
+        SpanPhase.GATE,
         "a place in a step. Prompts with less to compute go first; at decode only what was not fetched has to wait",
         "waited at {worker} for its turn in a step, behind other prompts",
     )
     COMPUTE = (
         "compute",
         PREFILL,
-        Phase.COMPUTE,
+        SpanPhase.COMPUTE,
         "the rest of the prompt is computed, up to the first token",
         "computed {tokens_computed} tokens of the prompt at {worker}{pace}",
         "tokens_computed",
@@ -151,7 +151,7 @@ class Kind(Row, Enum):
     RECOMPUTE = (
         "compute",
         DECODE,
-        Phase.COMPUTE,
+        SpanPhase.COMPUTE,
         "what was not fetched is computed, up to the first token. Left out where nothing was missing",
         "computed {tokens_computed} tokens at {worker} whose KV decode did not find{pace}",
         "tokens_computed",
@@ -159,14 +159,14 @@ class Kind(Row, Enum):
     PUBLISH = (
         "publish",
         PREFILL,
-        Phase.FETCH,
+        SpanPhase.FETCH,
         "the last blocks are copied into the arena, under a hold",
         "published its blocks at {worker}",
     )
     GENERATE = (
         "generate",
         DECODE,
-        Phase.GENERATE,
+        SpanPhase.GENERATE,
         "tokens one by one, to the end. `preemptions` counts how often its pages went to older requests, "
         "`tokens_guessed` and `tokens_accepted` what speculation guessed and what of it came true",
         "generated {tokens} tokens at {worker}{pace}{preempted}",
@@ -175,7 +175,7 @@ class Kind(Row, Enum):
     CALL = (
         "call",
         WORKERS,
-        Phase.BETWEEN,
+        SpanPhase.BETWEEN,
         "a call without its worker's spans: the worker was lost or refused it, or the router ended it for a stop "
         "string, a deadline or an abort",
         "was at {worker}, which has not said what it did",
@@ -183,16 +183,16 @@ class Kind(Row, Enum):
     NETWORK = (
         "network",
         FILLED,
-        Phase.BETWEEN,
+        SpanPhase.BETWEEN,
         "within a call and outside of the worker's spans: gRPC, and the worker's event loop",
         "was between processes",
     )
-    ELSEWHERE = "router", FILLED, Phase.BETWEEN, "between calls", "was at the router"
+    ELSEWHERE = "router", FILLED, SpanPhase.BETWEEN, "between calls", "was at the router"
 
 
 _BY_NAME: Mapping[str, Row] = {name: kind for kind in Kind for name in kind.names}
-_UNKNOWN = Row("", FILLED, Phase.BETWEEN, "")
-GATES = tuple(name for name, kind in _BY_NAME.items() if kind.phase is Phase.GATE)
+_UNKNOWN = Row("", FILLED, SpanPhase.BETWEEN, "")
+GATES = tuple(name for name, kind in _BY_NAME.items() if kind.phase is SpanPhase.GATE)
 """Names of spans in which a request waits for others."""
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from tests.docs import generated, structure
-from wire.journal import GATES, WORKERS, Kind, Phase
+from wire.journal import GATES, WORKERS, Kind, SpanPhase
 
 COMMAND = "python -m tests.docs.span_table --write"
 TABLE = structure.ROOT / "wire" / "journal.py"
@@ -38,7 +38,7 @@ def _measured_by(kind: Kind) -> str:
 
 
 def _doc(kind: Kind) -> str:
-    return f"gate: {kind.doc}" if kind.phase is Phase.GATE else kind.doc
+    return f"gate: {kind.doc}" if kind.phase is SpanPhase.GATE else kind.doc
 
 
 def named() -> Iterator[str]:

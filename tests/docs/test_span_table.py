@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs import generated
 from tests.docs.span_table import COMMAND, PAGE, named, named_in, table
-from wire.journal import Phase
+from wire.journal import SpanPhase
 
 
 def test_the_page_has_the_table() -> None:
@@ -34,4 +34,4 @@ def test_words_that_are_no_names_of_spans_are_not(source: str) -> None:
 
 def test_the_live_page_has_a_colour_for_each_phase() -> None:
     [phases] = re.findall(r"^const SPAN_PHASES = \[(.*)\];$", PAGE.read_text(), re.MULTILINE)
-    assert {one.strip('" ') for one in phases.split(",")} == {*Phase, "lost"}
+    assert {one.strip('" ') for one in phases.split(",")} == {*SpanPhase, "lost"}

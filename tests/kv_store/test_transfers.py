@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import Reading
+from kv_store.block_store import ReadResult
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.transfers import (
@@ -26,7 +26,7 @@ from wire.tier import Tier
 NAMES, PAGES = names_of(8), pages_from(0, 2)
 REQUEST = AttemptId("request")
 WAIT_S = 20.0
-READING = Reading([Tier.HOST] * 2)
+READING = ReadResult([Tier.HOST] * 2)
 FETCH, WRITE, PURGE = Fetch(NAMES, PAGES), WriteThrough(NAMES, PAGES, REQUEST), Purge(NAMES)
 
 
@@ -45,11 +45,11 @@ class FakeStore:
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
-    ) -> Reading:
+    ) -> ReadResult:
         self._work("fetch", names, pages)
-        return Reading([Tier.HOST] * len(names))
+        return ReadResult([Tier.HOST] * len(names))
 
-    def read(self, step: Read, pages: Sequence[PageId]) -> Reading:
+    def read(self, step: Read, pages: Sequence[PageId]) -> ReadResult:
         return self.fetch(step.names, pages)
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:

@@ -11,7 +11,7 @@ import pytest
 from engine.events import Jumped
 from engine.kv.later_read import Find, LaterRead
 from kv_store import node_store
-from kv_store.block_store import BlockStore, Reading
+from kv_store.block_store import BlockStore, ReadResult
 from kv_store.eviction.order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
@@ -122,7 +122,7 @@ def whole_group(order: Fetch, store: BlockStore) -> Done:
     if order.step is None:
         return RUN(order, store)
     store.read(order.step, order.pages)
-    return Done(order, Reading([Tier.PEERS] * len(order.pages)))
+    return Done(order, ReadResult([Tier.PEERS] * len(order.pages)))
 
 
 def run_over_holes(later: LaterRead, start: int, find: Find) -> list[PageId]:
