@@ -3,56 +3,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.behaviour import DecodeBatcher
-from engine.schedule.batcher import Candidate, Gate, Pages, Phase
+from engine.schedule.batcher import Candidate, Gate, Phase
+from tests.harness.candidates import BLOCK, decoding, fetching, pages, prompt
 
-BLOCK = 16
 BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)
-
-
-def decoding(handle: int, num_known: int) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.DECODE,
-        num_known=num_known,
-        num_computed=num_known - 1,
-        num_blocks=-(-(num_known - 1) // BLOCK),
-    )
-
-
-def missing(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.PREFILL,
-        num_known=num_known,
-        num_computed=num_computed,
-        num_blocks=-(-num_computed // BLOCK),
-    )
-
-
-def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.FETCHING,
-        num_known=num_known,
-        num_computed=num_known,
-        num_blocks=-(-num_known // BLOCK),
-    )
-
-
-def pages(num_allocatable: int) -> Pages:
-    return Pages(num_allocatable, 0, BLOCK)
 
 
 @pytest.mark.parametrize(
     ("running", "run"),
     [
         pytest.param([decoding(0, 20), decoding(1, 30)], {0: 1, 1: 1}, id="all decode"),
-        pytest.param([missing(0, 300)], {0: 100}, id="without anyone to hold up, the whole step"),
-        pytest.param([missing(0, 300), decoding(1, 30)], {0: 32, 1: 1}, id="beside one that decodes, a chunk"),
+        pytest.param([prompt(0, 300)], {0: 100}, id="without anyone to hold up, the whole step"),
+        pytest.param([prompt(0, 300), decoding(1, 30)], {0: 32, 1: 1}, id="beside one that decodes, a chunk"),
         pytest.param(
-            [missing(0, 20), missing(1, 300), decoding(2, 30)], {0: 20, 1: 12, 2: 1}, id="all chunks share one bound"
+            [prompt(0, 20), prompt(1, 300), decoding(2, 30)], {0: 20, 1: 12, 2: 1}, id="all chunks share one bound"
         ),
-        pytest.param([fetching(0, 20), missing(1, 300)], {1: 100}, id="one that fetches is not held up"),
+        pytest.param([fetching(0, 20), prompt(1, 300)], {1: 100}, id="one that fetches is not held up"),
     ],
 )
 def test_decode_comes_first_and_chunks_are_bounded(running: list[Candidate], run: dict[int, int]) -> None:
@@ -60,7 +26,7 @@ def test_decode_comes_first_and_chunks_are_bounded(running: list[Candidate], run
 
 
 def test_names_what_the_queue_waits_for() -> None:
-    waiting = [missing(handle, 40) for handle in range(8, 10)]
+    waiting = [prompt(handle, 40) for handle in range(8, 10)]
     assert BATCHER.plan(waiting, [decoding(handle, 20) for handle in range(7)], pages(100)).gate is Gate.SLOT
     assert BATCHER.plan(waiting, [decoding(0, 20)], pages(4)).gate is Gate.PAGES
 
@@ -68,13 +34,13 @@ def test_names_what_the_queue_waits_for() -> None:
 @pytest.mark.parametrize(
     ("waiting", "running", "num_allocatable", "admit"),
     [
-        pytest.param([missing(5, 15)], [], 1, (5,), id="known tokens and the next one fit"),
-        pytest.param([missing(5, 16)], [], 1, (), id="the next one does not fit"),
-        pytest.param([missing(5, 15)], [decoding(0, 20)], 1, (), id="a spare page for each that runs"),
-        pytest.param([missing(5, 15)], [decoding(0, 20)], 2, (5,), id="spare page left"),
-        pytest.param([missing(5, 15)], [missing(0, 100, 16)], 7, (), id="pages of what is yet to compute are taken"),
-        pytest.param([missing(5, 15)], [missing(0, 100, 16)], 8, (5,), id="and one more is free to have"),
-        pytest.param([missing(5, 200), missing(6, 1)], [], 9, (), id="nobody passes the oldest"),
+        pytest.param([prompt(5, 15)], [], 1, (5,), id="known tokens and the next one fit"),
+        pytest.param([prompt(5, 16)], [], 1, (), id="the next one does not fit"),
+        pytest.param([prompt(5, 15)], [decoding(0, 20)], 1, (), id="a spare page for each that runs"),
+        pytest.param([prompt(5, 15)], [decoding(0, 20)], 2, (5,), id="spare page left"),
+        pytest.param([prompt(5, 15)], [prompt(0, 100, 16)], 7, (), id="pages of what is yet to compute are taken"),
+        pytest.param([prompt(5, 15)], [prompt(0, 100, 16)], 8, (5,), id="and one more is free to have"),
+        pytest.param([prompt(5, 200), prompt(6, 1)], [], 9, (), id="nobody passes the oldest"),
     ],
 )
 def test_admission(
@@ -85,12 +51,12 @@ def test_admission(
 
 def test_admits_no_more_than_may_run() -> None:
     running = [decoding(handle, 20) for handle in range(7)]
-    assert BATCHER.plan([missing(8, 1), missing(9, 1)], running, pages(100)).admit == (8,)
+    assert BATCHER.plan([prompt(8, 1), prompt(9, 1)], running, pages(100)).admit == (8,)
 
 
 def test_the_youngest_is_preempted_and_nothing_is_then_admitted() -> None:
     running = [decoding(0, BLOCK + 1), decoding(1, 40), decoding(2, 40)]
-    plan = BATCHER.plan([missing(9, 1)], running, pages(0))
+    plan = BATCHER.plan([prompt(9, 1)], running, pages(0))
     assert plan.preempt == (2,)
     assert plan.run == {0: 1, 1: 1}
     assert plan.admit == ()
@@ -107,7 +73,7 @@ class Pool:
         self.done: list[int] = []
 
     def arrive(self, handle: int, num_known: int, num_output: int) -> None:
-        self.waiting.append(missing(handle, num_known))
+        self.waiting.append(prompt(handle, num_known))
         self.goals[handle] = num_known + num_output
 
     def step(self) -> None:
@@ -126,7 +92,7 @@ class Pool:
         for one in [one for one in self.running if one.handle in handles]:
             self.free += one.num_blocks
             self.running.remove(one)
-            self.waiting = sorted([*self.waiting, missing(one.handle, one.num_known)], key=lambda one: one.handle)
+            self.waiting = sorted([*self.waiting, prompt(one.handle, one.num_known)], key=lambda one: one.handle)
 
     def _run(self, one: Candidate, num_tokens: int) -> Candidate:
         needed = pages(0).needed(one, num_tokens)

@@ -2,45 +2,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.behaviour import DecodeBatcher
-from engine.schedule.batcher import Candidate, Gate, Pages, Phase, fit_running
+from engine.schedule.batcher import Candidate, Gate, fit_running
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from prefill_worker.behaviour import PrefillBatcher
-
-BLOCK = 16
-
-
-def decoding(handle: int, num_known: int) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.DECODE,
-        num_known=num_known,
-        num_computed=num_known - 1,
-        num_blocks=-(-(num_known - 1) // BLOCK),
-    )
-
-
-def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.PREFILL,
-        num_known=num_known,
-        num_computed=num_computed,
-        num_blocks=-(-num_computed // BLOCK),
-    )
-
-
-def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.FETCHING,
-        num_known=num_known,
-        num_computed=num_known,
-        num_blocks=-(-num_known // BLOCK),
-    )
-
-
-def pages(num_allocatable: int, num_draining: int = 0) -> Pages:
-    return Pages(num_allocatable, num_draining, BLOCK)
+from tests.harness.candidates import BLOCK, decoding, fetching, pages, prompt
 
 
 def test_decodes_come_before_chunks_and_chunks_take_what_is_left() -> None:

@@ -24,7 +24,6 @@ from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.block_names import cover
 from wire.convert import misses_from_pb
-from wire.errors import RequestNotFound, StoreError
 from wire.ids import PUBLIC, BlockKey
 from wire.layout import KVLayout
 from wire.pb import cluster_pb2, worker_pb2
@@ -37,6 +36,7 @@ SECRET = bytes(32)
 AMPLE_S = 30.0
 OTHER_FILES = "another model fingerprint: files of the model or kernels of this version are others"
 Open = Callable[[KVLayout], ColdTier]
+NoteSource = Callable[[PreparedRequest, worker_pb2.PromptSource], None]
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,19 @@ async def test_a_known_cause_stays(files: Open) -> None:
         assert (await served.misses())[0].cause is Cause.EVICTED
 
 
-async def test_a_request_whose_next_attempt_found_all_has_no_miss_to_explain(
-    files: Open, monkeypatch: pytest.MonkeyPatch
+def found_all(request: PreparedRequest, note_source: NoteSource, source: worker_pb2.PromptSource) -> None:
+    note_source(request, worker_pb2.PromptSource(cached_tokens=source.cached_tokens))
+
+
+def told_nothing(request: PreparedRequest, _note: NoteSource, _source: worker_pb2.PromptSource) -> None:
+    request.journal.plan(PrefillReason.ABSENT)
+
+
+@pytest.mark.parametrize("next_attempt", [found_all, told_nothing])
+async def test_a_request_has_no_miss_to_explain_after_an_attempt_that(
+    next_attempt: Callable[[PreparedRequest, NoteSource, worker_pb2.PromptSource], None],
+    files: Open,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = Release(files)
     await old.serve(ANYONE)
@@ -241,46 +252,9 @@ async def test_a_request_whose_next_attempt_found_all_has_no_miss_to_explain(
         note_source = PreparedRequest.note_source
 
         def note_two(request: PreparedRequest, source: worker_pb2.PromptSource) -> None:
-            """Notes what two attempts say: the second finds what the first has published."""
+            """Notes the source of an attempt, and then what the next attempt does."""
             note_source(request, source)
-            note_source(request, worker_pb2.PromptSource(cached_tokens=source.cached_tokens))
+            next_attempt(request, note_source, source)
 
         monkeypatch.setattr(PreparedRequest, "note_source", note_two)
         assert await served.misses() == []
-
-
-async def test_a_request_whose_next_attempt_told_nothing_has_no_miss_to_explain(
-    files: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = Release(files)
-    await old.serve(ANYONE)
-    async with replace(old, fingerprint=b"n" * 32).after(old).running() as served:
-        note_source = PreparedRequest.note_source
-
-        def note_and_forget(request: PreparedRequest, source: worker_pb2.PromptSource) -> None:
-            note_source(request, source)
-            request.journal.plan(PrefillReason.ABSENT)
-
-        monkeypatch.setattr(PreparedRequest, "note_source", note_and_forget)
-        assert await served.misses() == []
-
-
-async def test_a_tier_that_does_not_answer_is_a_problem_of_the_answer(
-    files: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: object) -> None:
-        raise StoreError("gone")
-
-    old = Release(files)
-    await old.serve(ANYONE)
-    async with replace(old, fingerprint=b"n" * 32).after(old).running() as served:
-        monkeypatch.setattr(served.cold, "describe", fail)
-        explained = await served.explain()
-        assert explained.request.misses[0].cause == Cause.NEVER_SEEN
-        assert explained.problems == ["files: gone"]
-
-
-async def test_an_unknown_request_is_not_found(files: Open) -> None:
-    async with Release(files).running() as served:
-        with pytest.raises(RequestNotFound):
-            await served.cluster.router.administration.explain(cluster_pb2.ExplainMissesRequest(request_id="r"))

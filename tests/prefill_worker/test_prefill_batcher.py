@@ -4,33 +4,9 @@ from hypothesis import strategies as st
 
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 from prefill_worker.behaviour import PrefillBatcher
+from tests.harness.candidates import fetching, pages, prompt
 
-BLOCK = 16
 PATIENCE = 100
-
-
-def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.PREFILL,
-        num_known=num_known,
-        num_computed=num_computed,
-        num_blocks=-(-num_computed // BLOCK),
-    )
-
-
-def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(
-        handle=handle,
-        phase=Phase.FETCHING,
-        num_known=num_known,
-        num_computed=num_known,
-        num_blocks=-(-num_known // BLOCK),
-    )
-
-
-def pages(num_allocatable: int) -> Pages:
-    return Pages(num_allocatable, 0, BLOCK)
 
 
 def batcher(max_step_tokens: int = 64, max_running: int = 8) -> PrefillBatcher:

@@ -1,0 +1,26 @@
+"""Candidates of a batcher's step, in each phase, and the pages that a step may allocate."""
+
+from engine.schedule.batcher import Candidate, Pages, Phase
+
+BLOCK = 16
+
+
+def decoding(handle: int, num_known: int) -> Candidate:
+    return _candidate(handle, Phase.DECODE, num_known, num_known - 1)
+
+
+def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
+    return _candidate(handle, Phase.PREFILL, num_known, num_computed)
+
+
+def fetching(handle: int, num_known: int) -> Candidate:
+    return _candidate(handle, Phase.FETCHING, num_known, num_known)
+
+
+def pages(num_allocatable: int, num_draining: int = 0) -> Pages:
+    return Pages(num_allocatable, num_draining, BLOCK)
+
+
+def _candidate(handle: int, phase: Phase, num_known: int, num_computed: int) -> Candidate:
+    num_blocks = -(-num_computed // BLOCK)
+    return Candidate(handle=handle, phase=phase, num_known=num_known, num_computed=num_computed, num_blocks=num_blocks)
