@@ -168,7 +168,8 @@ def ropes_of_types(fields: JsonFields, num_layers: int, max_context_len: int, he
     """Implements `Family.ropes`: layers that see all tokens have a rope of their own, layers with windows another."""
     named = fields.section("rope_parameters")
     whole = named.section(FULL) if FULL in named else fields.section("rope_scaling")
-    local = JsonFields({"rope_theta": fields.number("rope_local_base_freq", *THETAS, 10_000.0)}, "config.json")
+    base = "rope_local_base_freq"
+    local = JsonFields({"rope_theta": fields.number(base, *THETAS)}, "config.json") if base in fields else fields
     ropes = {
         FULL: RopeConfig.parse(whole, fields, max_context_len, head_dim),
         SLIDING: RopeConfig.parse(named.section(SLIDING), local, max_context_len, head_dim),
@@ -212,6 +213,15 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
+_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+_OLMO_NORMS = Norms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+    of_whole_rows=True,
+    is_wide=True,
+)
 _GEMMA_NORMS: dict[str, Any] = {
     "after_attention": "post_attention_layernorm",
     "before_mlp": "pre_feedforward_layernorm",
@@ -262,17 +272,13 @@ FAMILIES = {
         windows=equal_windows,
         ropes=partial(one_rope, reads_part=True),
     ),
-    "Olmo2ForCausalLM": Family(
-        model_type="olmo2",
-        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
-        norms=Norms(
-            before_attention=None,
-            after_attention="post_attention_layernorm",
-            before_mlp=None,
-            after_mlp="post_feedforward_layernorm",
-            of_whole_rows=True,
-            is_wide=True,
-        ),
+    "Olmo2ForCausalLM": Family(model_type="olmo2", defaults=_OLMO, norms=_OLMO_NORMS, **_SWITCHED),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        defaults=_OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        norms=_OLMO_NORMS,
+        windows=windows_of_types,
+        ropes=ropes_of_types,
         **_SWITCHED,
     ),
     "Glm4ForCausalLM": Family(
@@ -302,7 +308,7 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
-        defaults=_GEMMA | {"rope_theta": 1e6, "sliding_window_pattern": 6},
+        defaults=_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
         norms=Norms(of_heads=True, **_GEMMA_NORMS),
         activation=Activation.GELU_TANH,
         windows=windows_of_types,
