@@ -20,6 +20,7 @@ Windows = tuple[int | None, ...]
 Ropes = tuple[RopeConfig, ...]
 """The rotary embedding of each layer."""
 SCALARS = (1e-4, 1e4)
+BESIDE_TEXT = ("encoder", "vision", "image", "video", "audio", "speech", "talker", "thinker")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -323,13 +324,49 @@ def parse_architecture(fields: JsonFields) -> str:
     """Finds the architecture that config.json names. Raises ModelError for one that is not served."""
     named = fields.raw("architectures")
     if isinstance(named, list) and named:
+        if len(named) > 1:
+            raise fields.wrong("architectures", "one name")
         architecture = str(named[0])
     else:
         model_type = fields.text("model_type", "unknown")
         architecture = next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
     if architecture not in FAMILIES:
-        raise ModelError(f"architecture {architecture[:64]} is not supported; supported: {', '.join(FAMILIES)}")
+        parts = f" (it has {', '.join(found)[:128]})" if (found := _parts_besides_text(fields)) else ""
+        raise ModelError(f"architecture {architecture[:64]}{parts} is not supported; supported: {', '.join(FAMILIES)}")
     return architecture
+
+
+def _parts_besides_text(fields: JsonFields) -> list[str]:
+    """Lists the sections of config.json that describe encoders, vision and speech."""
+    encoder = ["an encoder"] if fields.raw("is_encoder_decoder") is True else []
+    return encoder + [name for name, _ in fields.items() if name.endswith("_config") and name.startswith(BESIDE_TEXT)]
+
+
+OF_OTHERS: Mapping[str, Any] = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "embedding_multiplier": 1,
+    "attention_multiplier": None,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "no_rope_layers": [],
+    "clip_qkv": None,
+    "qk_layernorm": False,
+    "alibi": False,
+    "kv_lora_rank": 0,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "n_routed_experts": 0,
+}
+"""Fields that change what a model computes, each of some families, and the values that change nothing."""
+
+
+def refuse_fields_of_others(architecture: str, fields: JsonFields) -> None:
+    """Raises ModelError for a field of OF_OTHERS that no reader of this architecture has read."""
+    for name, neutral in OF_OTHERS.items():
+        if name in fields.unread and fields.raw(name) != neutral:
+            raise fields.wrong(name, f"none: {architecture} has no such field")
 
 
 def _window(fields: JsonFields) -> int | None:
