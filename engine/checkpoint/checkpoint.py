@@ -7,11 +7,11 @@ Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map`
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
+from engine.checkpoint.text_part import find_text_part, tensor_name, text_config
 from kernels.quantized.matrix import Quantized
 from text.model_file import read_regular
 from text.template.template_processes import Template, render_end
@@ -60,9 +61,10 @@ class Checkpoint:
             raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
         self.folder = folder
         generation = _read_generation_config(folder)
-        self.config, scheme = _read_config(folder, generation)
+        values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+        self.config, scheme = _read_config(folder, text_config(values), generation)
         self.sampling = _parse_sampling(generation, self.config.vocab_size)
-        self._tensor_to_file = _open_weights(folder)
+        self._tensor_to_file = _open_weights(folder, str if find_text_part(values) is None else tensor_name)
         self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
 
@@ -158,8 +160,7 @@ def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Sch
     return GgufCodes(parts) if parts else CompressedCodes(files, scheme)
 
 
-def _read_config(folder: Path, generation: JsonFields) -> tuple[ModelConfig, Scheme | None]:
-    values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ModelConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
     config = ModelConfig.parse(values)
@@ -219,32 +220,32 @@ def _parse_sampling(fields: JsonFields, vocab_size: int) -> SamplingParams:
     return sampling
 
 
-def _open_weights(folder: Path) -> Mapping[str, TensorFile | GgufPart]:
+def _open_weights(folder: Path, rename: Callable[[str], str]) -> Mapping[str, TensorFile | GgufPart]:
     if os.path.lexists(folder / TABLE_FILE):
         return read_table(folder)
     if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
-        return _open_shards(folder)
+        return _open_shards(folder, rename)
     for name in (SINGLE_FILE, ONLY_SHARD):
         if os.path.lexists(folder / name):
-            file = TensorFile(folder / name)
+            file = TensorFile(folder / name, rename)
             return dict.fromkeys(file.entries, file)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise ModelError("the weights are pickles (.bin, .pt), which are never read: convert them to safetensors")
     raise ModelError(f"the model folder has neither {SINGLE_FILE} nor {INDEX_FILE}", folder=str(folder))
 
 
-def _open_shards(folder: Path) -> dict[str, TensorFile]:
+def _open_shards(folder: Path, rename: Callable[[str], str]) -> dict[str, TensorFile]:
     weight_map = parse_object(read_regular(folder / INDEX_FILE, MAX_INDEX_BYTES), INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{INDEX_FILE} has no weight_map")
     for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ModelError(f"{INDEX_FILE} names {str(shard)[:64]}, which is no .safetensors file of the folder")
-    shards = {shard: TensorFile(folder / shard) for shard in sorted(set(weight_map.values()))}
+    shards = {shard: TensorFile(folder / shard, rename) for shard in sorted(set(weight_map.values()))}
     for tensor, shard in weight_map.items():
-        if tensor not in shards[shard].entries:
+        if rename(tensor) not in shards[shard].entries:
             raise ModelError(f"{INDEX_FILE} places {tensor[:64]} in {shard[:64]}, which lacks it")
-    return {tensor: shards[shard] for tensor, shard in weight_map.items()}
+    return {rename(tensor): shards[shard] for tensor, shard in weight_map.items()}
 
 
 def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:

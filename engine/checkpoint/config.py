@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.checkpoint.families import FAMILIES, Family, Ropes, Scalars, Windows, parse_architecture
+from engine.checkpoint.families import (
+    FAMILIES,
+    Family,
+    Ropes,
+    Scalars,
+    Windows,
+    parse_architecture,
+    refuse_fields_of_others,
+)
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT
 from kernels.backend import Activation
@@ -99,11 +107,11 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.layer_ropes))
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any]) -> "ModelConfig":
+    def parse(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """Parses the object in config.json. Raises ModelError, naming the key, for a wrong or unsupported value."""
-        architecture = parse_architecture(JsonFields(config, "config.json"))
+        architecture = parse_architecture(JsonFields(values, "config.json"))
         family = FAMILIES[architecture]
-        fields = JsonFields({**family.defaults, **config}, "config.json")
+        fields = JsonFields({**family.defaults, **values}, "config.json")
         _refuse_unsupported(family, fields)
         hidden_size = fields.count("hidden_size")
         num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
@@ -112,7 +120,7 @@ class ModelConfig:
         scalars = family.scalars(fields)
         attention = AttentionConfig.parse(family, fields, hidden_size, num_layers, scalars.scores)
         ropes = family.ropes(fields, num_layers, max_context_len, attention.head_dim)
-        return cls(
+        config = cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -128,6 +136,8 @@ class ModelConfig:
             layer_ropes=ropes,
             scalars=scalars,
         )
+        refuse_fields_of_others(architecture, fields)
+        return config
 
     def keeping(self, policy: KVPolicy) -> "ModelConfig":
         """Returns the model under a KV policy. With sinks all layers have the policy's window, and the context is long.

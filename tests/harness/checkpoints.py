@@ -79,6 +79,22 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 48,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
     "glm4": (transformers.Glm4Config, {"head_dim": 32, "partial_rotary_factor": 0.5}),
     "gemma2": (
         transformers.Gemma2Config,
