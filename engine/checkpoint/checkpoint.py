@@ -21,6 +21,7 @@ from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
+from engine.checkpoint.stacked_experts import StackedCodes, StackedExperts, single_experts
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from engine.checkpoint.text_part import find_text_part, tensor_name, text_config
 from kernels.quantized.matrix import Quantized
@@ -64,7 +65,10 @@ class Checkpoint:
         values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
         self.config, scheme = _read_config(folder, text_config(values), generation)
         self.sampling = _parse_sampling(generation, self.config.vocab_size)
-        self._tensor_to_file = _open_weights(folder, str if find_text_part(values) is None else tensor_name)
+        opened = _open_weights(folder, str if find_text_part(values) is None else tensor_name)
+        self._weight_paths = sorted({file.path for file in opened.values()})
+        files = {name: file for name, file in opened.items() if isinstance(file, TensorFile)}
+        self._tensor_to_file = single_experts(files, self.config) if files else opened
         self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
 
@@ -75,8 +79,7 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         """The files that distinguish this model: configuration, weights and, if there is one, tokenizer.json."""
         tokenizer = self.folder / TOKENIZER_FILE
-        weights = sorted({file.path for file in self._tensor_to_file.values()})
-        return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
+        return (self.folder / "config.json", *self._weight_paths, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
         """Returns the model's fingerprint, which covers the rules for converting a GGUF file's tensors."""
@@ -144,6 +147,9 @@ class Checkpoint:
         return tokenizer
 
 
+TensorSource = TensorFile | GgufPart | StackedExperts
+
+
 class CodeReader(Protocol):
     """A reader of the matrices of a checkpoint that have codes."""
 
@@ -154,9 +160,11 @@ class CodeReader(Protocol):
         """Reads a matrix; on the device `meta` without content. Raises ModelError, which names a malformed matrix."""
 
 
-def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Scheme | None) -> CodeReader:
+def _find_codes(tensor_to_file: Mapping[str, TensorSource], scheme: Scheme | None) -> CodeReader:
     parts = {name: file for name, file in tensor_to_file.items() if isinstance(file, GgufPart)}
     files = {name: file for name, file in tensor_to_file.items() if isinstance(file, TensorFile)}
+    if stacked := next((one for one in tensor_to_file.values() if isinstance(one, StackedExperts)), None):
+        return StackedCodes(stacked)
     return GgufCodes(parts) if parts else CompressedCodes(files, scheme)
 
 

@@ -18,6 +18,7 @@ from engine.checkpoint.families import (
     refuse_fields_of_others,
 )
 from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.mixture import MixtureConfig
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT
 from kernels.backend import Activation
 from wire.errors import ConfigError, ModelError
@@ -29,7 +30,11 @@ MAX_LAYERS = 1024
 SINKS_CONTEXT_LEN = 1 << 20
 """Context length of a model with sinks, whose KV has constant size; the block table takes a quarter of a MiB."""
 RMS_NORM_EPS = (1e-12, 0.1)
-_ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
+_ACTIVATIONS = {
+    Activation.SILU: ("silu", "swish"),
+    Activation.GELU_TANH: ("gelu_pytorch_tanh",),
+    Activation.CLAMPED_SWISH: ("silu", "swish"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,7 @@ class AttentionConfig:
 class ModelConfig:
     """A decoder-only model. `dtype` is the checkpoint's own; other files may name further `eos_token_ids`.
 
-    layer_ropes: the rotary embedding of each layer.
+    intermediate_size: the width of dense feed-forward layers. layer_ropes: the rotary embedding of each layer.
     """
 
     architecture: str
@@ -96,6 +101,7 @@ class ModelConfig:
     attention: AttentionConfig
     layer_ropes: Ropes
     scalars: Scalars
+    mixture: MixtureConfig | None
 
     @property
     def family(self) -> Family:
@@ -135,6 +141,7 @@ class ModelConfig:
             attention=attention,
             layer_ropes=ropes,
             scalars=scalars,
+            mixture=family.mixture(fields, num_layers),
         )
         refuse_fields_of_others(architecture, fields)
         return config
