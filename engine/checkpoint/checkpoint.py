@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from engine.checkpoint.compressed import CompressedCodes, Scheme
-from engine.checkpoint.config import ModelConfig, parse_eos
+from engine.checkpoint.config import ModelConfig, ServedConfig, parse_eos
+from engine.checkpoint.families import FAMILIES, find_architecture
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
@@ -51,7 +52,7 @@ SETTING = "speculation.draft"
 class Checkpoint:
     """A model folder with checked configuration and weight headers. Weights are read one tensor at a time.
 
-    sampling: the settings that generation_config.json advises, over the defaults.
+    values: the object in config.json. sampling: the settings that generation_config.json advises, over the defaults.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,11 +61,18 @@ class Checkpoint:
             raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
         self.folder = folder
         generation = _read_generation_config(folder)
-        self.config, scheme = _read_config(folder, generation)
+        self.values = _read_values(folder)
+        self.config, scheme = _read_config(folder, self.values, generation)
         self.sampling = _parse_sampling(generation, self.config.vocab_size)
         self._tensor_to_file = _open_weights(folder)
         self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
+
+    @property
+    def native_config(self) -> ModelConfig:
+        """The configuration of a native architecture."""
+        assert isinstance(self.config, ModelConfig), "no native architecture"
+        return self.config
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensor_to_file or bool(self._codes.names(name))
@@ -106,6 +114,14 @@ class Checkpoint:
         if not is_finite(tensor):
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
+
+    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+        found = {name: file.entries[name] for name, file in self._tensor_to_file.items()}
+        floats = {
+            name: one for name, one in found.items() if isinstance(one, TensorEntry) and one.dtype.is_floating_point
+        }
+        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in floats.items()}
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -158,11 +174,29 @@ def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Sch
     return GgufCodes(parts) if parts else CompressedCodes(files, scheme)
 
 
-def _read_config(folder: Path, generation: JsonFields) -> tuple[ModelConfig, Scheme | None]:
-    values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+def _read_values(folder: Path) -> dict[str, Any]:
+    return parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+
+
+def is_native(folder: Path) -> bool:
+    """Tells whether the native decoder runs a model folder. Raises ModelError for a malformed config.json."""
+    return find_architecture(JsonFields(_read_values(folder), "config.json")) in FAMILIES
+
+
+def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
+    if find_architecture(fields := JsonFields(values, "config.json")) in FAMILIES:
+        return ModelConfig.parse(values)
+    from engine.checkpoint.modules.outline import Outline  # which imports transformers
+
+    if "quantization_config" in fields:
+        raise ModelError("config.json: quantization_config is read of native architectures alone")
+    return Outline(values).config
+
+
+def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ServedConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
-    config = ModelConfig.parse(values)
+    config = _parse_config(values)
     scheme = Scheme.parse(JsonFields(values, "config.json"))
     named = [
         one
@@ -255,6 +289,9 @@ def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
     """
     draft = Checkpoint(folder)
     ours, its = target.config, draft.config
+    for config in (ours, its):
+        if not config.is_native:
+            raise ModelError(f"{config.architecture} runs by transformers' modules, with which nothing is guessed")
     if its.vocab_size != ours.vocab_size:
         raise ModelError(f"config.json has a vocab_size of {its.vocab_size}, the model's is {ours.vocab_size}")
     if its.max_context_len < ours.max_context_len:
