@@ -12,10 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Activation, Angles, AttentionVariant, Heads, Int4, KVPages, StepTensors, Tables, Weight
+from kernels import routing
+from kernels.backend import (
+    Activation,
+    Angles,
+    AttentionVariant,
+    Experts,
+    Heads,
+    Int4,
+    KVPages,
+    StepTensors,
+    Tables,
+    Weight,
+)
 from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
+from kernels.routing import Routing
+from kernels.torch_backend import by_expert, list_experts
 
 
 class ROWS(ctypes.c_int64):
@@ -218,6 +232,15 @@ class CpuBackend:
         out = gate_up.new_empty(num_rows, columns) if out is None else out
         self._call("gate", DTYPE_TO_CODE[out.dtype], activation.value, gate_up, num_rows, columns, out)
         return out
+
+    experts = staticmethod(list_experts)
+    route = staticmethod(routing.route)
+    combine = staticmethod(routing.combine)
+
+    def expert_linear(
+        self, states: Tensor, experts: Experts, routing: Routing, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        return by_expert(self.linear, states, experts, routing, bias, out)
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._kernels[kernel](*[_address(one) if isinstance(one, Addressed) else one for one in arguments])

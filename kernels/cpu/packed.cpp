@@ -29,6 +29,7 @@ void for_format(const Format& format, const Function& function) {
             case CodeType::U6: return function.template operator()<R, CodeType::U6>();
             case CodeType::S8: return function.template operator()<R, CodeType::S8>();
             case CodeType::E4M3: return function.template operator()<R, CodeType::E4M3>();
+            case CodeType::TABLE4: return function.template operator()<R, CodeType::TABLE4>();
         }
     };
     if constexpr (std::is_same_v<T, float>)
@@ -233,10 +234,10 @@ char* pack_scales(const char* values, int64_t stride, int64_t size, int count, c
 
 }  // namespace
 
-// The parts of a matrix of codes, each contiguous: codes [columns, depth], scales and offsets [columns, blocks], factors [columns, groups];
-// null for those that the format has not. `Coded` in packed.py has the same fields in the same order.
+// The parts of a matrix of codes, each contiguous: codes [columns, depth], scales and offsets [columns, blocks], factors [columns, groups],
+// table [16] of int8; null for those that the format has not. `Coded` in packed.py has the same fields in the same order.
 struct Coded {
-    const char *codes, *scales, *offsets, *scale_factors, *offset_factors;
+    const char *codes, *scales, *offsets, *scale_factors, *offset_factors, *table;
 };
 
 extern "C" int64_t baton_panel_bytes(const Format* format, int64_t depth) { return format->panel_bytes(depth); }
@@ -251,6 +252,8 @@ extern "C" void baton_pack_codes(const Format* format, const Coded* parts, int64
         const auto put = [&](const char* values, int64_t per_column, int64_t index, int64_t size) {
             if (values) out = pack_scales(values + (first * per_column + index) * size, per_column * size, size, count, out);
         };
+        if (parts->table) std::memcpy(out, parts->table, LANES);
+        out += format->table_bytes();
         for (int64_t group = 0; group < groups; ++group) {
             const int64_t k = group * format->group;
             if (k % format->block == 0) {
