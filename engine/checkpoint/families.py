@@ -381,16 +381,20 @@ FAMILIES = {
 }
 
 
-def parse_architecture(fields: JsonFields) -> str:
-    """Finds the architecture that config.json names. Raises ModelError for one that is not served."""
+def find_architecture(fields: JsonFields) -> str:
+    """Finds the architecture that config.json names, by the name of its class or by its `model_type`."""
     named = fields.raw("architectures")
     if isinstance(named, list) and named:
         if len(named) > 1:
             raise fields.wrong("architectures", "one name")
-        architecture = str(named[0])
-    else:
-        model_type = fields.text("model_type", "unknown")
-        architecture = next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+        return str(named[0])
+    model_type = fields.text("model_type", "unknown")
+    return next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+
+
+def parse_architecture(fields: JsonFields) -> str:
+    """Finds a native architecture. Raises ModelError for another one."""
+    architecture = find_architecture(fields)
     if architecture not in FAMILIES:
         parts = f" (it has {', '.join(found)[:128]})" if (found := _parts_besides_text(fields)) else ""
         raise ModelError(f"architecture {architecture[:64]}{parts} is not supported; supported: {', '.join(FAMILIES)}")
