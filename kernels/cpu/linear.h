@@ -6,12 +6,15 @@
 
 #include "products.h"
 #include "threads.h"
+#include "tiles.h"
 
-// Rows of T as Row, in tiles of up to MAX_ROWS: tile[step][row][depth of a step], zeros from `depth` to `padded`. Rows that lie far apart
-// would push one another out of the nearest cache. A few rows lie one behind the other: where they were, if they fit.
+constexpr int64_t BLOCK_ROWS = 576;  // rows whose sums are kept beside a chunk of a panel: a multiple of ROWS_AT_ONCE
+
+// Rows of T as Row, in tiles of up to ROWS_AT_ONCE: tile[step][row][depth of a step, or of a block], zeros from `depth` to `padded`. Rows that lie
+// far apart would push one another out of the nearest cache. A few rows lie one behind the other: where they were, if they fit.
 template <class T, class Row = typename Product<T>::Row>
 class RowTiles {
-    static constexpr int D = sizeof(uint32_t) / sizeof(Row), FEW = 4;
+    static constexpr int D = IN_TILES<Row> ? BLOCK_DEPTH : sizeof(uint32_t) / sizeof(Row), MAX_ROWS = ROWS_AT_ONCE<Row>, FEW = 4;
 
    public:
     RowTiles(const T* input, int64_t count, int64_t depth, int64_t padded)
@@ -20,7 +23,7 @@ class RowTiles {
             few_ = one_by_one(input, count);
             return;
         }
-        thread_local std::vector<Row> tiles;
+        thread_local std::vector<Row, Aligned<Row>> tiles;
         const int64_t num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
         if (int64_t(tiles.size()) < num_tiles * tile_size()) tiles.resize(num_tiles * tile_size());
         tiles_ = tiles.data();
@@ -38,7 +41,7 @@ class RowTiles {
 
     const Row* one_by_one(const T* from, int64_t count) const {
         if (fits_) return (const Row*)from;
-        thread_local std::vector<Row> copies;
+        thread_local std::vector<Row, Aligned<Row>> copies;
         const int64_t stride = steps_ * D;
         if (int64_t(copies.size()) < count * stride) copies.resize(count * stride);
         for (int64_t row = 0; row < count; ++row) {
@@ -51,10 +54,16 @@ class RowTiles {
     void pack(int64_t tile) {
         const int num_rows = rows_in_tile(tile * MAX_ROWS);
         const Row* packed = one_by_one(input_ + tile * MAX_ROWS * depth_, num_rows);
-        const uint32_t* rows[LANES];
-        for (int row = 0; row < LANES; ++row)  // lanes behind the last row are overwritten by the next step
-            rows[row] = (const uint32_t*)(packed + (row < num_rows ? row : 0) * steps_ * D);
-        transpose(rows, steps_, (uint32_t*)(tiles_ + tile * tile_size()), num_rows);
+        Row* out = tiles_ + tile * tile_size();
+        if constexpr (IN_TILES<Row>) {
+            for (int64_t step = 0; step < steps_; ++step)
+                for (int row = 0; row < num_rows; ++row) out = std::copy_n(packed + (row * steps_ + step) * D, D, out);
+        } else {
+            const uint32_t* rows[LANES];
+            for (int row = 0; row < LANES; ++row)  // lanes behind the last row are overwritten by the next step
+                rows[row] = (const uint32_t*)(packed + (row < num_rows ? row : 0) * steps_ * D);
+            transpose(rows, steps_, (uint32_t*)out, num_rows);
+        }
     }
 
     const int64_t steps_, depth_, count_;
