@@ -23,7 +23,7 @@ from kernels.user_cache import OTHER_CACHE, locked, own_folder, require_own
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
-UNITS = ("attention.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
+UNITS = ("attention.cpp", "experts.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c")

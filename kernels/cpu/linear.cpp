@@ -65,7 +65,8 @@ struct Linear {
 
     void put(Floats value, int64_t row, int64_t column) const {
         const int count = int(std::min<int64_t>(LANES, columns - column));
-        if (count > 0) finish(value, count, bias ? bias + column : nullptr, residual ? residual + row * columns + column : nullptr, out + row * columns + column);
+        const int64_t at = rows.product(row) * columns + column;
+        if (count > 0) finish(value, count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
     }
 
     void panels(int64_t first_panel, int64_t last_panel) const {
@@ -95,7 +96,7 @@ struct Linear {
     }
 
     void run() const {
-        constexpr int64_t PER_UNIT = 4;
+        constexpr int64_t PER_UNIT = PlainMatrix<T>::PANELS_PER_UNIT;
         const int64_t total = num_panels(columns);
         parallel((total + PER_UNIT - 1) / PER_UNIT, [&](int64_t unit) {
             panels(unit * PER_UNIT, std::min(total, (unit + 1) * PER_UNIT));
@@ -113,6 +114,22 @@ void linear(const void* input, const void* packed, const void* bias, const void*
 }
 
 }  // namespace
+
+template <class T>
+int64_t PlainMatrix<T>::num_panels() const {
+    return ::num_panels(columns);
+}
+template <class T>
+int64_t PlainMatrix<T>::padded_depth() const {
+    return num_steps<T>(depth) * Product<T>::DEPTH;
+}
+template <class T>
+void PlainMatrix<T>::multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const {
+    Linear<T, T>{rows, (const T*)data, bias, nullptr, out, rows.count(), columns, depth, num_steps<T>(depth)}.panels(first, last);
+}
+template struct PlainMatrix<float>;
+template struct PlainMatrix<bf16>;
+template struct PlainMatrix<f16>;
 
 // The number of elements of weight [columns, depth] once packed.
 extern "C" int64_t baton_packed_size(int dtype, int64_t columns, int64_t depth) {

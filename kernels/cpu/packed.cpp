@@ -106,14 +106,15 @@ struct PackedLinear {
     int64_t num_rows, columns, depth;
 
     void run() const {
-        parallel(matrix.num_panels(), [&](int64_t index) {
-            const Panel& panel = matrix.panels()[index];
-            for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
-                if (num_rows <= FEW<F, R, CODES>)
-                    few<R, CODES>(panel);
-                else
-                    for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
-            });
+        parallel(matrix.num_panels(), [&](int64_t index) { one(matrix.panels()[index]); });
+    }
+
+    void one(const Panel& panel) const {
+        for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
+            if (num_rows <= FEW<F, R, CODES>)
+                few<R, CODES>(panel);
+            else
+                for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
         });
     }
 
@@ -164,7 +165,7 @@ struct PackedLinear {
     void put(const Panel& panel, const float* sums, int64_t row) const {
         for (int half = 0; half < 2; ++half) {
             const int count = std::min(LANES, panel.num_columns - half * LANES);
-            const int64_t column = panel.first_column + half * LANES, at = row * columns + column;
+            const int64_t column = panel.first_column + half * LANES, at = rows.product(row) * columns + column;
             if (count > 0) finish(load(sums + half * LANES), count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
         }
     }
@@ -238,6 +239,24 @@ char* pack_scales(const char* values, int64_t stride, int64_t size, int count, c
 }
 
 }  // namespace
+
+template <class T>
+int64_t PackedMatrix<T>::num_panels() const {
+    return Packed{(const char*)data}.num_panels();
+}
+template <class T>
+int64_t PackedMatrix<T>::padded_depth() const {
+    return whole_depth<Row>(Packed{(const char*)data}.padded_depth());
+}
+template <class T>
+void PackedMatrix<T>::multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const {
+    const Packed matrix{(const char*)data};
+    const PackedLinear<T, T> product{rows, matrix, bias, nullptr, out, rows.count(), columns, depth};
+    for (int64_t panel = first; panel < last; ++panel) product.one(matrix.panels()[panel]);
+}
+template struct PackedMatrix<float>;
+template struct PackedMatrix<bf16>;
+template struct PackedMatrix<f16>;
 
 // The parts of a matrix of codes, each contiguous: codes [columns, depth], scales and offsets [columns, blocks], factors [columns, groups],
 // table [16] of int8; null for those that the format has not. `Coded` in packed.py has the same fields in the same order.
