@@ -69,9 +69,8 @@ class Checkpoint:
         opened = _open_weights(folder, str if find_text_part(self.values) is None else tensor_name)
         self._weight_paths = sorted({file.path for file in opened.values()})
         files = {name: file for name, file in opened.items() if isinstance(file, TensorFile)}
-        self._tensor_to_file = opened
-        if files and isinstance(self.config, ModelConfig):
-            self._tensor_to_file = single_experts(files, self.config)
+        may_stack = files and isinstance(self.config, ModelConfig)
+        self._tensor_to_file = single_experts(files, self.native_config) if may_stack else opened
         self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
 
