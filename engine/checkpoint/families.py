@@ -21,6 +21,7 @@ Windows = tuple[int | None, ...]
 Ropes = tuple[RopeConfig, ...]
 """The rotary embedding of each layer."""
 SCALARS = (1e-4, 1e4)
+BESIDE_TEXT = ("encoder", "vision", "image", "video", "audio", "speech", "talker", "thinker")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -174,7 +175,8 @@ def ropes_of_types(fields: JsonFields, num_layers: int, max_context_len: int, he
     """Implements `Family.ropes`: layers that see all tokens have a rope of their own, layers with windows another."""
     named = fields.section("rope_parameters")
     whole = named.section(FULL) if FULL in named else fields.section("rope_scaling")
-    local = JsonFields({"rope_theta": fields.number("rope_local_base_freq", *THETAS, 10_000.0)}, "config.json")
+    base = "rope_local_base_freq"
+    local = JsonFields({"rope_theta": fields.number(base, *THETAS)}, "config.json") if base in fields else fields
     ropes = {
         FULL: RopeConfig.parse(whole, fields, max_context_len, head_dim),
         SLIDING: RopeConfig.parse(named.section(SLIDING), local, max_context_len, head_dim),
@@ -221,6 +223,15 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
+_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+_OLMO_NORMS = Norms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+    of_whole_rows=True,
+    is_wide=True,
+)
 _GEMMA_NORMS: dict[str, Any] = {
     "after_attention": "post_attention_layernorm",
     "before_mlp": "pre_feedforward_layernorm",
@@ -271,17 +282,13 @@ FAMILIES = {
         windows=equal_windows,
         ropes=partial(one_rope, reads_part=True),
     ),
-    "Olmo2ForCausalLM": Family(
-        model_type="olmo2",
-        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
-        norms=Norms(
-            before_attention=None,
-            after_attention="post_attention_layernorm",
-            before_mlp=None,
-            after_mlp="post_feedforward_layernorm",
-            of_whole_rows=True,
-            is_wide=True,
-        ),
+    "Olmo2ForCausalLM": Family(model_type="olmo2", defaults=_OLMO, norms=_OLMO_NORMS, **_SWITCHED),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        defaults=_OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        norms=_OLMO_NORMS,
+        windows=windows_of_types,
+        ropes=ropes_of_types,
         **_SWITCHED,
     ),
     "Glm4ForCausalLM": Family(
@@ -311,7 +318,7 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
-        defaults=_GEMMA | {"rope_theta": 1e6, "sliding_window_pattern": 6},
+        defaults=_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
         norms=Norms(of_heads=True, **_GEMMA_NORMS),
         activation=Activation.GELU_TANH,
         windows=windows_of_types,
@@ -374,17 +381,57 @@ FAMILIES = {
 }
 
 
-def parse_architecture(fields: JsonFields) -> str:
-    """Finds the architecture that config.json names. Raises ModelError for one that is not served."""
+def find_architecture(fields: JsonFields) -> str:
+    """Finds the architecture that config.json names, by the name of its class or by its `model_type`."""
     named = fields.raw("architectures")
     if isinstance(named, list) and named:
-        architecture = str(named[0])
-    else:
-        model_type = fields.text("model_type", "unknown")
-        architecture = next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+        if len(named) > 1:
+            raise fields.wrong("architectures", "one name")
+        return str(named[0])
+    model_type = fields.text("model_type", "unknown")
+    return next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+
+
+def parse_architecture(fields: JsonFields) -> str:
+    """Finds a native architecture. Raises ModelError for another one."""
+    architecture = find_architecture(fields)
     if architecture not in FAMILIES:
-        raise ModelError(f"architecture {architecture[:64]} is not supported; supported: {', '.join(FAMILIES)}")
+        parts = f" (it has {', '.join(found)[:128]})" if (found := _parts_besides_text(fields)) else ""
+        raise ModelError(f"architecture {architecture[:64]}{parts} is not supported; supported: {', '.join(FAMILIES)}")
     return architecture
+
+
+def _parts_besides_text(fields: JsonFields) -> list[str]:
+    """Lists the sections of config.json that describe encoders, vision and speech."""
+    encoder = ["an encoder"] if fields.raw("is_encoder_decoder") is True else []
+    return encoder + [name for name, _ in fields.items() if name.endswith("_config") and name.startswith(BESIDE_TEXT)]
+
+
+OF_OTHERS: Mapping[str, Any] = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "embedding_multiplier": 1,
+    "attention_multiplier": None,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "no_rope_layers": [],
+    "clip_qkv": None,
+    "qk_layernorm": False,
+    "alibi": False,
+    "kv_lora_rank": 0,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "n_routed_experts": 0,
+}
+"""Fields that change what a model computes, each of some families, and the values that change nothing."""
+
+
+def refuse_fields_of_others(architecture: str, fields: JsonFields) -> None:
+    """Raises ModelError for a field of OF_OTHERS that no reader of this architecture has read."""
+    for name, neutral in OF_OTHERS.items():
+        if name in fields.unread and fields.raw(name) != neutral:
+            raise fields.wrong(name, f"none: {architecture} has no such field")
 
 
 def _window(fields: JsonFields) -> int | None:

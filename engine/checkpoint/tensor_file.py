@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, FileIO
@@ -56,15 +56,18 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A .safetensors file. Its construction raises ModelError if the header is malformed or the file cut."""
+    """A .safetensors file. Its construction raises ModelError if the header is malformed or the file cut.
 
-    def __init__(self, path: Path) -> None:
+    rename: gives a stored tensor the name that it is read by.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str] = str) -> None:
         self.path = path
         with open_regular(path) as file:
             header, self._data_start = _read_header(file, path.name)
             data_bytes = os.fstat(file.fileno()).st_size - self._data_start
         header.pop("__metadata__", None)
-        self.entries = {name: _parse_entry(path.name, name, entry) for name, entry in header.items()}
+        self.entries = {rename(name): _parse_entry(path.name, name, entry) for name, entry in header.items()}
         if not _tiles(self.entries.values(), data_bytes):
             raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.config import DTYPES, ModelConfig
+from engine.checkpoint.config import DTYPES, ModelConfig, ServedConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, decode_greedily
 from engine.model.buffers import NO_BUFFERS, Buffers
@@ -85,7 +85,7 @@ class Decoder:
         backend = backend or select_backend(device)
         check_kv_dtype(device, kv_dtype)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
-        config = checkpoint.config.keeping(parse_kv_policy(kv_policy, kv_dtype))
+        config = checkpoint.native_config.keeping(parse_kv_policy(kv_policy, kv_dtype))
         layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = load_weights(checkpoint, resolved, device, backend)
         return cls(config, weights, layout, backend)
@@ -230,7 +230,7 @@ class Decoder:
         return self._angles
 
 
-def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:
+def compute_dtype(dtype: str | None, config: ServedConfig, backend: Backend) -> torch.dtype:
     """Resolves a compute dtype: as requested, else the checkpoint's own; float32 for torch's backend on a CPU.
 
     Raises ConfigError for an unknown dtype.

@@ -69,12 +69,12 @@ class WeightLoader:
         packing: Packing = pack_anew,
     ) -> None:
         self._checkpoint = checkpoint
-        self._config: ModelConfig = checkpoint.config
+        self._config: ModelConfig = checkpoint.native_config
         self._dtype = dtype
         self._device = device
         self._backend = backend
         self._packing = packing
-        self._orders = _row_orders(checkpoint.config)
+        self._orders = _row_orders(checkpoint.native_config)
 
     def load(self) -> DecoderWeights:
         """Loads all weights. Raises ModelError if a tensor is missing or of the wrong shape."""
@@ -253,13 +253,22 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content."""
+    """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content.
+
+    Tensors of an architecture without native code are checked when they are read.
+    """
+    if not checkpoint.config.is_native:
+        return
     WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
     checkpoint.refuse_unread()
 
 
 def count_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:
     """Counts the bytes of a model's matrices as a backend keeps them; reads no content."""
+    if not checkpoint.config.is_native:
+        from engine.model.products import count_module_bytes
+
+        return count_module_bytes(checkpoint, dtype, backend)
     name_to_bytes: dict[str, int] = {}
 
     def count(name: str, pack: Callable[[], Weight]) -> Weight:
