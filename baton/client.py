@@ -43,7 +43,14 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc import ADAPTED_METADATA, CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
+from wire.rpc import (
+    ADAPTED_METADATA,
+    BATCH_INVARIANT_METADATA,
+    CHANNEL_OPTIONS,
+    NO_PROXY,
+    PROMPT_TOKENS_METADATA,
+    proxy_to,
+)
 
 
 class _Connection:
@@ -200,6 +207,10 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
     async def adapted(self) -> str:
         """Waits as `admitted` does; returns the changes made to messages for the model's chat template, "" for none."""
         return str(dict(await self._call.initial_metadata()).get(ADAPTED_METADATA, ""))
+
+    async def is_batch_invariant(self) -> bool:
+        """Waits as `admitted` does; returns whether the answer has the very same tokens after a failover."""
+        return dict(await self._call.initial_metadata()).get(BATCH_INVARIANT_METADATA) != "false"
 
     async def pieces(self) -> AsyncGenerator[Chunk, None]:
         """Yields the parts of the prompt, then the chunks, as they come. Raises BatonError."""

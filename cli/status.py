@@ -30,7 +30,7 @@ Shows the pools, their KV pages by state, the tiers, the queue and the last even
 With --check every part verifies its invariants (page states sum to the pool, references are those of requests, leases
 and holds, nothing is left at rest), and the exit code is 1 if one is violated. With --watch it is drawn again and
 again; without a terminal each is a line."""
-CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued")
+CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued", "batch_invariant")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
 WORKER_MEMORY = ("load_s", "memory_bytes", "mapped_bytes")
@@ -185,6 +185,8 @@ def memory_lines(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[str]:
 
 def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping[str, bool]) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
+    if status.HasField("batch_invariant") and not status.batch_invariant:
+        yield "tokens    may depend on other requests: a failover goes on, and does not promise the very same tokens"
     if http_url:
         yield f"http      {http_url}"
     if len(gateways) > 1:
