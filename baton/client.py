@@ -40,7 +40,7 @@ from baton.results import (
     read_tokens,
 )
 from baton.routers import RECONNECT_OPTIONS, Resumption, Routers
-from wire.errors import BatonError, RouterLeaving, Unavailable
+from wire.errors import BatonError, RouterLeaving
 from wire.ids import TRACEPARENT, TraceContext
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -142,11 +142,9 @@ class _Answer:
             self._again.accept(response)
         return self._draft.accept(response)
 
-    def _lost(self, error: BatonError) -> float:
-        """Returns the seconds to wait before the call to another router. Raises the error without one."""
-        if self._again is None:
-            raise error
-        return self._again.lost(error)
+    def _lost(self, error: BatonError) -> float | None:
+        """Returns the seconds to wait before the call to another router, None if the answer ends with this error."""
+        return None if self._again is None else self._again.lost(error)
 
     def _reopen(self) -> None:
         assert self._again is not None
@@ -180,7 +178,9 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
                             yield piece
                 break
             except BatonError as error:
-                time.sleep(self._lost(error))
+                if (pause_s := self._lost(error)) is None:
+                    raise
+                time.sleep(pause_s)
             self._reopen()
         self._draft.require_completion()
 
@@ -279,7 +279,9 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
                             yield piece
                 break
             except BatonError as error:
-                await asyncio.sleep(self._lost(error))
+                if (pause_s := self._lost(error)) is None:
+                    raise
+                await asyncio.sleep(pause_s)
             self._reopen()
         self._draft.require_completion()
 
@@ -296,10 +298,10 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
             try:
                 with typed_errors(self._timeout_s, self._proxy):
                     raise failure
-            except Unavailable as error:
-                await asyncio.sleep(self._lost(error))
-            except BatonError:
-                return told
+            except BatonError as error:
+                if (pause_s := self._lost(error)) is None:
+                    return told
+                await asyncio.sleep(pause_s)
             self._reopen()
 
     async def __aexit__(self, *_: object) -> None:

@@ -121,13 +121,13 @@ class Resumption:
             if response.chunk.HasField("ended"):
                 choice.ended.CopyFrom(response.chunk.ended)
 
-    def lost(self, error: BatonError) -> float:
-        """Turns to the next router; returns the seconds to wait before. Raises the error if the answer cannot go on."""
+    def lost(self, error: BatonError) -> float | None:
+        """Turns to the next router; returns the seconds to wait before, None if the answer ends with this error."""
         is_again = self.request.HasField("resume")
         is_refused = isinstance(error, RequestExists) or (isinstance(error, Overloaded) and error.retry_after_s)
         is_lost = isinstance(error, LOSSES)
         if not (is_lost or (is_again and is_refused)) or self._clock() >= min(self._heard_s + MAX_DARK_S, self._ends_s):
-            raise error
+            return None
         if is_lost:
             self._routers.note(self.address, answers=False)
         self.address = self._routers.order(self._place)[0]

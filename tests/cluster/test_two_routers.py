@@ -89,21 +89,17 @@ class Asked:
 def ask(checkpoint: Path, keys: Sequence[str]) -> list[Asked]:
     """Prompts, greedy and seeded in turns, with what an engine in this process answers to them."""
     engine = Engine.load(str(checkpoint), num_blocks=NUM_STREAMS * (PROMPT_LEN + NUM_TOKENS + 32) // 16)
-    asked = []
-    for number, key in zip(range(NUM_STREAMS), cycle(keys), strict=False):
-        prompt = tuple((number * 101 + place * 7) % VOCAB_SIZE for place in range(PROMPT_LEN))
-        temperature = number // len(keys) % 2
-        settings: dict[str, Any] = {
-            "temperature": temperature,
-            "seed": 7,
-            "ignore_eos": True,
-            "max_tokens": NUM_TOKENS,
-        }
-        asked.append((prompt, settings, key))
-    right = [engine.generate([prompt], SamplingParams(**settings))[0].choices[0] for prompt, settings, _ in asked]
-    return [
-        Asked(prompt, settings, expected, key) for (prompt, settings, key), expected in zip(asked, right, strict=True)
+    prompts = [
+        tuple((number * 101 + place * 7) % VOCAB_SIZE for place in range(PROMPT_LEN)) for number in range(NUM_STREAMS)
     ]
+    asked = []
+    for temperature, some in enumerate((prompts[::2], prompts[1::2])):
+        settings: dict[str, Any] = {"temperature": temperature, "seed": 7, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+        right = engine.generate(some, SamplingParams(**settings))
+        asked += [
+            Asked(one.prompt_ids, settings, one.choices[0], key) for one, key in zip(right, cycle(keys), strict=False)
+        ]
+    return asked[::2] + asked[1::2]
 
 
 def is_alive(cluster: ServedCluster, router: str) -> bool:
