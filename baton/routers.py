@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from wire.errors import BatonError, Overloaded, RequestExists, RouterLeaving, Unreachable
+from wire.errors import BatonError, Overloaded, RequestExists, RequestNotFound, RouterLeaving, Unreachable
 from wire.ids import SEED_BITS
 from wire.pb import inference_pb2 as pb
 from wire.sampling import MAX_CHOICES
@@ -70,7 +70,10 @@ class Routers:
 
 
 class Try(AbstractContextManager["Try"]):
-    """A call to one router. Suppresses the error of a router that does not answer, or leaves, unless it is the last."""
+    """A call to one router. Suppresses the error of a router that does not answer, leaves, or has no such request.
+
+    The last router's error is raised.
+    """
 
     def __init__(self, routers: Routers, address: str, is_last: bool) -> None:
         self.address = address
@@ -83,7 +86,7 @@ class Try(AbstractContextManager["Try"]):
         is_gone = isinstance(error, LOSSES)
         if error is None or is_gone:
             self._routers.note(self.address, not is_gone)
-        return is_gone and not self._is_last
+        return (is_gone or isinstance(error, RequestNotFound)) and not self._is_last
 
 
 class Resumption:

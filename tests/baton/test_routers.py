@@ -14,7 +14,7 @@ from baton.routers import MAX_OUT_S, OUT_S, Routers
 from tests.baton.scripted_service import WAIT_S, ScriptedService, Step, served
 from tests.baton.test_clients import CLIENTS, chunk, complete
 from tests.harness.fake_clock import FakeClock
-from wire.errors import InvalidRequest, Overloaded, RequestExists, RouterLeaving, Unavailable
+from wire.errors import InvalidRequest, Overloaded, RequestExists, RequestNotFound, RouterLeaving, Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import Allowance, make_key, place_of
 
@@ -127,6 +127,12 @@ def test_a_router_that_is_gone_is_passed_over_and_asked_no_more_for_a_while(make
         with pair.client.stream("hello") as stream:
             assert text_of(stream) == ""
     assert [one.HasField("resume") for one in pair.second.requests] == [False, False], "the other one is asked at once"
+
+
+def test_a_request_is_aborted_at_whichever_router_has_it(make: Any) -> None:
+    pair = make([RequestNotFound("not here")], [])
+    pair.client.abort("r1")
+    assert pair.second.aborted == ["r1"]
 
 
 @pytest.mark.parametrize(
