@@ -17,7 +17,7 @@ from engine.checkpoint.json_fields import JsonFields
 from wire.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -56,11 +56,11 @@ class GgufConfig:
         self._tensors = tensors
         self._all = JsonFields(metadata, source)
         arch = self._all.text("general.architecture", "")
-        if arch not in _ARCHITECTURES:
+        if arch not in ARCHITECTURES:
             raise ModelError(
-                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
-        self._arch, self._architecture = arch, _ARCHITECTURES[arch]
+        self._arch, self._architecture = arch, ARCHITECTURES[arch]
         own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
         self._own = JsonFields(own, f"{source}: {arch}")
         self._num_heads = self._own.count("attention.head_count")
