@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
 def native_rows() -> tuple[list[tuple[str, ...]], dict[str, Sequence[str]]]:
     """Makes a row of each native architecture; what all of them refuse stands apart."""
     from engine.checkpoint.families import FAMILIES
-    from engine.checkpoint.gguf.config import ARCHITECTURES
+    from engine.checkpoint.gguf.config import ARCHITECTURES, architecture_of
     from engine.checkpoint.text_part import TEXT_PARTS
 
     refused = {name: refusals(name) for name in FAMILIES}
     of_all = [probe for probe in PROBES if all(probe in one for one in refused.values())]
     rows = []
     for name, family in FAMILIES.items():
-        files = [arch for arch, its_name in ARCHITECTURES.items() if its_name == name]
+        files = sorted({arch for arch in ARCHITECTURES for one in (False, True) if architecture_of(arch, one) == name})
         wholes = [whole for whole, part in TEXT_PARTS.items() if part.architecture == name]
         own = [probe for probe in refused[name] if probe not in of_all]
         cells = (name, family.model_type, "native", "yes", *map(", ".join, (files, wholes, own)))

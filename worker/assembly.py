@@ -16,6 +16,7 @@ from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
+from engine.model.loading import load_model
 from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
@@ -102,7 +103,7 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     folder, policy = Path(served.folder), checkpoint.kv_policy
     weights, began_s = WeightCache(checkpoint.weight_cache_bytes), time.monotonic()
     with _fitting(config):
-        model = Decoder.load(folder, served.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
+        model = load_model(folder, served.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
         draft = _load_draft(config, backend, weights)
     load_s = time.monotonic() - began_s
     _require_same_model(config, model.layout.dtype, backend.version)
