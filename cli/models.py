@@ -1,9 +1,10 @@
 """`baton models`: the architectures that are served, how each runs, from which files, and what is refused of it.
 
-A fold over the tables of the readers; what is refused is what ModelConfig.parse refuses of a small configuration.
+A fold over the tables of the readers; what is refused is what `parse_config` refuses of a small configuration.
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,13 @@ Lists the architectures that are served: how each runs, the name that it has in 
 config.json are refused of it. `baton up --model FOLDER` says what it refuses of a checkpoint, with file and field."""
 HEAD = ("architecture", "model_type", "runs", "one mind", "GGUF", "of", "refused")
 SMALL: Mapping[str, Any] = {
+    "head_dim": 16,
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 1024,
     "eos_token_id": 1,
 }
@@ -38,6 +39,9 @@ PROBES: Mapping[str, Mapping[str, Any]] = {
     "latent attention": {"kv_lora_rank": 512},
 }
 """Fields of config.json by what they mean, each to be refused by the architectures that lack it."""
+Rows = tuple[list[Sequence[str]], dict[str, Sequence[str]]]
+"""Rows, and what is refused by its reasons."""
+UNMADE = "transformers makes no model of a small configuration"
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -52,16 +56,18 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows, of_all = native_rows()
+    native, of_all = native_rows()
+    others, reasons = other_rows()
+    facts = {**widths(), **of_all}
     if args.markdown:
-        print(page(rows, of_all))
+        print(page([*native, *others], facts, reasons))
         return 0
-    print(render(HEAD, rows))
-    print("\n" + "\n".join(f"{name}: {', '.join(items)}" for name, items in {**widths(), **of_all}.items()))
+    print(render(HEAD, [*native, *others]))
+    print("\n" + "\n".join(f"{name}: {', '.join(items)}" for name, items in {**facts, **reasons}.items()))
     return 0
 
 
-def native_rows() -> tuple[list[tuple[str, ...]], dict[str, Sequence[str]]]:
+def native_rows() -> Rows:
     """Makes a row of each native architecture; what all of them refuse stands apart."""
     from engine.checkpoint.families import FAMILIES
     from engine.checkpoint.gguf.config import ARCHITECTURES, architecture_of
@@ -74,51 +80,98 @@ def native_rows() -> tuple[list[tuple[str, ...]], dict[str, Sequence[str]]]:
         files = sorted({arch for arch in ARCHITECTURES for one in (False, True) if architecture_of(arch, one) == name})
         wholes = [whole for whole, part in TEXT_PARTS.items() if part.architecture == name]
         own = [probe for probe in refused[name] if probe not in of_all]
-        cells = (name, family.model_type, "native", "yes", *map(", ".join, (files, wholes, own)))
-        rows.append(tuple(cell or "-" for cell in cells))
-    return rows, {"refused of all": of_all}
+        rows.append(_row(name, family.model_type, "native", "yes", *map(", ".join, (files, wholes, own))))
+    return rows, {"refused of all native ones": of_all}
+
+
+def other_rows() -> Rows:
+    """Makes a row of each other decoder of transformers whose small configuration passes the dry run.
+
+    Returns the `model_type` of the others, too, by the reasons that refuse them. Takes some 20 s.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from engine.checkpoint.families import FAMILIES
+    from engine.checkpoint.text_part import TEXT_PARTS
+
+    rows, reasons = [], defaultdict[str, list[str]](list)
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in FAMILIES or name in TEXT_PARTS:
+            continue
+        for kept in ([*SMALL][1:], SMALL, ()):
+            small = {field: SMALL[field] for field in kept}
+            found = refusal({**small, "model_type": model_type, "architectures": [name]})
+            if "cannot run it" not in found:
+                break
+        if found:
+            reasons[UNMADE if "cannot run it" in found else found].append(model_type)
+        else:
+            rows.append(_row(name, model_type, "transformers", "no", "", "", ""))
+    return rows, {f"refused: {reason}": names for reason, names in sorted(reasons.items())}
 
 
 def refusals(architecture: str) -> list[str]:
     """Lists the probes that the reader of config.json refuses of a small model of this architecture."""
-    return [name for name, fields in PROBES.items() if not _is_taken(architecture, fields)]
+    small = {**SMALL, "architectures": [architecture]}
+    return [name for name, fields in PROBES.items() if refusal({**small, **fields})]
 
 
-def _is_taken(architecture: str, fields: Mapping[str, Any]) -> bool:
-    from engine.checkpoint.config import ModelConfig
+def refusal(config: Mapping[str, Any]) -> str:
+    """Returns the reason for which config.json's object is refused, "" if it is taken."""
+    from engine.checkpoint.checkpoint import parse_config
 
     try:
-        ModelConfig.parse({**SMALL, "architectures": [architecture], **fields})
-    except ModelError:
-        return False
-    return True
+        parse_config(config)
+    except ModelError as error:
+        return error.message.partition(" is not supported: ")[2] or error.message
+    return ""
 
 
 def widths() -> dict[str, Sequence[str]]:
-    """Lists the widths in which every native architecture is read."""
+    """Lists the widths in which native architectures are read, and the version of transformers that runs others."""
+    import transformers
+
     from engine.checkpoint.compressed import SUPPORTED
     from engine.checkpoint.config import DTYPES
     from engine.checkpoint.gguf.blocks import TYPES
 
-    return {"safetensors": DTYPES, "GGUF": [*TYPES], "quantization_config": [SUPPORTED]}
+    return {
+        "safetensors": DTYPES,
+        "GGUF": [*TYPES],
+        "quantization_config": [SUPPORTED],
+        "transformers": [transformers.__version__],
+    }
 
 
-def page(rows: Sequence[Sequence[str]], of_all: Mapping[str, Sequence[str]]) -> str:
+def page(
+    rows: Sequence[Sequence[str]], facts: Mapping[str, Sequence[str]], reasons: Mapping[str, Sequence[str]]
+) -> str:
     """Writes docs/models.md."""
-    table = [HEAD, ["---"] * len(HEAD), *rows]
-    lines = [f"| {' | '.join(row)} |" for row in table]
-    rest = [f"- {name}: {', '.join(items)}" for name, items in {**widths(), **of_all}.items()]
-    return "\n".join([PAGE_HEAD, *lines, "", *rest])
+    table = [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)]
+    lists = [[f"- {name}: {', '.join(items)}" for name, items in listed.items()] for listed in (facts, reasons)]
+    return "\n".join([PAGE_HEAD, *table, "", *lists[0], OTHERS_HEAD, *lists[1]])
+
+
+def _row(*cells: str) -> Sequence[str]:
+    return [cell or "-" for cell in cells]
 
 
 PAGE_HEAD = """\
 # Models
 
-Made by `baton models --markdown`, of the tables that the readers of checkpoints use; a test holds the two together.
+Made by `baton models --markdown`: native rows of the tables that the readers of checkpoints use, the others by a dry
+run of a small configuration through transformers' classes. A test holds page and code together.
 
 - `native`: Baton's own decoder, in which no row's result depends on other rows of its step (`one mind`): a request that
   goes on with another worker goes on with the very same tokens.
+- `transformers`: transformers' own modules over the same pages, from plain safetensors, without that promise and
+  without speculation ([how](decisions/0053-modules-of-transformers.md)).
 - `GGUF`: the architecture's name in such files, `-` where they are not read.
 - `of`: models with other parts, whose text part this is; it is served alone.
 - `refused`: what config.json may not say of it; every refusal names the field.
+"""
+OTHERS_HEAD = """
+## Refused
+
+By `model_type`, with the reason that `baton up` gives; a checkpoint's own configuration decides.
 """
