@@ -185,7 +185,8 @@ def is_native(folder: Path) -> bool:
     return find_architecture(JsonFields(text_config(_read_values(folder)), "config.json")) in FAMILIES
 
 
-def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
+def parse_config(values: Mapping[str, Any]) -> ServedConfig:
+    """Parses the object in config.json. Raises ModelError, with field or reason, for a model that is not served."""
     if find_architecture(fields := JsonFields(values, "config.json")) in FAMILIES:
         return ModelConfig.parse(values)
     from engine.checkpoint.modules.outline import Outline  # which imports transformers
@@ -198,7 +199,7 @@ def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
 def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ServedConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
-    config = _parse_config(values)
+    config = parse_config(values)
     scheme = parse_scheme(JsonFields(values, "config.json"))
     named = [
         one
