@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantized.matrix import Quantized
+from kernels.routing import Routing, Shares
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Quantized dtypes with one code an item, with their largest code; int4 has two codes in a uint8."""
@@ -25,6 +26,21 @@ class Weight:
     columns: int
     depth: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The matrices of a layer's experts, of one shape and dtype, as `Backend.experts` makes them.
+
+    table: for kernels that find a matrix themselves, int64 [experts, 2], address and whether it is packed codes.
+    """
+
+    weights: tuple[Weight, ...]
+    table: Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.weights[0].columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +172,15 @@ class AttentionVariant:
 
 
 class Activation(Enum):
-    """The activation of a gate: SiLU, or GELU approximated by tanh (arXiv 1606.08415)."""
+    """The activation of a gate: SiLU, or GELU approximated by tanh (arXiv 1606.08415).
+
+    CLAMPED_SWISH is gpt-oss's (arXiv 2508.10925): of a gate of 7 at most, gate * sigmoid(1.702 gate); the second half
+    is clamped to 7 either way, and 1 is added.
+    """
 
     SILU = 0
     GELU_TANH = 1
+    CLAMPED_SWISH = 2
 
 
 class Program(Protocol):
@@ -189,6 +210,9 @@ class Backend(Protocol):
 
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout; on the device `meta` only its size."""
+
+    def pack_exactly(self, weight: Tensor) -> Weight:
+        """Copies a matrix as `pack` does, and rounds it to no fewer bits, whatever the backend's width of weights."""
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, joined along the columns; a product has the bits of `dequantize` in a dtype."""
@@ -244,7 +268,27 @@ class Backend(Protocol):
         """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` does; keeps the shape."""
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-        """Returns activation(first half) * second half of rows [T, 2 * columns]."""
+        """Returns activation(first half) * second half of rows [T, 2 * columns], or [T, num_chosen, 2 * columns]."""
+
+    def experts(self, weights: Sequence[Weight]) -> Experts:
+        """Lists a layer's matrices, one for each expert; copies none. Raises ValueError for unlike ones."""
+
+    def route(self, logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None = None) -> Routing:
+        """Chooses the experts of rows, as `kernels.routing.route` does."""
+
+    def expert_linear(
+        self, states: Tensor, experts: Experts, routing: Routing, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Multiplies each row by the matrices of its chosen experts, and adds their rows of `bias` [experts, columns].
+
+        states: [T, depth], a row for all its experts, or [T, num_chosen, depth], a row for each of them; returns
+        [T, num_chosen, columns] in the order of `routing`, each row as `linear` computes it.
+        """
+
+    def combine(
+        self, rows: Tensor, routing: Routing, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Adds up the rows of each token's experts, as `kernels.routing.combine` does; `out` may be `residual`."""
 
 
 class StepTensors(Protocol):

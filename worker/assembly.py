@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
+from engine.model.loading import load_model
 from engine.model.warming import Warmth, compile_kernels, ignore_progress, limits_of, run_steps, warm
 from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
@@ -108,7 +109,7 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     folder, policy = Path(served.folder), checkpoint.kv_policy
     weights, began_s = WeightCache(checkpoint.weight_cache_bytes), time.monotonic()
     with _fitting(config):
-        model = Decoder.load(folder, served.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
+        model = load_model(folder, served.dtype, device, block_size, backend, kv_dtype, policy, weights.load)
         draft = _load_draft(config, backend, weights)
     load_s = time.monotonic() - began_s
     _require_same_model(config, model.layout.dtype, backend.version)
@@ -128,14 +129,19 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
         on_broken,
         draft=draft,
         definition=lambda: Checkpoint(folder).load_tokenizer().definition,
-        warm_up=partial(_warm_up, model, draft, config),
+        warm_up=partial(_warm_up, model, draft, backend, config),
     )
     assembly.info.load_s, assembly.info.mapped_bytes = load_s, weights.mapped_bytes
     return assembly
 
 
 def _warm_up(
-    model: Decoder, draft: Decoder | None, config: WorkerConfig, kv: KVPages, draft_kv: KVPages | None
+    model: CausalModel,
+    draft: Decoder | None,
+    backend: Backend,
+    config: WorkerConfig,
+    kv: KVPages,
+    draft_kv: KVPages | None,
 ) -> Warmth:
     """Warms the model, and its draft, whose steps have no graphs. Blocks for seconds on a GPU. Raises ConfigError."""
     batch, began_s = config.batch, time.monotonic()
@@ -143,9 +149,9 @@ def _warm_up(
         report = ignore_progress if model.device.type == "cpu" else progress.note
         if draft is not None and draft_kv is not None:
             limits = limits_of(draft, draft_kv, batch.max_running, MAX_CATCH_UP)
-            run_steps(draft, draft_kv, compile_kernels(draft, draft_kv, limits, report))
+            run_steps(draft, draft_kv, compile_kernels(draft, backend, draft_kv, limits, report))
         limits = limits_of(model, kv, batch.max_running, batch.max_step_tokens)
-        warmth = warm(model, kv, limits, report)
+        warmth = warm(model, backend, kv, limits, report)
     log.info("warm after %.1f s; sizes without a graph: %s", time.monotonic() - began_s, warmth.without_program)
     return warmth
 

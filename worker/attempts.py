@@ -12,7 +12,7 @@ from engine.request import EngineRequest
 from wire import errors
 from wire.convert import logprobs_to_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, WorkerLeaving
-from wire.ids import AttemptId, number_of, request_of
+from wire.ids import AttemptId, QualifiedId, incarnation_of, number_of, request_of
 from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
 from worker.convert import request_from_pb
@@ -79,7 +79,7 @@ class Attempts:
         return WorkerState.DRAINING if self._is_draining else WorkerState.READY
 
     def begin(self, line: WorkerLine, begin: worker_pb2.Begin) -> None:
-        """Starts an attempt; aborts an earlier attempt at the request, and any attempt on another line.
+        """Starts an attempt; aborts its router's earlier attempt at the request, and that router's on another line.
 
         Does nothing if the attempt runs on its line already. Raises RequestExists while a later attempt runs there,
         InvalidRequest, or Unavailable while the worker takes no attempts.
@@ -89,8 +89,7 @@ class Attempts:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
             raise refusal(f"the worker is {self.state.value}", attempt_id=begin.id)
         attempt = BegunAttempt(line, self._behaviour.new_job(request, self._clock()))
-        qualified_id = request_of(attempt.id)
-        for earlier in [one for one in self._attempts.values() if request_of(one.id) == qualified_id]:
+        for earlier in [one for one in self._attempts.values() if _origin_of(one.id) == _origin_of(attempt.id)]:
             if (earlier.id, earlier.line) == (attempt.id, line):
                 return
             self._oust(earlier, attempt)
@@ -207,6 +206,11 @@ class Attempts:
             self._forget(attempt)
         attempt.line.send(update)
         return attempt.job.releases_hold(update)
+
+
+def _origin_of(attempt: AttemptId) -> tuple[QualifiedId, int]:
+    """Returns the request of an attempt, and its router's incarnation."""
+    return request_of(attempt), incarnation_of(attempt)
 
 
 def _news_of(outcome: StepReport) -> Iterator[tuple[AttemptId, News, float]]:

@@ -18,7 +18,7 @@ from wire.sampling import DEFAULTS
 from wire.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from engine.checkpoint.config import AttentionConfig
+    from engine.checkpoint.config import AttentionShape
 
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
@@ -157,7 +157,7 @@ def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:
     return replace(facts, is_mapped=facts.device == "cpu" and num_bytes <= weight_cache_bytes)
 
 
-def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") -> None:
+def _require_droppable(settings: ModelSettings, attention: "AttentionShape") -> None:
     """Raises ConfigError for a policy that drops KV by attention, if the model cannot have it."""
     has_windows = any(window is not None for window in attention.windows)
     for text in settings.kv_policies:

@@ -56,6 +56,8 @@ class Scheme:
                 return cls._of_compressed_tensors(fields)
             case "fp8":
                 return cls._of_fp8(fields)
+            case "mxfp4":
+                return cls()
         raise fields.wrong("quant_method", SUPPORTED)
 
     @classmethod

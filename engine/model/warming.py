@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.batch import Batch
+from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, padded
 from engine.model.sampler import PLAIN, choose
-from kernels.backend import KVPages
+from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
 from wire.errors import ConfigError
 from wire.layout import Window
@@ -105,41 +105,41 @@ class WarmStep:
 class Warmth:
     """A warm model, and what its requests have waited for nevertheless."""
 
-    def __init__(self, model: Decoder, without_program: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, model: CausalModel, backend: Backend, without_program: Sequence[tuple[int, int]]) -> None:
         """without_program: sizes of steps that run kernel by kernel."""
         self.without_program = without_program
         self._model = model
-        self._num_programs = model.num_programs
-        self._compilations = _watch_compilations() if model.backend_name == TRITON else None
+        self._num_programs = _num_programs(model)
+        self._compilations = _watch_compilations() if backend.name == TRITON else None
 
     @property
     def num_late(self) -> int:
         """Counts kernels compiled, and programs of a GPU made, since the model was warm."""
         on_gpu = self._model.device.type != "cpu"
         num_kernels = self._compilations.num if self._compilations else 0
-        return num_kernels + (self._model.num_programs - self._num_programs) * on_gpu
+        return num_kernels + (_num_programs(self._model) - self._num_programs) * on_gpu
 
 
-def warm(model: Decoder, kv: KVPages, limits: Limits, report: Report = ignore_progress) -> Warmth:
+def warm(model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, report: Report = ignore_progress) -> Warmth:
     """Makes a model's programs on a pool without sequences, and compiles and runs its other kernels. Blocks.
 
     A size of steps that cannot be captured is served without a program. Raises ConfigError, naming the kernel or step,
     where a compiler fails or hangs, its cache cannot be written, or the device has no memory or fails.
     """
-    steps = compile_kernels(model, kv, limits, report)
+    steps = compile_kernels(model, backend, kv, limits, report)
     without = make_programs(model, kv, limits, report)
     run_steps(model, kv, steps)
-    return Warmth(model, without)
+    return Warmth(model, backend, without)
 
 
 def compile_kernels(
-    model: Decoder, kv: KVPages, limits: Limits, report: Report = ignore_progress
+    model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, report: Report = ignore_progress
 ) -> Sequence[WarmStep]:
     """Compiles the kernels of all steps in child processes; returns steps that together launch each of them.
 
     Blocks. Raises ConfigError as `warm` does. Does nothing for a CPU, whose kernels are compiled when they are loaded.
     """
-    if model.backend_name != TRITON:
+    if backend.name != TRITON:
         return limits.steps if model.device.type != "cpu" else ()
     # Imported here so that a machine without Triton serves on its CPU.
     from kernels.compiling import Compilers, Launches
@@ -154,12 +154,16 @@ def compile_kernels(
     return steps
 
 
-def run_steps(model: Decoder, kv: KVPages, steps: Sequence[WarmStep]) -> None:
+def run_steps(model: CausalModel, kv: KVPages, steps: Sequence[WarmStep]) -> None:
     """Runs steps, and the choice of their tokens, one by one. Blocks. Raises ConfigError as `warm` does."""
     for step in steps:
         with _naming(step, model.device), torch.inference_mode():
             logits = model.forward(step.batch(model.layout.block_size).to(model.device), kv)
             choose(logits, [PLAIN] * len(logits))
+
+
+def _num_programs(model: CausalModel) -> int:
+    return model.num_programs if isinstance(model, Decoder) else 0
 
 
 def _watch_compilations() -> "Compilations":
@@ -168,17 +172,19 @@ def _watch_compilations() -> "Compilations":
     return Compilations()
 
 
-def limits_of(model: Decoder, kv: KVPages, max_rows: int, max_chunk_tokens: int) -> Limits:
+def limits_of(model: CausalModel, kv: KVPages, max_rows: int, max_chunk_tokens: int) -> Limits:
     """Returns the limits of an engine on a pool, from its batcher's bounds."""
     num_positions = Window(model.layout).max_len(len(kv.data), model.max_context_len)
     return Limits(max_rows, max_chunk_tokens, model.layout.num_blocks(num_positions))
 
 
 def make_programs(
-    model: Decoder, kv: KVPages, limits: Limits, report: Report = ignore_progress
+    model: CausalModel, kv: KVPages, limits: Limits, report: Report = ignore_progress
 ) -> list[tuple[int, int]]:
-    """Records or captures all sizes; returns sizes without a program, where the device had no memory."""
-    without = []
+    """Records or captures all sizes of a model that has programs; returns sizes for which the device had no memory."""
+    without: list[tuple[int, int]] = []
+    if not isinstance(model, Decoder):
+        return without
     for num_done, size in enumerate(limits.programs):
         report("graphs", num_done, len(limits.programs))
         with _naming(f"a graph of {size[0]} rows and {size[1]} blocks", model.device):
@@ -188,7 +194,7 @@ def make_programs(
     return without
 
 
-def note_kernels(model: Decoder, kv: KVPages, limits: Limits, launches: "Launches") -> list[WarmStep]:
+def note_kernels(model: CausalModel, kv: KVPages, limits: Limits, launches: "Launches") -> list[WarmStep]:
     """Notes the kernels of all steps, without running them; returns the steps that needed one more kernel."""
     needed = []
     for step in limits.steps:

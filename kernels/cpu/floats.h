@@ -155,6 +155,7 @@ inline Floats to_floats(Ints a) {
     if constexpr (BITS == 5) return {_mm512_permutex2var_ps(numbers, a.v, _mm512_add_ps(numbers, _mm512_set1_ps(16)))};
     return {_mm512_castsi512_ps(selected(63 << 17, a, Ints{_mm512_castps_si512(_mm512_set1_ps(64))}).v)};
 }
+inline Floats looked_up(Floats table, Ints a) { return {_mm512_permutexvar_ps(a.v, table.v)}; }  // by the low 4 bits
 inline Floats exponents(Floats a) { return {_mm512_castsi512_ps((Ints{_mm512_castps_si512(a.v)} & 0x7f800000).v)}; }
 
 #elif defined(__AVX2__)
@@ -234,6 +235,11 @@ inline Ints operator&(Ints a, int mask) {
 }
 inline Ints operator|(Ints a, Ints b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
 inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline __m256 looked_up(Floats table, __m256i a) {
+    const __m256 of_first = _mm256_permutevar8x32_ps(table.lo, a), of_last = _mm256_permutevar8x32_ps(table.hi, a);
+    return _mm256_blendv_ps(of_first, of_last, _mm256_castsi256_ps(_mm256_slli_epi32(a, 28)));
+}
+inline Floats looked_up(Floats table, Ints a) { return {looked_up(table, a.lo), looked_up(table, a.hi)}; }  // by the low 4 bits
 inline Floats exponents(Floats a) {
     const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
     return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)};
@@ -319,6 +325,9 @@ inline Ints operator|(Ints a, Ints b) {
 inline Floats to_floats(Ints a) {
     return each([&](int i) { return float(int32_t(a.v[i])); });
 }
+inline Floats looked_up(Floats table, Ints a) {  // by the low 4 bits
+    return each([&](int i) { return table.v[a.v[i] & 15]; });
+}
 inline Floats exponents(Floats a) {
     return each([&](int i) { return bits_to_float(float_to_bits(a.v[i]) & 0x7f800000); });
 }
@@ -352,6 +361,13 @@ inline void store_some(T* p, Floats a, int count) {
     T padded[LANES];
     store(padded, a);
     std::memcpy(p, padded, count * sizeof(T));
+}
+
+// Calls function(column, count) for each 16 columns; the last ones may be fewer.
+template <class Function>
+inline void for_columns(int64_t columns, const Function& function) {
+    for (int64_t column = 0; column < columns; column += LANES)
+        function(column, int(columns - column < LANES ? columns - column : LANES));
 }
 
 // As T holds the values.

@@ -6,6 +6,7 @@
 // its own. A panel is read from its start to its end. For each block of the depth it has
 //   scales [32] and, if there are any, offsets [32], and for each group of the block
 //     scale factors [32] of eight bits, if there are any; likewise offset factors [32]; the group's codes.
+// In front of the first block, codes that are looked up have the table of their sixteen numbers, int8, in TABLE_BYTES.
 // A group's scale is that of its block, times its factor; so is its offset.
 // Codes lie in vectors of sixteen lanes: those of columns one after the other, D = PACKED_DEPTH neighbours of the depth of each side by
 // side, as the machine multiplies them; 2 D vectors are a panel. Codes of 8 bits lie as [depth / D][32][D]. Those of 4 bits lie in words
@@ -19,7 +20,8 @@
 #include "dtypes.h"
 #include "products.h"
 
-enum class CodeType : uint8_t { U4, U5, U6, S8, E4M3 };
+enum class CodeType : uint8_t { U4, U5, U6, S8, E4M3, TABLE4 };
+constexpr int TABLE_BYTES = 64;
 enum : uint8_t { OFFSETS = 1, SCALE_FACTORS = 2, OFFSET_FACTORS = 4, CENTERED = 8 };
 
 // The numbers of a part's weights. `Format` in packed.py has the same fields in the same order.
@@ -33,12 +35,13 @@ struct Format {
     bool has(uint8_t flag) const { return flags & flag; }
     int64_t scale_bytes() const { return (scale_dtype ? 2 : 4) * PANEL * (has(OFFSETS) ? 2 : 1); }
     int64_t factor_bytes() const { return PANEL * ((has(SCALE_FACTORS) ? 1 : 0) + (has(OFFSET_FACTORS) ? 1 : 0)); }
-    int64_t bits() const { return codes == CodeType::U4 ? 4 : codes == CodeType::U5 ? 5 : codes == CodeType::U6 ? 6 : 8; }
+    int64_t bits() const { return codes == CodeType::U4 || codes == CodeType::TABLE4 ? 4 : codes == CodeType::U5 ? 5 : codes == CodeType::U6 ? 6 : 8; }
     int64_t code_bytes() const { return PANEL * group * bits() / 8; }
+    int64_t table_bytes() const { return codes == CodeType::TABLE4 ? TABLE_BYTES : 0; }
     int64_t num_groups(int64_t depth) const { return (depth + group - 1) / group; }
     int64_t num_blocks(int64_t depth) const { return (depth + block - 1) / block; }
     int64_t panel_bytes(int64_t depth) const {
-        const int64_t size = num_blocks(depth) * scale_bytes() + num_groups(depth) * (factor_bytes() + code_bytes());
+        const int64_t size = table_bytes() + num_blocks(depth) * scale_bytes() + num_groups(depth) * (factor_bytes() + code_bytes());
         return (size + 63) / 64 * 64;
     }
 };
@@ -83,15 +86,17 @@ inline void spread(Floats of_half, Floats* vectors) {
 #endif
 }
 
-// A group's scales and offsets, by lane. zero: what is taken from a code first, where `fma` rounds twice.
+// A group's scales and offsets, by lane. zero: what is taken from a code first, where `fma` rounds twice. table: of codes looked up.
 struct GroupScales {
-    Floats scale[NUM_VECTORS], offset[NUM_VECTORS], zero;
+    Floats scale[NUM_VECTORS], offset[NUM_VECTORS], zero, table;
 };
 
 // Reads a panel group by group.
 class Groups {
    public:
-    Groups(Packed matrix, const Panel& panel) : format_(panel.format), at_(matrix.data + panel.offset) {}
+    Groups(Packed matrix, const Panel& panel) : format_(panel.format), at_(matrix.data + panel.offset + panel.format.table_bytes()) {
+        table_ = format_.table_bytes() ? load((const int8_t*)matrix.data + panel.offset) : splat(0);
+    }
 
     const Format& format() const { return format_; }
     // The codes of the next group, whose scales are put into `scales`: registers, if it is inlined.
@@ -99,6 +104,7 @@ class Groups {
         if (count_++ % (format_.block / format_.group) == 0) FOR_DTYPE(format_.scale_dtype, read_block((const T*)at_))
         const float zero = (format_.has(CENTERED) ? float(1 << (format_.bits() - 1)) : 0) + (format_.codes == CodeType::U6 ? CODE_ADDEND<6> : 0);
         scales.zero = splat(zero);
+        scales.table = table_;
         for (int half = 0; half < 2; ++half) {
             Floats scale = scale_[half];
             if (format_.has(SCALE_FACTORS)) scale = scale * load((const int8_t*)at_ + half * LANES);
@@ -139,7 +145,7 @@ class Groups {
     Format format_;
     const char* at_;
     int64_t count_ = 0;
-    Floats scale_[2], offset_[2];
+    Floats scale_[2], offset_[2], table_;
 };
 
 // Calls use(step, weights) with weights that are still to be rounded, at PACKED_DEPTH places of the depth.
@@ -177,7 +183,7 @@ template <class F, class R, CodeType CODES, class Use>
 inline __attribute__((always_inline)) void widen(const char* codes, int64_t group, const GroupScales& scales, const Use& use) {
     constexpr int VECTOR_BYTES = LANES * sizeof(uint32_t), D = PACKED_DEPTH;
     constexpr bool IS_BYTES = CODES == CodeType::S8 || CODES == CodeType::E4M3;
-    constexpr int BITS = IS_BYTES ? 8 : CODES == CodeType::U4 ? 4 : CODES == CodeType::U5 ? 5 : 6, REST_BYTES = BITS - 4;
+    constexpr int BITS = IS_BYTES ? 8 : CODES == CodeType::U5 ? 5 : CODES == CodeType::U6 ? 6 : 4, REST_BYTES = BITS - 4;
     constexpr int STEP_BYTES = PANEL * WORD_DEPTH * BITS / 8;
     for (int64_t k = 0; k < group; k += WORD_DEPTH, codes += STEP_BYTES) {
         for (int i = 0; i < STEP_BYTES; i += 64) __builtin_prefetch(codes + AHEAD_BYTES + i);
@@ -194,6 +200,8 @@ inline __attribute__((always_inline)) void widen(const char* codes, int64_t grou
                 if constexpr (IS_BYTES) {
                     const char* at = codes + (j * NUM_VECTORS + v) * LANES;
                     code = CODES == CodeType::S8 ? load((const int8_t*)at) : load((const fp8*)at);
+                } else if constexpr (CODES == CodeType::TABLE4) {
+                    code = looked_up(scales.table, shifted(words[v], -4 * j));
                 } else {
                     code = code_at<BITS>(words[v], rests[v], j);
                 }

@@ -1,4 +1,4 @@
-"""The packed format of weights: codes of 4, 5, 6 and 8 bits in panels, with their scales. Layout: packed.h."""
+"""The packed format of weights: codes of 4, 5, 6 and 8 bits in panels, with their scales or table. Layout: packed.h."""
 
 import ctypes
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ LINE_BYTES = 64
 PANEL = 32
 _DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BITS_TO_CODES = {4: 0, 5: 1, 6: 2}
+_INT8, _FP8, _LOOKED_UP = 3, 4, 5
 _BITS_TO_GROUPS = {4: (16, 32, 64, 128), 5: (32, 64, 128), 6: (16, 32, 64, 128), 8: (16, 32, 64, 128)}
 
 
@@ -32,7 +33,9 @@ class Format(ctypes.Structure):
 class Coded(ctypes.Structure):
     """The fields of `Coded` in packed.cpp."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "offsets", "scale_factors", "offset_factors")]
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("codes", "scales", "offsets", "scale_factors", "offset_factors", "table")
+    ]
 
 
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -83,6 +86,7 @@ def pack(library: ctypes.CDLL, parts: Sequence[Quantized]) -> Tensor:
     panels, first_column = [], 0
     for part, form, size, count in zip(parts, formats, sizes, counts, strict=True):
         tables = [part.codes, part.scales, part.offsets, part.scale_factors, part.offset_factors]
+        tables.append(None if part.codebook is None else torch.tensor(part.codebook.value, dtype=torch.int8))
         tables = [None if one is None else one.contiguous() for one in tables]
         coded = Coded(*[None if one is None else one.data_ptr() for one in tables])
         target = data.data_ptr() + begin
@@ -102,6 +106,7 @@ def pack(library: ctypes.CDLL, parts: Sequence[Quantized]) -> Tensor:
 def _format_of(matrix: Quantized) -> Format:
     has = (matrix.offsets, matrix.scale_factors, matrix.offset_factors, matrix.zero or None)
     flags = sum(1 << bit for bit, one in enumerate(has) if one is not None)
-    codes = _BITS_TO_CODES.get(matrix.bits, 4 if matrix.codes.dtype is torch.float8_e4m3fn else 3)
+    of_bytes = _FP8 if matrix.codes.dtype is torch.float8_e4m3fn else _INT8
+    codes = _LOOKED_UP if matrix.codebook is not None else _BITS_TO_CODES.get(matrix.bits, of_bytes)
     dtypes = _DTYPE_TO_CODE[matrix.scales.dtype], flags, _DTYPE_TO_CODE[matrix.source]
     return Format(codes, *dtypes, matrix.group, matrix.block)

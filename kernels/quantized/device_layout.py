@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.backend import Weight
+from kernels.quantized.codebook import Codebook
 from kernels.quantized.matrix import Quantized
 
 PLANE = 32
@@ -43,6 +44,7 @@ class CodeFormat:
     is_halved: bool
     scale_dtype: torch.dtype
     source: torch.dtype
+    codebook: Codebook | None
 
     @property
     def planes(self) -> int:
@@ -120,7 +122,7 @@ def pack(matrices: Sequence[Quantized], dtype: torch.dtype) -> CodedWeight:
 def _kind_of(matrix: Quantized) -> tuple[Any, ...]:
     tables = (matrix.codes, matrix.scales, matrix.offsets, matrix.scale_factors, matrix.offset_factors)
     dtypes = [None if one is None else one.dtype for one in tables]
-    return (matrix.bits, matrix.group, matrix.block, matrix.zero, matrix.source, *dtypes)
+    return (matrix.bits, matrix.group, matrix.block, matrix.zero, matrix.codebook, matrix.source, *dtypes)
 
 
 def _joined(alike: list[Quantized]) -> Quantized:
@@ -146,6 +148,7 @@ def _format_of(matrix: Quantized) -> CodeFormat:
         is_halved=has_factors and matrix.group == HALVED_GROUP,
         scale_dtype=matrix.scales.dtype,
         source=matrix.source,
+        codebook=matrix.codebook,
     )
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.quantized.codebook import Codebook
+
 INT8_GROUP, INT4_GROUP = 64, 32
 SCALES = (2.0**-100, 2.0**90)
 """Bounds of scales for the CPU's kernels: within them no weight, rounded or not, is subnormal or infinite."""
@@ -17,7 +19,8 @@ SCALES = (2.0**-100, 2.0**90)
 class Quantized:
     """A matrix [columns, depth] of weights (code - zero) * scale + offset, in float32, rounded to `source`.
 
-    codes: uint8 of `bits` bits, int8 or float8_e4m3fn. scales, offsets: float16, bfloat16 or float32 [columns, blocks].
+    codes: uint8 of `bits` bits, int8 or float8_e4m3fn. codebook: the numbers that codes of 4 bits stand for, without a
+    zero or offsets; None for the codes themselves. scales, offsets: float16, bfloat16 or float32 [columns, blocks].
     A block is `block` weights of a column; each `group` of them may multiply its scale and offset by factors, int8
     [columns, groups]. zero: 0, or half of the codes. source: the dtype that the file computes weights in.
     """
@@ -31,6 +34,7 @@ class Quantized:
     scale_factors: Tensor | None = None
     offset_factors: Tensor | None = None
     zero: int = 0
+    codebook: Codebook | None = None
     source: torch.dtype = torch.float32
 
     @property
@@ -58,7 +62,7 @@ class Quantized:
         # Products are exact in float32, and a sum rounds once; with long scales beside offsets they are not.
         is_long = self.offsets is not None and self.scales.dtype is torch.float32
         dtype = torch.float64 if is_long else torch.float32
-        weights = (self.codes.float() - self.zero) * self._spread(self.scales.to(dtype), self.scale_factors)
+        weights = (self._numbers() - self.zero) * self._spread(self.scales.to(dtype), self.scale_factors)
         if self.offsets is not None:
             weights = weights + self._spread(self.offsets.to(dtype), self.offset_factors)
         return weights.float().to(self.source).float()
@@ -67,8 +71,16 @@ class Quantized:
         """Tells whether no weight is NaN or infinite in a dtype."""
         if dtype is torch.float16:
             return bool(self.dequantize().to(dtype).isfinite().all())
+        if self.codebook is not None:
+            return bool((self.scales.float() * self.codebook.largest).isfinite().all())
         scales = [one for one in (self.scales, self.offsets) if one is not None]
         return all(one.isfinite().all() for one in scales) and not self.codes.float().isnan().any()
+
+    def _numbers(self) -> Tensor:
+        """Reads what the codes stand for, float32 [columns, depth]."""
+        if self.codebook is None:
+            return self.codes.float()
+        return torch.tensor(self.codebook.value, dtype=torch.float32, device=self.codes.device)[self.codes.int()]
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
         values = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -47,9 +47,13 @@ def load_codes(
     PLANES: tl.constexpr,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
+    NUMBERS: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Loads a plane of codes as float32 [columns, 32]: integers minus ZERO, fp8 codes as their numbers."""
+    """Loads a plane of codes as float32 [columns, 32]: integers minus ZERO, or the numbers of fp8 codes or a codebook.
+
+    NUMBERS: `Codebook.halves`, or None.
+    """
     LOW_BITS: tl.constexpr = 8 if BITS == 8 else 4
     WORDS: tl.constexpr = PLANES * LOW_BITS // 16
     places = columns[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -67,6 +71,12 @@ def load_codes(
         rest = tl.load(rest_ptr + chunk.to(tl.int64) * num_columns * 32 + places, mask=present[:, None], other=0)
         high = (rest.to(tl.int16) >> (PLANE_INDEX * REST_BITS)) & ((1 << REST_BITS) - 1)
         codes = codes | (high << 4)
+    elif NUMBERS is not None:
+        # Numbers of 8 bits are bytes of two words of 64 bits.
+        LOW: tl.constexpr = NUMBERS[0]
+        HIGH: tl.constexpr = NUMBERS[1]
+        halves = tl.where(codes < 8, tl.full([], LOW, tl.int64), tl.full([], HIGH, tl.int64))
+        return (halves >> ((codes & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.float32)
     return codes.to(tl.float32) - ZERO
 
 
@@ -85,6 +95,7 @@ def widen(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,
+    NUMBERS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     IS_HALVED: tl.constexpr,
@@ -93,7 +104,7 @@ def widen(
 ):
     """Widens a plane of columns' weights to the dtype in which the file computes them, [columns, 32]."""
     codes = load_codes(
-        codes_ptr, rest_ptr, num_columns, columns, present, chunk, PLANE_INDEX, PLANES, BITS, ZERO, IS_FP8
+        codes_ptr, rest_ptr, num_columns, columns, present, chunk, PLANE_INDEX, PLANES, BITS, ZERO, NUMBERS, IS_FP8
     )
     if BLOCK % (PLANES * 32) == 0:
         block = chunk // (BLOCK // (PLANES * 32))
@@ -156,6 +167,7 @@ def multiply(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,
+    NUMBERS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     IS_HALVED: tl.constexpr,
@@ -195,6 +207,7 @@ def multiply(
                     BITS,
                     BLOCK,
                     ZERO,
+                    NUMBERS,
                     IS_FP8,
                     HAS_OFFSETS,
                     IS_HALVED,
@@ -251,6 +264,7 @@ def embed_rows(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,
+    NUMBERS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     IS_HALVED: tl.constexpr,
@@ -278,6 +292,7 @@ def embed_rows(
             BITS,
             BLOCK,
             ZERO,
+            NUMBERS,
             IS_FP8,
             HAS_OFFSETS,
             IS_HALVED,
@@ -297,6 +312,7 @@ def constants_of(part: Part) -> dict[str, object]:
         "BITS": form.bits,
         "BLOCK": form.block,
         "ZERO": form.zero,
+        "NUMBERS": None if form.codebook is None else form.codebook.halves,
         "IS_FP8": form.is_fp8,
         "HAS_OFFSETS": form.has_offsets,
         "IS_HALVED": form.is_halved,

@@ -11,7 +11,6 @@ NaN or infinite logits, if cached KV was read; it reads no cached KV.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 from router.disaggregation import PrefillReason, hand_off_s
 from router.observe.journal import RequestJournal
@@ -32,14 +31,11 @@ from router.workers.membership import PROBE_TIMEOUT_S
 from text.grammar import in_sources
 from wire.convert import sampling_to_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
 from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
-
-MAX_NUMBER = (1 << 32) - 1
-"""The last number of an attempt; the first is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ class Services:
     namespaces: OtherNamespaces
     traces: Traces | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
-    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
+    attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ def local_worker(
     node_id: str = "",
     proposer: str = "off",
     draft: DraftModel | None = None,
+    definition: Callable[[], str] = lambda: ByteTokenizer().definition,
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
@@ -54,4 +55,4 @@ def local_worker(
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.block_size)
-    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, lambda: ByteTokenizer().definition)
+    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, definition)

@@ -15,6 +15,7 @@ from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.harness.cluster import Cluster, role_of
+from text.byte_tokenizer import ByteTokenizer
 from text.tokenizer_protocol import TextCodec
 from wire.served_model import ServedModel, ServedNamespace
 from worker.assembly import Assembly, Tiers
@@ -43,11 +44,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Parts:
-    """A worker's model, its ways to the tiers, and its node."""
+    """A worker's model, its ways to the tiers, its node, and the definition of its tokenizer."""
 
     model: CausalModel
     tiers: Tiers
     node_id: str = ""
+    definition: Callable[[], str] = lambda: ByteTokenizer().definition
 
 
 class LocalCluster(Cluster[Assembly]):
@@ -115,6 +117,7 @@ class LocalCluster(Cluster[Assembly]):
             node_id=parts.node_id,
             proposer=sizes.proposer,
             draft=sizes.draft,
+            definition=parts.definition,
         )
         await worker.service.start()
         return worker

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from kernels import int4_pages, paged_attention, row_operations
 from kernels.quantized import products
+from kernels.quantized.codebook import Codebook
 from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile, tokens_of
 
 TARGETS = {
@@ -46,6 +47,7 @@ TYPES_OF_PRODUCTS = {"codes_ptr": "*i16", "rest_ptr": "*u8", "scales_ptr": "*i32
 TYPES_OF_PRODUCTS |= {"ids_ptr": "*i64", "partial_ptr": "*fp32"}
 PLAIN = {
     "ZERO": 0,
+    "NUMBERS": None,
     "IS_FP8": False,
     "HAS_OFFSETS": False,
     "IS_HALVED": False,
@@ -57,6 +59,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "Q5_K": {"BITS": 5, "PLANES": 8, "BLOCK": 256, "HAS_OFFSETS": True},
     "Q6_K": {"BITS": 6, "PLANES": 4, "BLOCK": 256, "ZERO": 32, "IS_HALVED": True},
     "Q8_0": {"BITS": 8, "PLANES": 2, "BLOCK": 32},
+    "MXFP4": {"BITS": 4, "PLANES": 4, "BLOCK": 32, "NUMBERS": Codebook.E2M1.halves, "SCALE": tl.bfloat16},
     "FP8": {"BITS": 8, "PLANES": 2, "BLOCK": 128, "IS_FP8": True, "SCALE": tl.bfloat16, "SOURCE": tl.bfloat16},
 }
 """The formats that products are compiled for; the first three have factors."""
@@ -216,7 +219,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     block: dict[str, Any] = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
-    yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024)
+    yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": row_operations.HEADS_AT_ONCE, "BLOCK_SIZE": BLOCK_SIZE}
     shape |= {"HEAD_DIM": head_dim, "PADDED_HALF": half}
     for name, pages, absent in (("", None, ("scales_ptr",)), (" of int8", "*i8", ())):

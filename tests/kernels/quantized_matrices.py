@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.quantized.codebook import Codebook
 from kernels.quantized.matrix import Quantized
 
 Draw = Callable[[int, int], Quantized]
@@ -105,6 +106,33 @@ def _asymmetric(columns: int, depth: int) -> Quantized:
     )
 
 
+def _looked_up(codebook: Codebook, dtype: torch.dtype) -> Draw:
+    """As MXFP4, with scales that are powers of two, and as IQ4_NL."""
+
+    def draw(columns: int, depth: int) -> Quantized:
+        count, codes = -(-depth // 32), _codes(4, columns, depth)
+        powers = 2.0 ** torch.randint(-14, 6, (columns, count))
+        powers[::7] = 0
+        scales = powers.to(dtype) if codebook is Codebook.E2M1 else _scales(columns, count, dtype)
+        return Quantized(codes=codes, bits=4, group=32, block=32, scales=scales, codebook=codebook)
+
+    return draw
+
+
+def _iq4_xs(columns: int, depth: int) -> Quantized:
+    """As IQ4_XS: blocks of 256, whose groups of 32 have factors of 6 bits."""
+    factors = torch.randint(-32, 32, (columns, -(-depth // 32)), dtype=torch.int8)
+    return Quantized(
+        codes=_codes(4, columns, depth),
+        bits=4,
+        group=32,
+        block=256,
+        scales=_scales(columns, -(-depth // 256)),
+        scale_factors=factors,
+        codebook=Codebook.IQ4_NL,
+    )
+
+
 DRAWS: dict[str, Draw] = {
     "Q4_0": _groups(4, 32, has_offsets=False),
     "Q4_1": _groups(4, 32, has_offsets=True),
@@ -114,6 +142,9 @@ DRAWS: dict[str, Draw] = {
     "Q4_K": _blocks(4, 32, has_offsets=True),
     "Q5_K": _blocks(5, 32, has_offsets=True),
     "Q6_K": _blocks(6, 16, has_offsets=False),
+    "MXFP4": _looked_up(Codebook.E2M1, torch.bfloat16),
+    "IQ4_NL": _looked_up(Codebook.IQ4_NL, torch.float16),
+    "IQ4_XS": _iq4_xs,
     "W8A16 of channels": _with_scales_of(torch.bfloat16, 8, None),
     "W4A16 of groups": _with_scales_of(torch.bfloat16, 4, 128),
     "W4A16 in float32": _with_scales_of(torch.float32, 4, 32),
@@ -123,6 +154,7 @@ DRAWS: dict[str, Draw] = {
 }
 FILE_BITS = {
     "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625,
+    "MXFP4": 4.25, "IQ4_NL": 4.5, "IQ4_XS": 4.25,
     "W8A16 of channels": 8.0, "W4A16 of groups": 4.125, "W4A16 in float32": 5.0, "W4A16 with zero points": 4.625,
     "FP8 of channels": 8.0, "FP8 of blocks": 8.0,
 }  # fmt: skip

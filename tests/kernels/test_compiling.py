@@ -56,7 +56,7 @@ def in_process_of_its_own(cache: Path) -> dict[str, Any]:
 def test_a_launch_finds_what_a_child_has_compiled_and_no_child_starts_again(tmp_path: Path) -> None:
     found = in_process_of_its_own(tmp_path)
     assert found["noted"] == 1
-    assert found["names"] == ["kernels.row_operations.gate_rows(COLUMNS=1024, IS_GELU=False)"]
+    assert found["names"] == ["kernels.row_operations.gate_rows(COLUMNS=1024, ACTIVATION=0)"]
     assert any(name.startswith("compiled-") for name in found["compiled"])
     assert found["after"] == found["compiled"]
     assert found["late"] == 1

@@ -15,6 +15,7 @@ from engine.model import decoder as module
 from engine.model.decoder import Decoder
 from engine.model.warming import Limits, Warmth, limits_of, warm
 from kernels.tiles import PRODUCTS, read_table
+from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
 from tests.harness.checkpoints import make_checkpoint
 from tests.pairs import RUNS_ALL
@@ -99,7 +100,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def warm_one(folder: Path) -> tuple[Warmth, Decoder, DevicePool]:
     model = Decoder.load(folder, "float32", SIM, 16)
     pool = DevicePool(model.layout, NUM_BLOCKS, SIM)
-    return warm(model, pool.kv, LIMITS), model, pool
+    return warm(model, TorchBackend(), pool.kv, LIMITS), model, pool
 
 
 def test_graphs_are_there_before_requests_and_later_ones_are_counted(folder: Path) -> None:
@@ -171,4 +172,4 @@ def test_a_step_without_memory_is_refused_with_the_setting_to_lower(folder: Path
     model.angles_for(pool.kv)
     leave_room(SIM.index, 4096)
     with pytest.raises(ConfigError, match=r"a step of .* does not fit into the memory of sim:0: .*worker.pool_bytes"):
-        warm(model, pool.kv, LIMITS)
+        warm(model, TorchBackend(), pool.kv, LIMITS)

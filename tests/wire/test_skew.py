@@ -1,4 +1,4 @@
-"""Router and worker of two releases: bytes that version 2 wrote keep their meaning, and what is new is passed over."""
+"""Router and worker of two releases: bytes that version 4 wrote keep their meaning, and what is new is passed over."""
 
 import pytest
 from google.protobuf.message import Message
@@ -127,9 +127,9 @@ BY_TYPE = [pytest.param(bytes.fromhex(text), message, id=type(message).__name__)
 
 
 @pytest.mark.parametrize(("written", "message"), BY_TYPE)
-def test_version_3_reads_as_it_was_meant(written: bytes, message: Message) -> None:
+def test_version_4_reads_as_it_was_meant(written: bytes, message: Message) -> None:
     """Whoever changes this speaks another language: then wire.ids.PROTOCOL_VERSION grows, and these bytes with it."""
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
     assert type(message).FromString(written) == message
     assert message.SerializeToString(deterministic=True) == written
 

@@ -89,7 +89,10 @@ NO_NUMBERS = (math.nan, math.inf, -math.inf)
 OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "id": (
         *(begin_of(request_id=text) for text in ("", "A/1", "a/b/1", "/1", "r" * 65, "a b", "\0", "é")),
-        *(spoilt(begin_of(), id=text) for text in ("r", "r/0", "r/01", "r/-1", "r/1/", "r/12345678901", "r/x")),
+        *(
+            spoilt(begin_of(), id=text)
+            for text in ("r", "r/0", "r/01", "r/-1", "r/1/", "r/12345678901234567890", "r/x")
+        ),
     ),
     "namespace_root": tuple(spoilt(begin_of(), namespace_root=bytes(size)) for size in (0, 31, 33)),
     "time_left_s": tuple(begin_of(time_left_s=value) for value in (0.0, -1.0, *NO_NUMBERS)),

@@ -33,7 +33,7 @@ from wire.errors import (
     Unsupported,
     WorkerLeaving,
 )
-from wire.ids import AttemptId
+from wire.ids import NUMBER_BITS, AttemptId
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
@@ -250,6 +250,19 @@ async def test_an_attempt_on_another_line_ousts_any_earlier_one(decode: Worker, 
     assert tokens_of(await another.decode(begin_of(attempt=attempt))) == ORACLE.oracle(PROMPT, 40)
     with pytest.raises(Cancelled):
         await earlier.end()
+    await another.close()
+    await decode.at_rest()
+
+
+async def test_two_routers_serve_one_request_id_at_once(decode: Worker) -> None:
+    numbers = [(incarnation << NUMBER_BITS) + 1 for incarnation in (7, 8)]
+    another = Caller(decode.service)
+    first, second = (
+        asyncio.create_task(caller.decode(begin_of(sampling=greedy(3000 - 40), attempt=number)))
+        for caller, number in zip((decode.caller, another), numbers, strict=True)
+    )
+    for updates in (await first, await second):
+        assert tokens_of(updates) == ORACLE.oracle(PROMPT, 3000 - 40)
     await another.close()
     await decode.at_rest()
 

@@ -137,15 +137,16 @@ class AnswerFrame:
         }
 
     def _tokens(self, codec: TextCodec) -> dict[str, int]:
-        """Returns the token ids of marks that are special tokens and, with a budget, of the channel's closer."""
-        ids = {mark: codec.encode_rendered(mark) for mark in self.marks}
-        named = [mark for mark in self.marks if mark in codec.special_tokens]
-        if self.channel and self.max_reasoning_tokens is not None:
-            if len(ids[self.channel.closer]) != 1:
-                reason = "the model's vocabulary has no token that closes its channel of reasoning"
-                raise Unsupported(f"thinking_token_budget: {reason}", param="thinking_token_budget")
-            named.append(self.channel.closer)
-        return {mark: ids[mark][0] for mark in named}
+        """Returns the token ids of marks that are one token: a grammar of their text would refuse that token.
+
+        Raises Unsupported for a budget if the channel's closer is none of these.
+        """
+        encoded = {mark: codec.encode_rendered(mark) for mark in self.marks}
+        tokens = {mark: ids[0] for mark, ids in encoded.items() if len(ids) == 1}
+        if self.channel and self.max_reasoning_tokens is not None and self.channel.closer not in tokens:
+            reason = "the model's vocabulary has no token that closes its channel of reasoning"
+            raise Unsupported(f"thinking_token_budget: {reason}", param="thinking_token_budget")
+        return tokens
 
 
 NO_FRAME = AnswerFrame()

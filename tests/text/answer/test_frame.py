@@ -5,13 +5,16 @@ from typing import Any, ClassVar
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
+from tests.harness.checkpoints import byte_level_tokenizer
 from text.answer.answer import AnswerParser
 from text.answer.calls import CallBegun
 from text.answer.formats import CALL_FORMATS, AnswerFormats
 from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
 from text.byte_tokenizer import ByteTokenizer
 from text.grammar import new_matcher
+from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest, Unsupported
 from wire.sampling import FormatKind, ResponseFormat
 
@@ -171,6 +174,24 @@ def test_marks_that_are_special_tokens_are_these_tokens() -> None:
     assert takes_tokens(strict, "[TOOL_CALLS] is a mark")
     assert takes_tokens(strict, "so", 256, "f", 257, F[1])
     assert not takes_tokens(strict, "so", 256, "f", 257, BAD[1])
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_marks_that_are_one_token_of_a_vocabulary_are_this_token(is_special: bool) -> None:
+    """Qwen has its marks among added tokens that are not special; llguidance takes neither kind for its text."""
+    backend = byte_level_tokenizer(300)
+    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    backend.add_tokens([AddedToken(mark, special=is_special, normalized=False) for mark in marks])
+    tokenizer = Tokenizer(backend)
+    vocabulary = LLTokenizer(tokenizer.definition, eos_token=0)
+    for use, before in ((REQUIRED, ""), (STRICT, "So. ")):
+        grammar = frame_of("qwen", use, channel="think").grammar(None, tokenizer)
+        assert grammar is not None
+        matcher = new_matcher(grammar, vocabulary)
+        ids = tokenizer.encode(f"<think>\nso\n</think>\n{before}{written('qwen', F, G)}")
+        assert sum(one >= 300 for one in ids) == 6
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        assert matcher.is_accepting()
 
 
 def test_reasoning_ends_at_its_budget() -> None:
