@@ -211,6 +211,9 @@ class Backend(Protocol):
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout; on the device `meta` only its size."""
 
+    def pack_exactly(self, weight: Tensor) -> Weight:
+        """Copies a matrix as `pack` does, and rounds it to no fewer bits, whatever the backend's width of weights."""
+
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, joined along the columns; a product has the bits of `dequantize` in a dtype."""
 
@@ -265,7 +268,7 @@ class Backend(Protocol):
         """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` does; keeps the shape."""
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-        """Returns activation(first half) * second half of rows [T, 2 * columns]."""
+        """Returns activation(first half) * second half of rows [T, 2 * columns], or [T, num_chosen, 2 * columns]."""
 
     def experts(self, weights: Sequence[Weight]) -> Experts:
         """Lists a layer's matrices, one for each expert; copies none. Raises ValueError for unlike ones."""
@@ -278,8 +281,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Multiplies each row by the matrices of its chosen experts, and adds their rows of `bias` [experts, columns].
 
-        states: [T, depth], a row for all its experts, or [T * num_chosen, depth], row t * num_chosen + j for expert
-        routing.experts[t, j]; returns [T * num_chosen, columns] in this order, each row as `linear` computes it.
+        states: [T, depth], a row for all its experts, or [T, num_chosen, depth], a row for each of them; returns
+        [T, num_chosen, columns] in the order of `routing`, each row as `linear` computes it.
         """
 
     def combine(

@@ -49,13 +49,12 @@ def route(logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None =
 
 
 def combine(rows: Tensor, routing: Routing, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Adds up share * row over each token's rows [T * num_chosen, columns], in their order, then `residual`.
+    """Adds up share * row over each token's rows [T, num_chosen, columns], in their order, then `residual`.
 
     The sums are in float32 and rounded once.
     """
-    of_tokens = rows.float().unflatten(0, routing.experts.shape)
-    total = torch.zeros_like(of_tokens[:, 0])
-    for shares, own in zip(routing.shares.unbind(1), of_tokens.unbind(1), strict=True):
+    total = torch.zeros_like(rows[:, 0], dtype=torch.float32)
+    for shares, own in zip(routing.shares.unbind(1), rows.float().unbind(1), strict=True):
         total = total + shares[:, None] * own
     total = (total if residual is None else residual.float() + total).to(rows.dtype)
     return total if out is None else out.copy_(total)

@@ -4,6 +4,8 @@ Each kernel rounds where `kernels.torch_backend` does.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -50,7 +52,7 @@ def gate_rows(
     output_ptr,  # [num_rows, columns]
     columns,
     COLUMNS: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # as `Activation` numbers them
 ):
     # One program gates COLUMNS numbers of one row.
     row = tl.program_id(0).to(tl.int64)
@@ -59,9 +61,16 @@ def gate_rows(
     gate = tl.load(gate_up_ptr + row * 2 * columns + places, mask=present, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * columns + columns + places, mask=present, other=0.0)
     wide = gate.to(tl.float32)
+    if ACTIVATION == 2:
+        wide = tl.where(wide > 7.0, 7.0, wide)
+        raised = up.to(tl.float32)
+        raised = tl.where(raised > 7.0, 7.0, tl.where(raised < -7.0, -7.0, raised))
+        up = (raised + 1.0).to(gate.dtype)
     of = wide
-    if IS_GELU:  # its approximation by tanh is a sigmoid of this
+    if ACTIVATION == 1:  # the approximation of GELU by tanh is a sigmoid of this
         of = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
+    if ACTIVATION == 2:
+        of = 1.702 * wide
     activated = (wide / (1.0 + tl.exp(tl.minimum(-of, 88.0)))).to(gate.dtype)
     tl.store(output_ptr + row * columns + places, activated.to(tl.float32) * up.to(tl.float32), mask=present)
 
@@ -197,12 +206,11 @@ def rms_norm(
 
 def gate(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
     """Implements `kernels.backend.Backend.gate`, on the current GPU."""
-    num_rows, columns = len(gate_up), gate_up.shape[1] // 2
-    output = gate_up.new_empty(num_rows, columns) if out is None else out
+    *rows, columns = *gate_up.shape[:-1], gate_up.shape[-1] // 2
+    output, num_rows = gate_up.new_empty(*rows, columns) if out is None else out, math.prod(rows)
     if num_rows:
         grid = num_rows, triton.cdiv(columns, GATED_AT_ONCE)
-        is_gelu = activation is Activation.GELU_TANH
-        gate_rows[grid](gate_up, output, columns, COLUMNS=GATED_AT_ONCE, IS_GELU=is_gelu, **OPTIONS)
+        gate_rows[grid](gate_up, output, columns, COLUMNS=GATED_AT_ONCE, ACTIVATION=activation.value, **OPTIONS)
     return output
 
 

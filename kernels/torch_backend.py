@@ -15,7 +15,7 @@ from kernels.routing import Routing
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
-    Activation.CLAMPED_SWISH: lambda gate: gate * torch.sigmoid(1.702 * gate),
+    Activation.CLAMPED_SWISH: lambda gate: (gate.float() * torch.sigmoid(1.702 * gate.float())).to(gate.dtype),
 }
 CLAMP = 7.0
 """The largest gate of CLAMPED_SWISH."""
@@ -35,6 +35,9 @@ class TorchBackend:
     def pack(self, weight: Tensor) -> Weight:
         columns, depth = weight.shape
         return Weight(weight, columns, depth, weight.dtype)
+
+    def pack_exactly(self, weight: Tensor) -> Weight:
+        return self.pack(weight)
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
@@ -137,14 +140,13 @@ def by_expert(
     out: Tensor | None,
 ) -> Tensor:
     """Implements `Backend.expert_linear` by a product for each expert that a row has."""
-    chosen = routing.experts.flatten()
-    rows_per_state = len(chosen) // max(1, len(states))
-    result = states.new_empty(len(chosen), experts.columns) if out is None else out
-    for expert in chosen.unique().tolist():
-        [places] = torch.nonzero(chosen == expert, as_tuple=True)
+    num_chosen, result = routing.num_chosen, states.new_empty(*routing.experts.shape, experts.columns)
+    rows = states.repeat_interleave(num_chosen, 0) if states.dim() == 2 else states.flatten(0, 1)
+    for expert in routing.experts.unique().tolist():
+        tokens, choices = torch.nonzero(routing.experts == expert, as_tuple=True)
         own = None if bias is None else bias[expert]
-        result[places] = linear(states[places // rows_per_state], experts.weights[expert], own)
-    return result
+        result[tokens, choices] = linear(rows[tokens * num_chosen + choices], experts.weights[expert], own)
+    return _given(result, out)
 
 
 def list_experts(weights: Sequence[Weight]) -> Experts:

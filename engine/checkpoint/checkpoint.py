@@ -7,23 +7,25 @@ Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map`
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from engine.checkpoint.compressed import CompressedCodes, Scheme
 from engine.checkpoint.config import ModelConfig, ServedConfig, parse_eos
 from engine.checkpoint.families import FAMILIES, find_architecture
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
+from engine.checkpoint.quantized.scheme import CodeReader, Scheme, parse_scheme
+from engine.checkpoint.stacked_experts import StackedCodes, StackedExperts, single_experts
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
+from engine.checkpoint.text_part import find_text_part, tensor_name, text_config
 from kernels.quantized.matrix import Quantized
 from text.model_file import read_regular
 from text.template.template_processes import Template, render_end
@@ -63,9 +65,13 @@ class Checkpoint:
         self.folder = folder
         generation = _read_generation_config(folder)
         self.values = _read_values(folder)
-        self.config, scheme = _read_config(folder, self.values, generation)
+        self.config, scheme = _read_config(folder, text_config(self.values), generation)
         self.sampling = _parse_sampling(generation, self.config.vocab_size)
-        self._tensor_to_file = _open_weights(folder)
+        opened = _open_weights(folder, str if find_text_part(self.values) is None else tensor_name)
+        self._weight_paths = sorted({file.path for file in opened.values()})
+        files = {name: file for name, file in opened.items() if isinstance(file, TensorFile)}
+        may_stack = files and isinstance(self.config, ModelConfig)
+        self._tensor_to_file = single_experts(files, self.native_config) if may_stack else opened
         self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
 
@@ -82,8 +88,7 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         """The files that distinguish this model: configuration, weights and, if there is one, tokenizer.json."""
         tokenizer = self.folder / TOKENIZER_FILE
-        weights = sorted({file.path for file in self._tensor_to_file.values()})
-        return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
+        return (self.folder / "config.json", *self._weight_paths, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
         """Returns the model's fingerprint. It covers the rules for a GGUF file's tensors, and transformers' modules."""
@@ -164,20 +169,15 @@ class Checkpoint:
         return tokenizer
 
 
-class CodeReader(Protocol):
-    """A reader of the matrices of a checkpoint that have codes."""
-
-    def names(self, name: str) -> Sequence[str]:
-        """Lists the tensors that a matrix is made of; empty for a matrix without codes."""
-
-    def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
-        """Reads a matrix; on the device `meta` without content. Raises ModelError, which names a malformed matrix."""
+TensorSource = TensorFile | GgufPart | StackedExperts
 
 
-def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Scheme | None) -> CodeReader:
+def _find_codes(tensor_to_file: Mapping[str, TensorSource], scheme: Scheme | None) -> CodeReader:
     parts = {name: file for name, file in tensor_to_file.items() if isinstance(file, GgufPart)}
     files = {name: file for name, file in tensor_to_file.items() if isinstance(file, TensorFile)}
-    return GgufCodes(parts) if parts else CompressedCodes(files, scheme)
+    if stacked := next((one for one in tensor_to_file.values() if isinstance(one, StackedExperts)), None):
+        return StackedCodes(stacked)
+    return scheme.open(files) if scheme and not parts else GgufCodes(parts)
 
 
 def _read_values(folder: Path) -> dict[str, Any]:
@@ -186,10 +186,11 @@ def _read_values(folder: Path) -> dict[str, Any]:
 
 def is_native(folder: Path) -> bool:
     """Tells whether the native decoder runs a model folder. Raises ModelError for a malformed config.json."""
-    return find_architecture(JsonFields(_read_values(folder), "config.json")) in FAMILIES
+    return find_architecture(JsonFields(text_config(_read_values(folder)), "config.json")) in FAMILIES
 
 
-def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
+def parse_config(values: Mapping[str, Any]) -> ServedConfig:
+    """Parses the object in config.json. Raises ModelError, with field or reason, for a model that is not served."""
     if find_architecture(fields := JsonFields(values, "config.json")) in FAMILIES:
         return ModelConfig.parse(values)
     from engine.checkpoint.modules.outline import Outline  # which imports transformers
@@ -202,8 +203,8 @@ def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
 def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ServedConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
-    config = _parse_config(values)
-    scheme = Scheme.parse(JsonFields(values, "config.json"))
+    config = parse_config(values)
+    scheme = parse_scheme(JsonFields(values, "config.json"))
     named = [
         one
         for fields in (JsonFields(values, "config.json"), generation)
@@ -259,32 +260,32 @@ def _parse_sampling(fields: JsonFields, vocab_size: int) -> SamplingParams:
     return sampling
 
 
-def _open_weights(folder: Path) -> Mapping[str, TensorFile | GgufPart]:
+def _open_weights(folder: Path, rename: Callable[[str], str]) -> Mapping[str, TensorFile | GgufPart]:
     if os.path.lexists(folder / TABLE_FILE):
         return read_table(folder)
     if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
-        return _open_shards(folder)
+        return _open_shards(folder, rename)
     for name in (SINGLE_FILE, ONLY_SHARD):
         if os.path.lexists(folder / name):
-            file = TensorFile(folder / name)
+            file = TensorFile(folder / name, rename)
             return dict.fromkeys(file.entries, file)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise ModelError("the weights are pickles (.bin, .pt), which are never read: convert them to safetensors")
     raise ModelError(f"the model folder has neither {SINGLE_FILE} nor {INDEX_FILE}", folder=str(folder))
 
 
-def _open_shards(folder: Path) -> dict[str, TensorFile]:
+def _open_shards(folder: Path, rename: Callable[[str], str]) -> dict[str, TensorFile]:
     weight_map = parse_object(read_regular(folder / INDEX_FILE, MAX_INDEX_BYTES), INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{INDEX_FILE} has no weight_map")
     for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ModelError(f"{INDEX_FILE} names {str(shard)[:64]}, which is no .safetensors file of the folder")
-    shards = {shard: TensorFile(folder / shard) for shard in sorted(set(weight_map.values()))}
+    shards = {shard: TensorFile(folder / shard, rename) for shard in sorted(set(weight_map.values()))}
     for tensor, shard in weight_map.items():
-        if tensor not in shards[shard].entries:
+        if rename(tensor) not in shards[shard].entries:
             raise ModelError(f"{INDEX_FILE} places {tensor[:64]} in {shard[:64]}, which lacks it")
-    return {tensor: shards[shard] for tensor, shard in weight_map.items()}
+    return {rename(tensor): shards[shard] for tensor, shard in weight_map.items()}
 
 
 def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:

@@ -8,8 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from engine.checkpoint.families import FAMILIES, Family, Ropes, Scalars, Windows, parse_architecture
+from engine.checkpoint.families import (
+    FAMILIES,
+    Family,
+    Ropes,
+    Scalars,
+    Windows,
+    parse_architecture,
+    refuse_fields_of_others,
+)
 from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.mixture import MixtureConfig
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT
 from kernels.backend import Activation
 from wire.errors import ConfigError, ModelError
@@ -21,7 +30,11 @@ MAX_LAYERS = 1024
 SINKS_CONTEXT_LEN = 1 << 20
 """Context length of a model with sinks, whose KV has constant size; the block table takes a quarter of a MiB."""
 RMS_NORM_EPS = (1e-12, 0.1)
-_ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
+_ACTIVATIONS = {
+    Activation.SILU: ("silu", "swish"),
+    Activation.GELU_TANH: ("gelu_pytorch_tanh",),
+    Activation.CLAMPED_SWISH: ("silu", "swish"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +140,10 @@ class ServedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ServedConfig):
-    """A model that the native decoder runs. layer_ropes: the rotary embedding of each layer."""
+    """A model that the native decoder runs. layer_ropes: the rotary embedding of each layer.
+
+    intermediate_size: the width of dense feed-forward layers.
+    """
 
     is_native: ClassVar[bool] = True
 
@@ -139,6 +155,7 @@ class ModelConfig(ServedConfig):
     attention: AttentionConfig
     layer_ropes: Ropes
     scalars: Scalars
+    mixture: MixtureConfig | None
 
     @property
     def family(self) -> Family:
@@ -150,11 +167,11 @@ class ModelConfig(ServedConfig):
         return tuple(dict.fromkeys(self.layer_ropes))
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any]) -> "ModelConfig":
+    def parse(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """Parses the object in config.json. Raises ModelError, naming the key, for a wrong or unsupported value."""
-        architecture = parse_architecture(JsonFields(config, "config.json"))
+        architecture = parse_architecture(JsonFields(values, "config.json"))
         family = FAMILIES[architecture]
-        fields = JsonFields({**family.defaults, **config}, "config.json")
+        fields = JsonFields({**family.defaults, **values}, "config.json")
         _refuse_unsupported(family, fields)
         hidden_size = fields.count("hidden_size")
         num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
@@ -163,7 +180,7 @@ class ModelConfig(ServedConfig):
         scalars = family.scalars(fields)
         attention = AttentionConfig.parse(family, fields, hidden_size, num_layers, scalars.scores)
         ropes = family.ropes(fields, num_layers, max_context_len, attention.head_dim)
-        return cls(
+        config = cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -178,7 +195,10 @@ class ModelConfig(ServedConfig):
             attention=attention,
             layer_ropes=ropes,
             scalars=scalars,
+            mixture=family.mixture(fields, num_layers),
         )
+        refuse_fields_of_others(architecture, fields)
+        return config
 
     def keeping(self, policy: KVPolicy) -> Self:
         """Returns the model under a KV policy. With sinks all layers have the policy's window, and the context is long.

@@ -32,8 +32,15 @@ class JsonFields:
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
         self._source = source
+        self._read_names = set[str]()
+
+    @property
+    def unread(self) -> set[str]:
+        """Names of the fields, not null, that nothing has asked for."""
+        return {name for name, value in self._values.items() if value is not None} - self._read_names
 
     def __contains__(self, name: str) -> bool:
+        self._read_names.add(name)
         return self._values.get(name) is not None
 
     def items(self) -> ItemsView[str, Any]:
@@ -41,6 +48,7 @@ class JsonFields:
 
     def raw(self, name: str) -> Any:
         """Returns a field's parsed value, None where absent."""
+        self._read_names.add(name)
         return self._values.get(name)
 
     def wrong(self, name: str, expected: str) -> ModelError:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, FileIO
@@ -56,15 +56,18 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A .safetensors file. Its construction raises ModelError if the header is malformed or the file cut."""
+    """A .safetensors file. Its construction raises ModelError if the header is malformed or the file cut.
 
-    def __init__(self, path: Path) -> None:
+    rename: gives a stored tensor the name that it is read by.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str] = str) -> None:
         self.path = path
         with open_regular(path) as file:
             header, self._data_start = _read_header(file, path.name)
             data_bytes = os.fstat(file.fileno()).st_size - self._data_start
         header.pop("__metadata__", None)
-        self.entries = {name: _parse_entry(path.name, name, entry) for name, entry in header.items()}
+        self.entries = {rename(name): _parse_entry(path.name, name, entry) for name, entry in header.items()}
         if not _tiles(self.entries.values(), data_bytes):
             raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
 
@@ -86,11 +89,21 @@ class TensorFile:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Reads a tensor into host memory, by default in the file's dtype. Raises ModelError if the file was cut."""
         entry = self.entries[name]
-        raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        return self._read(name, entry.begin, entry.end).view(entry.shape).to(dtype)
+
+    def read_item(self, name: str, index: int) -> torch.Tensor:
+        """Reads the part of a tensor at a place of its first dimension. Raises ModelError if the file was cut."""
+        entry = self.entries[name]
+        num_bytes = (entry.end - entry.begin) // entry.shape[0]
+        begin = entry.begin + index * num_bytes
+        return self._read(name, begin, begin + num_bytes).view(entry.shape[1:])
+
+    def _read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        raw = torch.empty(end - begin, dtype=torch.uint8)
         with BufferedReader(open_regular(self.path)) as file:
-            file.seek(self._data_start + entry.begin)
+            file.seek(self._data_start + begin)
             self._fill(raw, file, name)
-        return raw.view(entry.dtype).view(entry.shape).to(dtype)
+        return raw.view(self.entries[name].dtype)
 
     def _fill(self, raw: torch.Tensor, file: "BufferedReader[FileIO]", name: str) -> None:
         if file.readinto(raw.numpy().data) != len(raw):

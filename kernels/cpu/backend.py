@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import routing
 from kernels.backend import (
     Activation,
     Angles,
@@ -28,8 +27,8 @@ from kernels.backend import (
 from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
-from kernels.routing import Routing
-from kernels.torch_backend import by_expert, list_experts
+from kernels.routing import Routing, Shares
+from kernels.torch_backend import list_experts
 
 
 class ROWS(ctypes.c_int64):
@@ -59,13 +58,16 @@ KERNELS: dict[str, list[type]] = {
     **{f"{layout}linear": [CODE, *[POINTER] * 5, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
     **{f"{layout}linear_to_float": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
     "rms_norm": [CODE, POINTER, SIZE, POINTER, CODE, REAL, POINTER, ROWS, SIZE, POINTER, SIZE],
-    "gate": [CODE, CODE, POINTER, ROWS, SIZE, POINTER],
+    "gate": [CODE, CODE, POINTER, ROWS, SIZE, SIZE, POINTER],
     "soft_cap": [POINTER, REAL, ROWS, SIZE],
     "rotate_and_write": [
         *[CODE, POINTER, POINTER, POINTER, CODE, REAL, POINTER, POINTER, SIZE],
         *[ROWS, *[SIZE] * 3, POINTER, POINTER],
     ],
     "attention": [POINTER, SEQUENCES, DECODES],
+    "route": [CODE, CODE, POINTER, ROWS, SIZE, SIZE, POINTER, POINTER],
+    "expert_linear": [CODE, *[POINTER] * 5, ROWS, *[SIZE] * 5],
+    "combine": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE, POINTER],
     "pick": [POINTER, POINTER, ROWS, SIZE, POINTER],
     "advance": [POINTER, SIZE, POINTER, SIZE, SIZE, SEQUENCES, *[POINTER] * 5],
 }
@@ -133,6 +135,9 @@ class CpuBackend:
         return CpuRecorder(self)
 
     def pack(self, weight: Tensor) -> Weight:
+        return self.pack_exactly(weight)
+
+    def pack_exactly(self, weight: Tensor) -> Weight:
         weight = weight.contiguous()
         code, (columns, depth) = DTYPE_TO_CODE[weight.dtype], weight.shape
         packed = weight.new_empty(self._library.baton_packed_size(code, columns, depth))
@@ -144,7 +149,7 @@ class CpuBackend:
         """Keeps codes packed if the kernels widen them exactly; else packs the widened matrix."""
         parts = [packed.in_groups(part) for part in parts]
         if not all(packed.is_packable(part, dtype) for part in parts):
-            return CpuBackend.pack(self, torch.cat([part.dequantize().to(dtype) for part in parts]))
+            return self.pack_exactly(torch.cat([part.dequantize().to(dtype) for part in parts]))
         columns = sum(part.columns for part in parts)
         return Weight(packed.pack(self._library, parts), columns, parts[0].depth, dtype)
 
@@ -228,19 +233,47 @@ class CpuBackend:
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-        num_rows, columns = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_rows, columns) if out is None else out
-        self._call("gate", DTYPE_TO_CODE[out.dtype], activation.value, gate_up, num_rows, columns, out)
+        *rows, columns = *gate_up.shape[:-1], gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*rows, columns) if out is None else out
+        num_of_token = gate_up.shape[1:-1].numel()
+        self._call("gate", DTYPE_TO_CODE[out.dtype], activation.value, gate_up, rows[0], num_of_token, columns, out)
         return out
 
     experts = staticmethod(list_experts)
-    route = staticmethod(routing.route)
-    combine = staticmethod(routing.combine)
+
+    def route(self, logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None = None) -> Routing:
+        sizes = len(logits), num_chosen
+        out = (
+            Routing(logits.new_empty(sizes, dtype=torch.int32), torch.empty(sizes, dtype=torch.float32))
+            if out is None
+            else out
+        )
+        self._call(
+            "route", DTYPE_TO_CODE[logits.dtype], shares.value, logits, *logits.shape, num_chosen,
+            out.experts, out.shares,
+        )  # fmt: skip
+        return out
 
     def expert_linear(
         self, states: Tensor, experts: Experts, routing: Routing, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
-        return by_expert(self.linear, states, experts, routing, bias, out)
+        (num_rows, num_chosen), first = routing.experts.shape, experts.weights[0]
+        out = states.new_empty(num_rows, num_chosen, first.columns) if out is None else out
+        self._call(
+            "expert_linear", DTYPE_TO_CODE[states.dtype], states, experts.table, bias, routing.experts, out, num_rows,
+            num_chosen, len(experts.weights), num_chosen if states.dim() == 2 else 1, first.columns, first.depth,
+        )  # fmt: skip
+        return out
+
+    def combine(
+        self, rows: Tensor, routing: Routing, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        num_rows, num_chosen, columns = rows.shape
+        out = rows.new_empty(num_rows, columns) if out is None else out
+        self._call(
+            "combine", DTYPE_TO_CODE[rows.dtype], rows, routing.shares, residual, num_rows, num_chosen, columns, out
+        )
+        return out
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._kernels[kernel](*[_address(one) if isinstance(one, Addressed) else one for one in arguments])

@@ -363,6 +363,13 @@ inline void store_some(T* p, Floats a, int count) {
     std::memcpy(p, padded, count * sizeof(T));
 }
 
+// Calls function(column, count) for each 16 columns; the last ones may be fewer.
+template <class Function>
+inline void for_columns(int64_t columns, const Function& function) {
+    for (int64_t column = 0; column < columns; column += LANES)
+        function(column, int(columns - column < LANES ? columns - column : LANES));
+}
+
 // As T holds the values.
 template <class T>
 inline Floats rounded(Floats value) {

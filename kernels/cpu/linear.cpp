@@ -12,7 +12,7 @@ constexpr int64_t num_panels(int64_t columns) { return (columns + PANEL - 1) / P
 
 template <class T>
 int64_t num_steps(int64_t depth) {
-    return (depth + Product<T>::DEPTH - 1) / Product<T>::DEPTH;
+    return whole_depth<T>(depth) / Product<T>::DEPTH;
 }
 
 // weight [columns, depth] -> panels, zeros where columns or depth end.
@@ -65,19 +65,38 @@ struct Linear {
 
     void put(Floats value, int64_t row, int64_t column) const {
         const int count = int(std::min<int64_t>(LANES, columns - column));
-        if (count > 0) finish(value, count, bias ? bias + column : nullptr, residual ? residual + row * columns + column : nullptr, out + row * columns + column);
+        const int64_t at = rows.product(row) * columns + column;
+        if (count > 0) finish(value, count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
     }
 
     void panels(int64_t first_panel, int64_t last_panel) const {
-        for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
-            for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
-                for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
-            });
+        if constexpr (IN_TILES<T>) {
+            panels_in_tiles(first_panel, last_panel);
+        } else {
+            for (int64_t row = 0; row < num_rows; row += MAX_ROWS)
+                for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
+                    for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
+                });
         }
     }
 
+    // A chunk of a panel stays in the nearest cache while all rows pass, and their sums beside it.
+    void panels_in_tiles(int64_t first_panel, int64_t last_panel) const {
+        alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
+        Tiles<T> tiles;
+        for (int64_t panel = first_panel; panel < last_panel; ++panel)
+            for (int64_t begin = 0; begin < num_rows; begin += BLOCK_ROWS) {
+                const int64_t end = std::min(num_rows, begin + BLOCK_ROWS), padded = steps * D;
+                std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+                for (int64_t k = 0; k < padded; k += TILED_DEPTH)
+                    tiles.add(rows, begin, end, k, packed + (panel * padded + k) * PANEL, std::min<int64_t>(TILED_DEPTH, padded - k), sums);
+                for (int64_t row = begin; row < end; ++row)
+                    for (int half = 0; half < PANEL; half += LANES) put(load(sums + (row - begin) * PANEL + half), row, panel * PANEL + half);
+            }
+    }
+
     void run() const {
-        constexpr int64_t PER_UNIT = 4;
+        constexpr int64_t PER_UNIT = PlainMatrix<T>::PANELS_PER_UNIT;
         const int64_t total = num_panels(columns);
         parallel((total + PER_UNIT - 1) / PER_UNIT, [&](int64_t unit) {
             panels(unit * PER_UNIT, std::min(total, (unit + 1) * PER_UNIT));
@@ -95,6 +114,22 @@ void linear(const void* input, const void* packed, const void* bias, const void*
 }
 
 }  // namespace
+
+template <class T>
+int64_t PlainMatrix<T>::num_panels() const {
+    return ::num_panels(columns);
+}
+template <class T>
+int64_t PlainMatrix<T>::padded_depth() const {
+    return num_steps<T>(depth) * Product<T>::DEPTH;
+}
+template <class T>
+void PlainMatrix<T>::multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const {
+    Linear<T, T>{rows, (const T*)data, bias, nullptr, out, rows.count(), columns, depth, num_steps<T>(depth)}.panels(first, last);
+}
+template struct PlainMatrix<float>;
+template struct PlainMatrix<bf16>;
+template struct PlainMatrix<f16>;
 
 // The number of elements of weight [columns, depth] once packed.
 extern "C" int64_t baton_packed_size(int dtype, int64_t columns, int64_t depth) {

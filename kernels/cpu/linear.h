@@ -6,28 +6,71 @@
 
 #include "products.h"
 #include "threads.h"
+#include "tiles.h"
 
-// Rows of T as Row, in tiles of up to MAX_ROWS: tile[step][row][depth of a step], zeros from `depth` to `padded`. Rows that lie far apart
-// would push one another out of the nearest cache. A few rows lie one behind the other: where they were, if they fit.
+constexpr int64_t BLOCK_ROWS = 576;  // rows whose sums are kept beside a chunk of a panel: a multiple of ROWS_AT_ONCE
+
+// Rows of a product, and the rows of the input that they are made of: all in their order, or those in `places`, `fan` of one row of the input.
+struct Picked {
+    const int32_t* places = nullptr;
+    int64_t fan = 1;
+
+    int64_t product(int64_t row) const { return places ? places[row] : row; }
+    int64_t input(int64_t row) const { return product(row) / fan; }
+};
+
+// Rows of T as Row, in tiles of up to ROWS_AT_ONCE: tile[step][row][depth of a step, or of a block], zeros from `depth` to `padded`. Rows that lie
+// far apart would push one another out of the nearest cache. A few rows lie one behind the other: where they were, if they fit.
 template <class T, class Row = typename Product<T>::Row>
 class RowTiles {
-    static constexpr int D = sizeof(uint32_t) / sizeof(Row), FEW = 4;
+    static constexpr int D = IN_TILES<Row> ? BLOCK_DEPTH : sizeof(uint32_t) / sizeof(Row), MAX_ROWS = ROWS_AT_ONCE<Row>, FEW = 4;
 
    public:
-    RowTiles(const T* input, int64_t count, int64_t depth, int64_t padded)
-        : steps_(padded / D), depth_(depth), count_(count), fits_(std::is_same_v<T, Row> && depth == padded), input_(input) {
-        if (are_few()) {
-            few_ = one_by_one(input, count);
-            return;
-        }
-        thread_local std::vector<Row> tiles;
-        const int64_t num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
-        if (int64_t(tiles.size()) < num_tiles * tile_size()) tiles.resize(num_tiles * tile_size());
-        tiles_ = tiles.data();
-        parallel(num_tiles, [&](int64_t tile) { pack(tile); });
+    // Of all rows, packed.
+    RowTiles(const T* input, int64_t count, int64_t depth, int64_t padded) : RowTiles(input, count, depth, padded, {}) {
+        thread_local std::vector<Row, Aligned<Row>> room;
+        if (int64_t(room.size()) < room_size()) room.resize(room_size());
+        place(room.data());
+        parallel(num_packs(), [&](int64_t index) { pack(index); });
     }
 
-    const Row* tile(int64_t row) const { return are_few() ? few_ + row * steps_ * D : tiles_ + row / MAX_ROWS * tile_size(); }
+    // Of `count` picked rows, which the caller packs into a room.
+    RowTiles(const T* input, int64_t count, int64_t depth, int64_t padded, Picked picked)
+        : steps_(padded / D), depth_(depth), count_(count), picked_(picked), fits_(std::is_same_v<T, Row> && depth == padded), input_(input) {
+        stay_ = are_few() && fits_ && (count <= 1 || !picked.places);
+        if (stay_) tiles_ = (Row*)(input + (count ? picked.input(0) : 0) * depth);
+    }
+
+    int64_t room_size() const { return stay_ ? 0 : are_few() ? count_ * steps_ * D : num_packs() * tile_size(); }
+    int64_t num_packs() const { return stay_ ? 0 : are_few() ? 1 : (count_ + MAX_ROWS - 1) / MAX_ROWS; }
+    void place(Row* room) {
+        if (!stay_) tiles_ = room;
+    }
+    void pack(int64_t index) const {
+        const int64_t stride = steps_ * D;
+        if (are_few()) {
+            for (int64_t row = 0; row < count_; ++row) copy(row, tiles_ + row * stride);
+            return;
+        }
+        const int num_rows = rows_in_tile(index * MAX_ROWS);
+        thread_local std::vector<Row> copies;
+        if (!fits_ && int64_t(copies.size()) < num_rows * stride) copies.resize(num_rows * stride);
+        const Row* rows[std::max(LANES, MAX_ROWS)];
+        for (int row = 0; row < num_rows; ++row)
+            rows[row] = fits_ ? (const Row*)from(index * MAX_ROWS + row) : copy(index * MAX_ROWS + row, copies.data() + row * stride);
+        Row* out = tiles_ + index * tile_size();
+        if constexpr (IN_TILES<Row>) {
+            for (int64_t k = 0; k < stride; k += D)
+                for (int row = 0; row < num_rows; ++row) out = std::copy_n(rows[row] + k, D, out);
+        } else {
+            std::fill(rows + num_rows, rows + LANES, rows[0]);  // lanes behind the last row are overwritten by the next step
+            transpose((const uint32_t* const*)rows, steps_, (uint32_t*)out, num_rows);
+        }
+    }
+
+    int64_t count() const { return count_; }
+    int64_t product(int64_t row) const { return picked_.product(row); }
+    const Row* tile(int64_t row) const { return are_few() ? tiles_ + row * steps_ * D : tiles_ + row / MAX_ROWS * tile_size(); }
     int64_t row_stride() const { return are_few() ? steps_ * D : D; }
     int64_t step_stride(int num_rows) const { return are_few() ? D : num_rows * D; }
     int rows_in_tile(int64_t row) const { return int(std::min<int64_t>(MAX_ROWS, count_ - row)); }
@@ -35,33 +78,46 @@ class RowTiles {
    private:
     bool are_few() const { return count_ <= FEW; }
     int64_t tile_size() const { return (steps_ * MAX_ROWS + LANES) * D; }  // the last step may be written with all lanes
+    const T* from(int64_t row) const { return input_ + picked_.input(row) * depth_; }
 
-    const Row* one_by_one(const T* from, int64_t count) const {
-        if (fits_) return (const Row*)from;
-        thread_local std::vector<Row> copies;
-        const int64_t stride = steps_ * D;
-        if (int64_t(copies.size()) < count * stride) copies.resize(count * stride);
-        for (int64_t row = 0; row < count; ++row) {
-            convert(from + row * depth_, copies.data() + row * stride, depth_);
-            std::fill(copies.data() + row * stride + depth_, copies.data() + (row + 1) * stride, Row{});
-        }
-        return copies.data();
-    }
-
-    void pack(int64_t tile) {
-        const int num_rows = rows_in_tile(tile * MAX_ROWS);
-        const Row* packed = one_by_one(input_ + tile * MAX_ROWS * depth_, num_rows);
-        const uint32_t* rows[LANES];
-        for (int row = 0; row < LANES; ++row)  // lanes behind the last row are overwritten by the next step
-            rows[row] = (const uint32_t*)(packed + (row < num_rows ? row : 0) * steps_ * D);
-        transpose(rows, steps_, (uint32_t*)(tiles_ + tile * tile_size()), num_rows);
+    const Row* copy(int64_t row, Row* to) const {
+        convert(from(row), to, depth_);
+        std::fill(to + depth_, to + steps_ * D, Row{});
+        return to;
     }
 
     const int64_t steps_, depth_, count_;
+    const Picked picked_;
     const bool fits_;
+    bool stay_;
     const T* input_;
-    const Row* few_ = nullptr;
     Row* tiles_ = nullptr;
+};
+
+// A matrix of plain weights, packed by linear.cpp, or of codes, packed by packed.cpp, as products with picked rows take it.
+// `multiply` writes the columns of the panels from first to last - 1, with the bits of the whole product.
+template <class T>
+struct PlainMatrix {
+    using Row = typename Product<T>::Row;
+    static constexpr int64_t PANELS_PER_UNIT = 4;
+    const void* data;
+    int64_t columns, depth;
+
+    int64_t num_panels() const;
+    int64_t padded_depth() const;
+    void multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const;
+};
+
+template <class T>
+struct PackedMatrix {
+    using Row = Factor<T>;
+    static constexpr int64_t PANELS_PER_UNIT = 1;
+    const void* data;
+    int64_t columns, depth;
+
+    int64_t num_panels() const;
+    int64_t padded_depth() const;
+    void multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const;
 };
 
 // Writes `count` sums to `out`: rounded to T, + bias, + residual, each rounded to T, as it would be on its own. `Out` is T, or float for

@@ -9,7 +9,7 @@ namespace {
 // Rows up to which weights are widened in registers; 0 where that is slower than a tile. Each count is compiled for each format.
 #if defined(__AVX512F__)
 template <class F, class R, CodeType CODES>
-constexpr int FEW = std::is_same_v<F, bf16> ? 8 : 1;
+constexpr int FEW = IN_TILES<F> ? 0 : std::is_same_v<F, bf16> ? 8 : 1;
 #elif defined(__AVX2__)
 template <class F, class R, CodeType CODES>
 constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
@@ -17,7 +17,6 @@ constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
 template <class F, class R, CodeType CODES>
 constexpr int FEW = 0;
 #endif
-constexpr int64_t BLOCK_ROWS = 576;               // rows whose sums are kept beside a tile: a multiple of MAX_ROWS
 
 // Calls function.template operator()<R, CODES>() for a format, R being to what weights are rounded.
 template <class T, class Function>
@@ -107,14 +106,15 @@ struct PackedLinear {
     int64_t num_rows, columns, depth;
 
     void run() const {
-        parallel(matrix.num_panels(), [&](int64_t index) {
-            const Panel& panel = matrix.panels()[index];
-            for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
-                if (num_rows <= FEW<F, R, CODES>)
-                    few<R, CODES>(panel);
-                else
-                    for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
-            });
+        parallel(matrix.num_panels(), [&](int64_t index) { one(matrix.panels()[index]); });
+    }
+
+    void one(const Panel& panel) const {
+        for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
+            if (num_rows <= FEW<F, R, CODES>)
+                few<R, CODES>(panel);
+            else
+                for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
         });
     }
 
@@ -132,16 +132,22 @@ struct PackedLinear {
         alignas(64) thread_local F tile[CHUNK * PANEL];
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Groups groups(matrix, panel);
+        Tiles<F> tiles;
         std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
         const int64_t rest = (end - begin) % MAX_ROWS, whole = rest <= FEW<F, R, CODES> ? end - rest : end;
         for (int64_t k = 0; k < depth; k += CHUNK) {
             const int64_t padded = std::min<int64_t>(CHUNK, groups.format().num_groups(depth - k) * groups.format().group);
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
-            for (int64_t row = begin; row < whole; row += MAX_ROWS)
-                for_rows(int(std::min<int64_t>(MAX_ROWS, whole - row)), [&]<int ROWS>() {
-                    const F* first = rows.tile(row) + k / Product<F>::DEPTH * rows.step_stride(ROWS);
-                    add_chunk<F, ROWS>(first, rows.row_stride(), rows.step_stride(ROWS), tile, padded / Product<F>::DEPTH, sums + (row - begin) * PANEL);
-                });
+            if constexpr (IN_TILES<F>) {
+                std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
+                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums);
+            } else {
+                for (int64_t row = begin; row < whole; row += MAX_ROWS)
+                    for_rows(int(std::min<int64_t>(MAX_ROWS, whole - row)), [&]<int ROWS>() {
+                        const F* first = rows.tile(row) + k / Product<F>::DEPTH * rows.step_stride(ROWS);
+                        add_chunk<F, ROWS>(first, rows.row_stride(), rows.step_stride(ROWS), tile, padded / Product<F>::DEPTH, sums + (row - begin) * PANEL);
+                    });
+            }
         }
         for (int64_t row = begin; row < end; ++row) put(panel, sums + (row - begin) * PANEL, row);
     }
@@ -159,7 +165,7 @@ struct PackedLinear {
     void put(const Panel& panel, const float* sums, int64_t row) const {
         for (int half = 0; half < 2; ++half) {
             const int count = std::min(LANES, panel.num_columns - half * LANES);
-            const int64_t column = panel.first_column + half * LANES, at = row * columns + column;
+            const int64_t column = panel.first_column + half * LANES, at = rows.product(row) * columns + column;
             if (count > 0) finish(load(sums + half * LANES), count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
         }
     }
@@ -169,7 +175,7 @@ template <class T, class Out>
 void packed_linear(const void* input, const void* packed, const void* bias, const void* residual, void* out, int64_t num_rows,
                    int64_t columns, int64_t depth) {
     const Packed matrix{(const char*)packed};
-    PackedLinear<T, Out>{{(const T*)input, num_rows, depth, matrix.padded_depth()}, matrix, (const T*)bias, (const T*)residual, (Out*)out,
+    PackedLinear<T, Out>{{(const T*)input, num_rows, depth, whole_depth<Factor<T>>(matrix.padded_depth())}, matrix, (const T*)bias, (const T*)residual, (Out*)out,
                          num_rows, columns, depth}
         .run();
 }
@@ -233,6 +239,24 @@ char* pack_scales(const char* values, int64_t stride, int64_t size, int count, c
 }
 
 }  // namespace
+
+template <class T>
+int64_t PackedMatrix<T>::num_panels() const {
+    return Packed{(const char*)data}.num_panels();
+}
+template <class T>
+int64_t PackedMatrix<T>::padded_depth() const {
+    return whole_depth<Row>(Packed{(const char*)data}.padded_depth());
+}
+template <class T>
+void PackedMatrix<T>::multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const {
+    const Packed matrix{(const char*)data};
+    const PackedLinear<T, T> product{rows, matrix, bias, nullptr, out, rows.count(), columns, depth};
+    for (int64_t panel = first; panel < last; ++panel) product.one(matrix.panels()[panel]);
+}
+template struct PackedMatrix<float>;
+template struct PackedMatrix<bf16>;
+template struct PackedMatrix<f16>;
 
 // The parts of a matrix of codes, each contiguous: codes [columns, depth], scales and offsets [columns, blocks], factors [columns, groups],
 // table [16] of int8; null for those that the format has not. `Coded` in packed.py has the same fields in the same order.

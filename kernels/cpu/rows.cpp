@@ -9,23 +9,6 @@
 
 namespace {
 
-constexpr int64_t ROWS_PER_UNIT = 16;
-
-template <class Function>
-void for_each_row(int64_t num_rows, const Function& function) {
-    parallel((num_rows + ROWS_PER_UNIT - 1) / ROWS_PER_UNIT, [&](int64_t unit) {
-        const int64_t end = std::min(num_rows, (unit + 1) * ROWS_PER_UNIT);
-        for (int64_t row = unit * ROWS_PER_UNIT; row < end; ++row) function(row);
-    });
-}
-
-// Calls function(column, count) for each 16 columns; the last ones may be fewer.
-template <class Function>
-inline void for_columns(int64_t columns, const Function& function) {
-    for (int64_t column = 0; column < columns; column += LANES)
-        function(column, int(columns - column < LANES ? columns - column : LANES));
-}
-
 // out = residual + weight * row / sqrt(mean(row^2) + eps); `out` may be `row` or `residual`, which may be null. With a wide
 // weight (W is float, T is not) the product is rounded once. Source: arXiv 1910.07467.
 template <class T, class W>
@@ -55,17 +38,24 @@ void rotate(T* head, const float* cosines, const float* sines, int64_t half) {
 }
 
 // As kernels/backend.py numbers them.
-enum Activation { SILU, GELU_TANH };
+enum Activation { SILU, GELU_TANH, CLAMPED_SWISH };
 
-// activation(gate) * up. Either activation is gate * sigmoid(of): of the gate itself, or, of GELU's approximation by tanh
-// (arXiv 1606.08415), of 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+// activation(gate) * up. Each activation is gate * sigmoid(of): of the gate itself; of GELU's approximation by tanh (arXiv 1606.08415),
+// 2 sqrt(2 / pi) (gate + 0.044715 gate^3); or of 1.702 gate, where gates end at 7, ups at 7 either way, and 1 is added to these.
 template <class T, Activation ACTIVATION>
 void gate(const T* gates, const T* ups, int64_t columns, T* out) {
     for_columns(columns, [&](int64_t column, int count) {
-        const Floats value = load_some(gates + column, count);
-        const Floats of = ACTIVATION == SILU ? value : splat(1.5957691216f) * fma(splat(0.044715f) * value * value, value, value);
-        const Floats power = exponential(splat(0) - max(splat(-88), of));  // max takes the second operand for NaN
-        store_some(out + column, rounded<T>(value / (splat(1) + power)) * load_some(ups + column, count), count);
+        Floats value = load_some(gates + column, count), up = load_some(ups + column, count);
+        if constexpr (ACTIVATION == CLAMPED_SWISH) {
+            const auto at_most_7 = [](Floats x) { return splat(0) - max(splat(-7), splat(0) - x); };  // max takes the second operand for NaN
+            value = at_most_7(value);
+            up = rounded<T>(max(splat(-7), at_most_7(up)) + splat(1));
+        }
+        Floats of = value;
+        if constexpr (ACTIVATION == GELU_TANH) of = splat(1.5957691216f) * fma(splat(0.044715f) * value * value, value, value);
+        if constexpr (ACTIVATION == CLAMPED_SWISH) of = splat(1.702f) * value;
+        const Floats power = exponential(splat(0) - max(splat(-88), of));
+        store_some(out + column, rounded<T>(value / (splat(1) + power)) * up, count);
     });
 }
 
@@ -221,11 +211,11 @@ extern "C" void baton_rms_norm(int dtype, const void* input, int64_t stride, con
               }))
 }
 
-// gate_up [rows, 2 * columns] -> out [rows, columns].
-extern "C" void baton_gate(int dtype, int activation, const void* gate_up, int64_t num_rows, int64_t columns, void* out) {
-    FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
+// gate_up [tokens * num_of_token, 2 * columns] -> out [tokens * num_of_token, columns].
+extern "C" void baton_gate(int dtype, int activation, const void* gate_up, int64_t num_tokens, int64_t num_of_token, int64_t columns, void* out) {
+    FOR_DTYPE(dtype, for_each_row(num_tokens * num_of_token, [&](int64_t row) {
                   const T* gates = (const T*)gate_up + row * 2 * columns;
-                  const auto run = activation == SILU ? gate<T, SILU> : gate<T, GELU_TANH>;
+                  const auto run = activation == SILU ? gate<T, SILU> : activation == GELU_TANH ? gate<T, GELU_TANH> : gate<T, CLAMPED_SWISH>;
                   run(gates, gates + columns, columns, (T*)out + row * columns);
               }))
 }

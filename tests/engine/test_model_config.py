@@ -116,6 +116,19 @@ def test_defaults_equal_the_ones_of_transformers(arch: str) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, M"),
         ({"architectures": [], "model_type": "gpt2"}, "gpt2 is not supported"),
+        ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "architectures is .*, expected one name"),
+        ({"architectures": ["T5Gemma"], "is_encoder_decoder": True}, r"T5Gemma \(it has an encoder\) is not supported"),
+        (
+            {"architectures": ["A"], "vision_config": {}, "audio_config": {}, "text_config": {}},
+            r"architecture A \(it has vision_config, audio_config\) is not",
+        ),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, expected none: LlamaForC.* has no such"),
+        ({"logits_scaling": 8.0}, "logits_scaling is 8.0, expected none"),
+        ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers is"),
+        ({"num_experts": 8}, "num_experts is 8, expected none"),
+        ({"num_local_experts": 8}, "num_local_experts is 8, expected none"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank is 512, expected none"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type spiral is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu, expected silu"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"vocab_size": 0}, "vocab_size is 0"),
@@ -154,6 +167,18 @@ def test_defaults_equal_the_ones_of_transformers(arch: str) -> None:
 def test_wrong_values_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelConfig.parse(LLAMA | change)
+
+
+def test_fields_of_other_families_that_change_nothing_are_passed_over() -> None:
+    neutral = {"logits_scaling": 1.0, "num_experts": 0, "attn_logit_softcapping": None, "partial_rotary_factor": 1.0}
+    assert ModelConfig.parse(LLAMA | neutral) == ModelConfig.parse(LLAMA)
+
+
+def test_a_part_of_the_rope_is_refused_where_layers_have_two() -> None:
+    """It was passed over; transformers has no such Gemma 3 either."""
+    gemma = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "partial_rotary_factor": 0.5}
+    with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5, expected none: Gemma3ForCausalLM has no"):
+        ModelConfig.parse(gemma)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,22 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 48,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
     "glm4": (transformers.Glm4Config, {"head_dim": 32, "partial_rotary_factor": 0.5}),
     "gemma2": (
         transformers.Gemma2Config,
@@ -113,6 +129,39 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
                 "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
                 "long_factor": [4.0] * 6,
             },
+        },
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3-moe-step": (
+        transformers.Qwen3MoeConfig,
+        {
+            "decoder_sparse_step": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 48,
+            **_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=256, truncate=False),
         },
     ),
 }
@@ -167,7 +216,7 @@ def make_checkpoint(arch: str, folder: Path, seed: int = 0, **overrides: Any) ->
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if name.endswith((".bias", "norm.weight")):
+        if name.endswith((".bias", "_bias", "norm.weight")):
             # Zeros and ones, which they start as, would hide that they are used at all.
             torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.05)
     model.save_pretrained(folder)

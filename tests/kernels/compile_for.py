@@ -219,7 +219,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     block: dict[str, Any] = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
-    yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024)
+    yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": row_operations.HEADS_AT_ONCE, "BLOCK_SIZE": BLOCK_SIZE}
     shape |= {"HEAD_DIM": head_dim, "PADDED_HALF": half}
     for name, pages, absent in (("", None, ("scales_ptr",)), (" of int8", "*i8", ())):

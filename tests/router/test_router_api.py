@@ -422,7 +422,7 @@ async def test_a_stop_ends_streams_with_unavailable(service: Service) -> None:
     await until(lambda: service.cluster.workers["d0"].open_calls)
     await service.server.stop()
     failure = await failing
-    assert (failure.code(), info_of(failure).reason) == (Code.UNAVAILABLE, "UNAVAILABLE")
+    assert (failure.code(), info_of(failure).reason) == (Code.UNAVAILABLE, "ROUTER_LEAVING")
 
 
 async def test_a_port_in_use_is_a_matter_of_configuration(service: Service) -> None:
