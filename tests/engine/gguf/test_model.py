@@ -84,7 +84,7 @@ def test_an_architecture_is_configured_as_its_checkpoint(arch: str, tmp_path: Pa
     assert ours == theirs
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("arch", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_stacked_experts_are_the_experts_of_their_checkpoint(arch: str, kind: str, tmp_path: Path) -> None:
     """As configurations, weights and tokens; files of Qwen3-MoE have normed shares and no dense layers."""
