@@ -247,7 +247,7 @@ def kv_speed(folder: Path, kv_dtype: str, num_sequences: int, context_len: int, 
 
 
 def _matrices(layer: Any) -> list[Any]:
-    return [one.weight for one in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
+    return [layer.qkv.weight, layer.attention_output.weight, *layer.feed_forward.matrices]
 
 
 class Reader:

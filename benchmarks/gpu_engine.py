@@ -16,10 +16,11 @@ from engine.checkpoint.config import ModelConfig
 from engine.core import EngineCore
 from engine.events import Failed
 from engine.model.decoder import Decoder
-from engine.model.weights import DecoderWeights, LayerWeights, Linear
+from engine.model.feed_forward import DenseLayer, Linear
+from engine.model.weights import DecoderWeights, LayerWeights
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from kernels.backend import Heads
+from kernels.backend import Activation, Heads
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
@@ -112,8 +113,11 @@ def make_decoder(shape: Shape) -> Decoder:
             heads=heads,
             attention_output=weight(shape.hidden, queries),
             mlp_norm=norm(),
-            gate_up=weight(2 * shape.mlp, shape.hidden),
-            down=weight(shape.hidden, shape.mlp),
+            feed_forward=DenseLayer(
+                gate_up=weight(2 * shape.mlp, shape.hidden),
+                down=weight(shape.hidden, shape.mlp),
+                activation=Activation.SILU,
+            ),
         )
         for _ in range(shape.num_layers)
     )

@@ -20,7 +20,7 @@ from engine.core import EngineCore
 from engine.events import Event, Failed, Finished
 from engine.grammar.grammars import Grammars
 from engine.kv.dropping import HEAVIEST, Chooser
-from engine.model.decoder import Decoder
+from engine.model.loading import load_model
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -116,13 +116,13 @@ class Engine:
         checkpoint = Checkpoint(folder)
         tokenizer = checkpoint.load_tokenizer()
         backend = select_backend(torch.device(device))
-        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, backend, kv_dtype, kv_policy)
-        pool, opened = DevicePool(decoder.layout, num_blocks, decoder.device), None
+        loaded = load_model(folder, dtype, torch.device(device), block_size, backend, kv_dtype, kv_policy)
+        pool, opened = DevicePool(loaded.layout, num_blocks, loaded.device), None
         if store is not None:
-            fingerprint = checkpoint.fingerprint(decoder.layout.dtype, backend.version, DigestCache.of_user())
-            opened = store(model=fingerprint, layout=decoder.layout)
+            fingerprint = checkpoint.fingerprint(loaded.layout.dtype, backend.version, DigestCache.of_user())
+            opened = store(model=fingerprint, layout=loaded.layout)
         transfers = InlineTransfers(PageStore(opened.tiers, pool)) if opened else NoStore()
-        core = EngineCore(decoder, pool, batcher or ContinuousBatcher(), transfers, chooser=chooser)
+        core = EngineCore(loaded, pool, batcher or ContinuousBatcher(), transfers, chooser=chooser)
         return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None, checkpoint.sampling, opened)
 
     def generate(

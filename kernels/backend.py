@@ -211,6 +211,9 @@ class Backend(Protocol):
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout; on the device `meta` only its size."""
 
+    def pack_exactly(self, weight: Tensor) -> Weight:
+        """Copies a matrix as `pack` does, and rounds it to no fewer bits, whatever the backend's width of weights."""
+
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, joined along the columns; a product has the bits of `dequantize` in a dtype."""
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
-    """Selects an accelerator's own backend, or a CPU's by name: auto, avx512, avx2, portable or torch.
+    """Selects an accelerator's own backend, or a CPU's by name: auto, amx, avx512, avx2, portable or torch.
 
     `auto` takes the machine's best; without a compiler it takes torch, with a warning. The suffixes -int8 and -int4
     (auto-int8) round weights, except for torch. The first use on a machine compiles the kernels, which takes seconds.

@@ -36,6 +36,9 @@ class TorchBackend:
         columns, depth = weight.shape
         return Weight(weight, columns, depth, weight.dtype)
 
+    def pack_exactly(self, weight: Tensor) -> Weight:
+        return self.pack(weight)
+
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
 

@@ -59,9 +59,9 @@ def _least_s(work: Callable[[], object]) -> float:
 def matrix_parameters(model: Decoder) -> int:
     """Counts the numbers that each token is multiplied with, the head aside."""
     matrices = [
-        one.weight
+        one
         for layer in model.weights.layers
-        for one in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+        for one in (layer.qkv.weight, layer.attention_output.weight, *layer.feed_forward.matrices)
     ]
     return sum(one.columns * one.depth for one in matrices)
 

@@ -10,17 +10,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.config import ModelConfig, parse_eos
+from engine.checkpoint.config import ModelConfig, ServedConfig, parse_eos
+from engine.checkpoint.families import FAMILIES, find_architecture
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
 from engine.checkpoint.quantized.scheme import CodeReader, Scheme, parse_scheme
+from engine.checkpoint.stacked_experts import StackedCodes, StackedExperts, single_experts
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from engine.checkpoint.text_part import find_text_part, tensor_name, text_config
 from kernels.quantized.matrix import Quantized
@@ -52,7 +55,7 @@ SETTING = "speculation.draft"
 class Checkpoint:
     """A model folder with checked configuration and weight headers. Weights are read one tensor at a time.
 
-    sampling: the settings that generation_config.json advises, over the defaults.
+    values: the object in config.json. sampling: the settings that generation_config.json advises, over the defaults.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,12 +64,22 @@ class Checkpoint:
             raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
         self.folder = folder
         generation = _read_generation_config(folder)
-        values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
-        self.config, scheme = _read_config(folder, text_config(values), generation)
+        self.values = _read_values(folder)
+        self.config, scheme = _read_config(folder, text_config(self.values), generation)
         self.sampling = _parse_sampling(generation, self.config.vocab_size)
-        self._tensor_to_file = _open_weights(folder, str if find_text_part(values) is None else tensor_name)
+        opened = _open_weights(folder, str if find_text_part(self.values) is None else tensor_name)
+        self._weight_paths = sorted({file.path for file in opened.values()})
+        files = {name: file for name, file in opened.items() if isinstance(file, TensorFile)}
+        may_stack = files and isinstance(self.config, ModelConfig)
+        self._tensor_to_file = single_experts(files, self.native_config) if may_stack else opened
         self._codes = _find_codes(self._tensor_to_file, scheme)
         self._unread = set(self._tensor_to_file)
+
+    @property
+    def native_config(self) -> ModelConfig:
+        """The configuration of a native architecture."""
+        assert isinstance(self.config, ModelConfig), "no native architecture"
+        return self.config
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensor_to_file or bool(self._codes.names(name))
@@ -75,12 +88,12 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         """The files that distinguish this model: configuration, weights and, if there is one, tokenizer.json."""
         tokenizer = self.folder / TOKENIZER_FILE
-        weights = sorted({file.path for file in self._tensor_to_file.values()})
-        return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
+        return (self.folder / "config.json", *self._weight_paths, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
-        """Returns the model's fingerprint, which covers the rules for converting a GGUF file's tensors."""
+        """Returns the model's fingerprint. It covers the rules for a GGUF file's tensors, and transformers' modules."""
         rules = f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
+        rules += "" if self.config.is_native else f" transformers {version('transformers')}"
         return fingerprint(self.files, dtype, backend_version + rules, cache)
 
     @property
@@ -108,6 +121,14 @@ class Checkpoint:
         if not is_finite(tensor):
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
+
+    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+        found = {name: file.entries[name] for name, file in self._tensor_to_file.items()}
+        floats = {
+            name: one for name, one in found.items() if isinstance(one, TensorEntry) and one.dtype.is_floating_point
+        }
+        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in floats.items()}
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -144,16 +165,41 @@ class Checkpoint:
         return tokenizer
 
 
-def _find_codes(tensor_to_file: Mapping[str, TensorFile | GgufPart], scheme: Scheme | None) -> CodeReader:
+TensorSource = TensorFile | GgufPart | StackedExperts
+
+
+def _find_codes(tensor_to_file: Mapping[str, TensorSource], scheme: Scheme | None) -> CodeReader:
     parts = {name: file for name, file in tensor_to_file.items() if isinstance(file, GgufPart)}
     files = {name: file for name, file in tensor_to_file.items() if isinstance(file, TensorFile)}
+    if stacked := next((one for one in tensor_to_file.values() if isinstance(one, StackedExperts)), None):
+        return StackedCodes(stacked)
     return scheme.open(files) if scheme and not parts else GgufCodes(parts)
 
 
-def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ModelConfig, Scheme | None]:
+def _read_values(folder: Path) -> dict[str, Any]:
+    return parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+
+
+def is_native(folder: Path) -> bool:
+    """Tells whether the native decoder runs a model folder. Raises ModelError for a malformed config.json."""
+    return find_architecture(JsonFields(text_config(_read_values(folder)), "config.json")) in FAMILIES
+
+
+def parse_config(values: Mapping[str, Any]) -> ServedConfig:
+    """Parses the object in config.json. Raises ModelError, with field or reason, for a model that is not served."""
+    if find_architecture(fields := JsonFields(values, "config.json")) in FAMILIES:
+        return ModelConfig.parse(values)
+    from engine.checkpoint.modules.outline import Outline  # which imports transformers
+
+    if "quantization_config" in fields:
+        raise ModelError("config.json: quantization_config is read of native architectures alone")
+    return Outline(values).config
+
+
+def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ServedConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
-    config = ModelConfig.parse(values)
+    config = parse_config(values)
     scheme = parse_scheme(JsonFields(values, "config.json"))
     named = [
         one
@@ -246,6 +292,9 @@ def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
     """
     draft = Checkpoint(folder)
     ours, its = target.config, draft.config
+    for config in (ours, its):
+        if not config.is_native:
+            raise ModelError(f"{config.architecture} runs by transformers' modules, with which nothing is guessed")
     if its.vocab_size != ours.vocab_size:
         raise ModelError(f"config.json has a vocab_size of {its.vocab_size}, the model's is {ours.vocab_size}")
     if its.max_context_len < ours.max_context_len:

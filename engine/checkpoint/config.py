@@ -6,7 +6,7 @@ transformers 4 and 5 spell them; an absent key has the default of transformers' 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from engine.checkpoint.families import (
     FAMILIES,
@@ -18,6 +18,7 @@ from engine.checkpoint.families import (
     refuse_fields_of_others,
 )
 from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.mixture import MixtureConfig
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT
 from kernels.backend import Activation
 from wire.errors import ConfigError, ModelError
@@ -29,22 +30,23 @@ MAX_LAYERS = 1024
 SINKS_CONTEXT_LEN = 1 << 20
 """Context length of a model with sinks, whose KV has constant size; the block table takes a quarter of a MiB."""
 RMS_NORM_EPS = (1e-12, 0.1)
-_ACTIVATIONS = {Activation.SILU: ("silu", "swish"), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
+_ACTIVATIONS = {
+    Activation.SILU: ("silu", "swish"),
+    Activation.GELU_TANH: ("gelu_pytorch_tanh",),
+    Activation.CLAMPED_SWISH: ("silu", "swish"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Attention of all layers. `windows`: for each layer the tokens that a token sees, itself included; None for all.
+class AttentionShape:
+    """Heads of all layers. `windows`: for each layer the tokens that a token sees, itself included; None for all.
 
-    scale: multiplies scores. num_sinks: first tokens that each layer sees besides its window.
+    num_sinks: first tokens that each layer sees besides its window.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float
-    qkv_bias: bool
-    output_bias: bool
     windows: Windows
     num_sinks: int = 0
 
@@ -52,6 +54,15 @@ class AttentionConfig:
     def window(self) -> int | None:
         """The widest window; None if a layer has none."""
         return None if None in self.windows else max(window for window in self.windows if window is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(AttentionShape):
+    """Attention of all layers of the native decoder. scale: multiplies scores."""
+
+    scale: float
+    qkv_bias: bool
+    output_bias: bool
 
     @classmethod
     def parse(
@@ -76,26 +87,75 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only model. `dtype` is the checkpoint's own; other files may name further `eos_token_ids`.
+class ServedConfig:
+    """A decoder-only model, native or not. `dtype` is the checkpoint's own; other files may name further end tokens.
 
-    layer_ropes: the rotary embedding of each layer.
+    is_native: the native decoder runs it, in which no row's result depends on other rows.
     """
+
+    is_native: ClassVar[bool] = False
 
     architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     max_context_len: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    attention: AttentionShape
+
+    def keeping(self, policy: KVPolicy) -> Self:
+        """Returns the model under a KV policy. Raises ConfigError if the model cannot have sinks."""
+        if isinstance(policy, Sinks):
+            raise ConfigError(f"kv_policy {policy}: queries of {self.architecture} cannot be turned back to sinks")
+        return self
+
+    def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
+        """Describes a block of this model's KV. `dtype`: the compute dtype.
+
+        Raises ConfigError for a `kv_dtype` that is unknown, or that does not fit the heads' size.
+        """
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
+        quantization = "none" if kv_dtype == "auto" else kv_dtype
+        attention = self.attention
+        if attention.num_sinks and (attention.window or 0) < block_size:
+            raise ConfigError(
+                f"kv_policy: a window of {attention.window} tokens is shorter than a block of {block_size}"
+            )
+        layout = KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            quantization=quantization,
+            window=attention.window,
+            num_sinks=attention.num_sinks,
+        )
+        if layout.has_open_blocks and layout.head_dim % INT4_HEAD_STEP:
+            problem = f"int4 takes heads of a multiple of {INT4_HEAD_STEP} numbers, not {attention.head_dim}"
+            raise ConfigError(f"model.kv_dtype: {problem}")
+        return layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ServedConfig):
+    """A model that the native decoder runs. layer_ropes: the rotary embedding of each layer.
+
+    intermediate_size: the width of dense feed-forward layers.
+    """
+
+    is_native: ClassVar[bool] = True
+
+    hidden_size: int
+    intermediate_size: int
     rms_norm_eps: float
     mlp_bias: bool
     tied_embeddings: bool
-    dtype: str
-    eos_token_ids: tuple[int, ...]
     attention: AttentionConfig
     layer_ropes: Ropes
     scalars: Scalars
+    mixture: MixtureConfig | None
 
     @property
     def family(self) -> Family:
@@ -130,16 +190,17 @@ class ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps", *RMS_NORM_EPS, 1e-6),
             mlp_bias=family.mlp_bias.read(fields, "mlp_bias"),
             tied_embeddings=fields.flag("tie_word_embeddings", False),
-            dtype=_parse_dtype(fields),
+            dtype=parse_dtype(fields),
             eos_token_ids=parse_eos(fields, vocab_size),
             attention=attention,
             layer_ropes=ropes,
             scalars=scalars,
+            mixture=family.mixture(fields, num_layers),
         )
         refuse_fields_of_others(architecture, fields)
         return config
 
-    def keeping(self, policy: KVPolicy) -> "ModelConfig":
+    def keeping(self, policy: KVPolicy) -> Self:
         """Returns the model under a KV policy. With sinks all layers have the policy's window, and the context is long.
 
         Raises ConfigError if the model cannot have sinks.
@@ -155,34 +216,6 @@ class ModelConfig:
         windows = (policy.window,) * self.num_layers
         attention = replace(self.attention, windows=windows, num_sinks=policy.num_sinks)
         return replace(self, attention=attention, max_context_len=max(self.max_context_len, SINKS_CONTEXT_LEN))
-
-    def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
-        """Describes a block of this model's KV. `dtype`: the compute dtype.
-
-        Raises ConfigError for a `kv_dtype` that is unknown, or that does not fit the heads' size.
-        """
-        if kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
-        quantization = "none" if kv_dtype == "auto" else kv_dtype
-        attention = self.attention
-        if attention.num_sinks and (attention.window or 0) < block_size:
-            raise ConfigError(
-                f"kv_policy: a window of {attention.window} tokens is shorter than a block of {block_size}"
-            )
-        layout = KVLayout(
-            num_layers=self.num_layers,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            block_size=block_size,
-            dtype=dtype,
-            quantization=quantization,
-            window=attention.window,
-            num_sinks=attention.num_sinks,
-        )
-        if layout.has_open_blocks and layout.head_dim % INT4_HEAD_STEP:
-            problem = f"int4 takes heads of a multiple of {INT4_HEAD_STEP} numbers, not {attention.head_dim}"
-            raise ConfigError(f"model.kv_dtype: {problem}")
-        return layout
 
 
 def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
@@ -203,7 +236,8 @@ def _refuse_unsupported(family: Family, fields: JsonFields) -> None:
         raise fields.wrong("use_bidirectional_attention", "false: a token's KV would depend on the tokens after it")
 
 
-def _parse_dtype(fields: JsonFields) -> str:
+def parse_dtype(fields: JsonFields) -> str:
+    """Reads the checkpoint's own dtype. Raises ModelError for an unknown one."""
     dtype = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if dtype not in DTYPES:
         raise fields.wrong("dtype" if "dtype" in fields else "torch_dtype", " or ".join(DTYPES))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.mixture import MixtureConfig, gpt_oss_mixture, mixtral_mixture, no_mixture, qwen_mixture
 from engine.checkpoint.rope import THETAS, UNROTATED, RopeConfig
 from kernels.backend import Activation
 from wire.errors import ModelError
@@ -130,6 +131,11 @@ def switched_windows(fields: JsonFields, num_layers: int) -> Windows:
     return _switched(fields, [layer >= first for layer in range(num_layers)])
 
 
+def switched_windows_of_all(fields: JsonFields, num_layers: int) -> Windows:
+    """Implements `Family.windows`: if `use_sliding_window`, each layer has the window of `sliding_window`."""
+    return _switched(fields, [True] * num_layers)
+
+
 def windows_beside_rope(fields: JsonFields, num_layers: int) -> Windows:
     """Implements `Family.windows`: if `use_sliding_window`, by `layer_types` or in the layers without rope."""
     return _switched(fields, [not flag for flag in _rope_flags(fields, num_layers)])
@@ -153,7 +159,8 @@ def one_rope(
     section = fields.section("rope_scaling" if fields.raw("rope_scaling") else "rope_parameters")
     if FULL in section or SLIDING in section:
         raise ModelError("rotary embeddings that differ from layer to layer are not supported")
-    part = (section if "partial_rotary_factor" in section else fields).number("partial_rotary_factor", 0.01, 1.0, 1.0)
+    part = fields.number("partial_rotary_factor", 0.01, 1.0, 1.0)
+    part = section.number("partial_rotary_factor", 0.01, 1.0, part)
     if part != 1 and not reads_part:
         raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
     return (RopeConfig.parse(section, fields, max_context_len, head_dim, part, is_interleaved),) * num_layers
@@ -182,7 +189,8 @@ def ropes_of_types(fields: JsonFields, num_layers: int, max_context_len: int, he
 class Family:
     """A row of the table of architectures: which fields of config.json are switches, and defaults.
 
-    fuses_qkv, fuses_gate: query, key and value are one tensor of a checkpoint; gate and up are one.
+    fuses_qkv, fuses_gate: query, key and value are one tensor of a checkpoint; gate and up are one. has_sinks: each
+    query head has a learned sink.
     """
 
     model_type: str
@@ -197,6 +205,8 @@ class Family:
     windows: Callable[[JsonFields, int], Windows] = no_windows
     ropes: Callable[[JsonFields, int, int, int], Ropes] = one_rope
     scalars: Callable[[JsonFields], Scalars] = no_scalars
+    mixture: Callable[[JsonFields, int], MixtureConfig | None] = no_mixture
+    has_sinks: bool = False
 
 
 _SWITCHED: dict[str, Any] = {"qkv_bias": Bias.SWITCHED, "output_bias": Bias.SWITCHED}
@@ -317,19 +327,75 @@ FAMILIES = {
         scalars=gemma_scalars,
         **_SWITCHED,
     ),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
+        },
+        windows=equal_windows,
+        mixture=mixtral_mixture,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "sliding_window": 4096,
+            "eos_token_id": None,
+        },
+        norms=Norms(of_heads=True),
+        windows=switched_windows_of_all,
+        mixture=qwen_mixture,
+        **_SWITCHED,
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": None,
+        },
+        norms=Norms(is_wide=True),
+        activation=Activation.CLAMPED_SWISH,
+        windows=windows_of_types,
+        mixture=gpt_oss_mixture,
+        has_sinks=True,
+        **_SWITCHED,
+    ),
 }
 
 
-def parse_architecture(fields: JsonFields) -> str:
-    """Finds the architecture that config.json names. Raises ModelError for one that is not served."""
+def find_architecture(fields: JsonFields) -> str:
+    """Finds the architecture that config.json names, by the name of its class or by its `model_type`."""
     named = fields.raw("architectures")
     if isinstance(named, list) and named:
         if len(named) > 1:
             raise fields.wrong("architectures", "one name")
-        architecture = str(named[0])
-    else:
-        model_type = fields.text("model_type", "unknown")
-        architecture = next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+        return str(named[0])
+    model_type = fields.text("model_type", "unknown")
+    return next((name for name, one in FAMILIES.items() if one.model_type == model_type), model_type)
+
+
+def parse_architecture(fields: JsonFields) -> str:
+    """Finds a native architecture. Raises ModelError for another one."""
+    architecture = find_architecture(fields)
     if architecture not in FAMILIES:
         parts = f" (it has {', '.join(found)[:128]})" if (found := _parts_besides_text(fields)) else ""
         raise ModelError(f"architecture {architecture[:64]}{parts} is not supported; supported: {', '.join(FAMILIES)}")
@@ -351,6 +417,7 @@ OF_OTHERS: Mapping[str, Any] = {
     "residual_multiplier": 1,
     "logits_scaling": 1,
     "no_rope_layers": [],
+    "partial_rotary_factor": 1,
     "clip_qkv": None,
     "qk_layernorm": False,
     "alibi": False,

@@ -89,11 +89,21 @@ class TensorFile:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Reads a tensor into host memory, by default in the file's dtype. Raises ModelError if the file was cut."""
         entry = self.entries[name]
-        raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        return self._read(name, entry.begin, entry.end).view(entry.shape).to(dtype)
+
+    def read_item(self, name: str, index: int) -> torch.Tensor:
+        """Reads the part of a tensor at a place of its first dimension. Raises ModelError if the file was cut."""
+        entry = self.entries[name]
+        num_bytes = (entry.end - entry.begin) // entry.shape[0]
+        begin = entry.begin + index * num_bytes
+        return self._read(name, begin, begin + num_bytes).view(entry.shape[1:])
+
+    def _read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        raw = torch.empty(end - begin, dtype=torch.uint8)
         with BufferedReader(open_regular(self.path)) as file:
-            file.seek(self._data_start + entry.begin)
+            file.seek(self._data_start + begin)
             self._fill(raw, file, name)
-        return raw.view(entry.dtype).view(entry.shape).to(dtype)
+        return raw.view(self.entries[name].dtype)
 
     def _fill(self, raw: torch.Tensor, file: "BufferedReader[FileIO]", name: str) -> None:
         if file.readinto(raw.numpy().data) != len(raw):

@@ -5,18 +5,19 @@ greedy tokens in float32 are the same.
 """
 
 import logging
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.config import DTYPES, ModelConfig
+from engine.checkpoint.config import DTYPES, ModelConfig, ServedConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, decode_greedily
+from engine.model.buffers import NO_BUFFERS, Buffers
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
-from engine.model.weights import DecoderWeights, Linear, LoadWeights, check_weights, load_private
+from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
 from kernels.accelerator import accelerator_of
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Scores, Tables
 from kernels.reference import weigh
@@ -27,39 +28,8 @@ from wire.layout import KVLayout, Window
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Buffers:
-    """The tensors that a forward pass writes, for a number of rows; None where each pass makes its own."""
-
-    states: torch.Tensor | None = None
-    normed: torch.Tensor | None = None
-    qkv: torch.Tensor | None = None
-    attended: torch.Tensor | None = None
-    gate_up: torch.Tensor | None = None
-    gated: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-
-    @classmethod
-    def make(cls, config: ModelConfig, num_rows: int, dtype: torch.dtype) -> "Buffers":
-        attention, hidden, mlp = config.attention, config.hidden_size, config.intermediate_size
-        num_heads, size = attention.num_heads, attention.head_dim
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(num_rows, *shape, dtype=dtype)
-
-        return cls(
-            states=empty(hidden),
-            normed=empty(hidden),
-            qkv=empty((num_heads + 2 * attention.num_kv_heads) * size),
-            attended=empty(num_heads, size),
-            gate_up=empty(2 * mlp),
-            gated=empty(mlp),
-            logits=torch.empty(num_rows, config.vocab_size),
-        )
-
-
-_NO_BUFFERS = Buffers()
+Output = Callable[[torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""Computes what a part of a layer adds to states; takes `residual` and `out`, which may be one tensor."""
 
 
 class Decoder:
@@ -83,9 +53,11 @@ class Decoder:
         self._backend = backend
         self._angles = make_angles(config.ropes, config.attention.head_dim, 1, self.device)
         scale = config.attention.scale
-        windows, num_sinks = config.attention.windows, layout.num_sinks
-        scores = Scores(config.scalars.score_cap)
-        self._variants = [AttentionVariant(scale, window, num_sinks, scores) for window in windows]
+        cap, num_sinks = config.scalars.score_cap, layout.num_sinks
+        self._variants = [
+            AttentionVariant(scale, window, num_sinks, Scores(cap, layer.sinks))
+            for window, layer in zip(config.attention.windows, weights.layers, strict=True)
+        ]
         self._far_angles = self._make_far_angles() if num_sinks else None
         self._programs: dict[tuple[int, int], StepProgram | None] = {}
         self._programs_kv = 0
@@ -113,7 +85,7 @@ class Decoder:
         backend = backend or select_backend(device)
         check_kv_dtype(device, kv_dtype)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
-        config = checkpoint.config.keeping(parse_kv_policy(kv_policy, kv_dtype))
+        config = checkpoint.native_config.keeping(parse_kv_policy(kv_policy, kv_dtype))
         layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = load_weights(checkpoint, resolved, device, backend)
         return cls(config, weights, layout, backend)
@@ -125,7 +97,7 @@ class Decoder:
         if program is not None:
             return program.run(batch)
         batch = batch.to(self.device)
-        return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, _NO_BUFFERS)
+        return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, NO_BUFFERS)
 
     @torch.inference_mode()
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
@@ -136,9 +108,8 @@ class Decoder:
             return program.decode_greedily(batch, num_runs)
         return decode_greedily(self, batch.to(self.device), kv, num_runs)
 
-    def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
+    def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: Buffers) -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
-        scalars, activation = self.config.scalars, self.config.family.activation
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
         half, columns = self.config.attention.head_dim // 2, self._angle_columns
         turned = {first: angles.columns(first, half) for first in set(columns)}
@@ -146,21 +117,21 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
             normed = self._normed(do, states, layer.attention_norm, to)
-            qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
+            qkv = layer.qkv.run(do, normed, out=to.qkv)
             for part, norm in layer.row_norms:
                 do.rms_norm(qkv[:, part], norm, self._eps, out=qkv[:, part])
             query = do.rotate_and_write(qkv, layer.heads, turned[columns[index]], pages, batch.slot_mapping)
             for one in batch.watched:
                 one.queries[index] = query[one.rows]
             attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
-            states = self._add(do, states, attended, layer.attention_output, layer.added_norm, to)
+            output = partial(layer.attention_output.run, do, attended)
+            states = self._add(do, states, output, layer.added_norm, to)
             normed = self._normed(do, states, layer.mlp_norm, to)
-            gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
-            gated = do.gate(gate_up, activation, to.gated)
-            states = self._add(do, states, gated, layer.down, layer.added_mlp_norm, to)
+            output = partial(layer.feed_forward.run, do, normed, to)
+            states = self._add(do, states, output, layer.added_mlp_norm, to)
         sampled = states if batch.samples_all else states[batch.sample_rows]
         normed = self._normed(do, sampled, self.weights.norm, to)
-        return do.logits(normed, self.weights.head, scalars.logit_cap, to.logits)
+        return do.logits(normed, self.weights.head, self.config.scalars.logit_cap, to.logits)
 
     @cached_property
     def _angle_columns(self) -> list[int]:
@@ -179,23 +150,16 @@ class Decoder:
     def _eps(self) -> float:
         return self.config.scalars.norm_eps(self.config.rms_norm_eps)
 
-    def _normed(self, do: Backend, states: torch.Tensor, norm: torch.Tensor | None, to: "Buffers") -> torch.Tensor:
+    def _normed(self, do: Backend, states: torch.Tensor, norm: torch.Tensor | None, to: Buffers) -> torch.Tensor:
         return states if norm is None else do.rms_norm(states, norm, self._eps, out=to.normed)
 
     def _add(
-        self,
-        do: Backend,
-        states: torch.Tensor,
-        rows: torch.Tensor,
-        linear: Linear,
-        norm: torch.Tensor | None,
-        to: "Buffers",
+        self, do: Backend, states: torch.Tensor, output: Output, norm: torch.Tensor | None, to: Buffers
     ) -> torch.Tensor:
-        """Adds a product of rows to states, in place, normalized where the architecture has a norm for it."""
+        """Adds an output to states, in place, normalized where the architecture has a norm for it."""
         if norm is None:
-            return do.linear(rows, linear.weight, linear.bias, states, states)
-        product = do.linear(rows, linear.weight, linear.bias, out=to.normed)
-        return do.rms_norm(product, norm, self._eps, states, states)
+            return output(states, states)
+        return do.rms_norm(output(None, to.normed), norm, self._eps, states, states)
 
     def new_queries(self, num_rows: int) -> torch.Tensor:
         attention = self.config.attention
@@ -209,15 +173,31 @@ class Decoder:
             [weigh(query, kv.layer(index), block_table, num_tokens, one) for index, (query, one) in enumerate(layers)]
         )
 
+    @property
+    def num_programs(self) -> int:
+        """Counts the sizes of steps that were recorded or captured, or have failed to be."""
+        return len(self._programs)
+
+    @torch.inference_mode()
+    def prepare(self, num_rows: int, num_blocks: int, kv: KVPages) -> bool:
+        """Records or captures steps of up to so many rows and blocks, once; returns whether these have a program."""
+        return self._find_program(num_rows, num_blocks, kv) is not None
+
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
-        """Finds or records the program for these numbers of rows and blocks, and for the last pool used."""
+        """Finds or makes the program for a batch."""
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu and not (batch.is_one_each and batch.positions.is_cpu):
+            return None  # guesses and columns that are on the device already are not captured
+        return self._find_program(len(batch.token_ids), batch.block_tables.shape[1], kv)
+
+    def _find_program(self, num_rows: int, num_blocks: int, kv: KVPages) -> StepProgram | None:
+        """Finds or makes the program for these numbers of rows and blocks, and for the last pool used."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         on_cpu = self.device.type == "cpu"
-        if not on_cpu and (self._far_angles or not batch.is_one_each or not batch.positions.is_cpu):
-            return None  # sinks, guesses and columns that are on the device already are not captured
-        num_blocks = 0 if on_cpu else padded(batch.block_tables.shape[1], MIN_BLOCKS, 4)
-        key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
+        if not on_cpu and self._far_angles:
+            return None  # sinks are not captured
+        key = padded(num_rows, MIN_ROWS), 0 if on_cpu else padded(num_blocks, MIN_BLOCKS, 4)
         if key not in self._programs:
             self._programs[key] = (self._record if on_cpu else self._capture)(kv, *key)
         return self._programs[key]
@@ -244,7 +224,7 @@ class Decoder:
         assert isinstance(angles, Angles), "sinks are not captured"
 
         def forward(batch: Batch, angles: Angles) -> torch.Tensor:
-            return self.run(self._backend, batch, angles, kv, _NO_BUFFERS)
+            return self.run(self._backend, batch, angles, kv, NO_BUFFERS)
 
         try:
             return CapturedProgram(forward, angles, num_rows, num_blocks, self.device)
@@ -266,7 +246,7 @@ class Decoder:
         return self._angles
 
 
-def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:
+def compute_dtype(dtype: str | None, config: ServedConfig, backend: Backend) -> torch.dtype:
     """Resolves a compute dtype: as requested, else the checkpoint's own; float32 for torch's backend on a CPU.
 
     Raises ConfigError for an unknown dtype.

@@ -8,6 +8,8 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
+from engine.checkpoint.mixture import MixtureConfig
+from engine.model.feed_forward import DenseLayer, ExpertLinear, FeedForward, Linear, MixtureLayer
 from kernels.backend import Backend, Heads, Weight
 from kernels.quantized.matrix import Quantized
 from kernels.torch_backend import TorchBackend
@@ -22,31 +24,23 @@ def pack_anew(_name: str, pack: Callable[[], Weight]) -> Weight:
     return pack()
 
 
-@dataclass(frozen=True)
-class Linear:
-    """weight [out, in] as the backend packs it, bias [out] or None."""
-
-    weight: Weight
-    bias: torch.Tensor | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products.
 
-    row_norms: norms of columns of qkv. added_norm, added_mlp_norm: norms of what attention and the feed-forward
-    layer add to states. A norm is None if the architecture has none.
+    row_norms: norms of columns of qkv. sinks: learned scores of query heads, float32. added_norm, added_mlp_norm: norms
+    of what attention and the feed-forward layer add to states. A norm is None if the architecture has none.
     """
 
     attention_norm: torch.Tensor | None
     qkv: Linear
     row_norms: tuple[tuple[slice, torch.Tensor], ...] = ()
     heads: Heads
+    sinks: torch.Tensor | None = None
     attention_output: Linear
     added_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor | None
-    gate_up: Linear
-    down: Linear
+    feed_forward: FeedForward
     added_mlp_norm: torch.Tensor | None = None
 
 
@@ -75,12 +69,12 @@ class WeightLoader:
         packing: Packing = pack_anew,
     ) -> None:
         self._checkpoint = checkpoint
-        self._config: ModelConfig = checkpoint.config
+        self._config: ModelConfig = checkpoint.native_config
         self._dtype = dtype
         self._device = device
         self._backend = backend
         self._packing = packing
-        self._orders = _row_orders(checkpoint.config)
+        self._orders = _row_orders(checkpoint.native_config)
 
     def load(self) -> DecoderWeights:
         """Loads all weights. Raises ModelError if a tensor is missing or of the wrong shape."""
@@ -89,14 +83,14 @@ class WeightLoader:
         embedding = self._packed({"model.embed_tokens.weight": vocabulary})
         is_tied = config.tied_embeddings and "lm_head.weight" not in self._checkpoint
         head = embedding if is_tied else self._packed({"lm_head.weight": vocabulary})
-        layers = tuple(self._layer(f"model.layers.{index}") for index in range(config.num_layers))
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._norm("model.norm", config.hidden_size)
         norm = norm if self._device == META else norm / config.scalars.logits
         return DecoderWeights(embedding, layers, norm, head)
 
-    def _layer(self, layer: str) -> LayerWeights:
-        config, attention = self._config, self._config.attention
-        hidden, mlp = config.hidden_size, config.intermediate_size
+    def _layer(self, index: int) -> LayerWeights:
+        config, attention, layer = self._config, self._config.attention, f"model.layers.{index}"
+        hidden, is_mixture = config.hidden_size, config.mixture is not None and config.mixture.layers[index]
         queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         family, norms = config.family, config.family.norms
         attend = f"{layer}.self_attn"
@@ -109,8 +103,10 @@ class WeightLoader:
                 (slice(queries), self._norm(f"{attend}.q_norm", queries)),
                 (slice(queries, queries + keys), self._norm(f"{attend}.k_norm", keys)),
             )
-        qkv = {"qkv": queries + 2 * keys} if family.fuses_qkv else {"q": queries, "k": keys, "v": keys}
-        gate_up = {"gate_up": 2 * mlp} if family.fuses_gate else {"gate": mlp, "up": mlp}
+        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        if family.fuses_qkv:
+            qkv = {"qkv_proj": queries + 2 * keys}
+        sinks = (attention.num_heads,)
 
         def norm(name: str | None) -> torch.Tensor | None:
             return None if name is None else self._norm(f"{layer}.{name}", hidden)
@@ -127,25 +123,66 @@ class WeightLoader:
                 key_norm=key_norm,
                 norm_eps=config.rms_norm_eps,
             ),
-            attention_output=self._linear(attend, {"o": hidden}, queries, attention.output_bias),
+            sinks=self._floats(f"{attend}.sinks", sinks) if family.has_sinks else None,
+            attention_output=self._linear(attend, {"o_proj": hidden}, queries, attention.output_bias),
             added_norm=norm(norms.after_attention),
             mlp_norm=norm(norms.before_mlp),
-            gate_up=self._linear(f"{layer}.mlp", gate_up, hidden, config.mlp_bias),
-            down=self._linear(f"{layer}.mlp", {"down": hidden}, mlp, config.mlp_bias),
+            feed_forward=self._mixture(layer) if is_mixture else self._dense(layer),
             added_mlp_norm=norm(norms.after_mlp),
         )
 
+    def _dense(self, layer: str) -> DenseLayer:
+        config, part = self._config, f"{layer}.mlp"
+        hidden, mlp, family = config.hidden_size, config.intermediate_size, config.family
+        gate_up = {"gate_up_proj": 2 * mlp} if family.fuses_gate else {"gate_proj": mlp, "up_proj": mlp}
+        return DenseLayer(
+            gate_up=self._linear(part, gate_up, hidden, config.mlp_bias),
+            down=self._linear(part, {"down_proj": hidden}, mlp, config.mlp_bias),
+            activation=family.activation,
+        )
+
+    def _mixture(self, layer: str) -> MixtureLayer:
+        config, hidden = self._config, self._config.hidden_size
+        assert config.mixture is not None
+        mixture, names = config.mixture, config.mixture.names
+        part, width = f"{layer}.{names.part}", mixture.intermediate_size
+        return MixtureLayer(
+            router=self._router(f"{part}.{names.router}", mixture),
+            num_chosen=mixture.num_chosen,
+            shares=mixture.shares,
+            gate_up=self._experts(f"{part}.experts", {names.gate: width, names.up: width}, hidden),
+            down=self._experts(f"{part}.experts", {names.down: hidden}, width),
+            activation=config.family.activation,
+        )
+
+    def _router(self, name: str, mixture: MixtureConfig) -> Linear:
+        size, pack = mixture.num_experts, self._backend.pack_exactly
+        shapes = {f"{name}.weight": (size, self._config.hidden_size)}
+        weight = self._packing(f"{name}.weight", partial(self._pack, shapes, pack))
+        return Linear(weight, self._tensor(f"{name}.bias", size) if mixture.has_bias else None)
+
+    def _experts(self, part: str, name_to_size: dict[str, int], in_size: int) -> ExpertLinear:
+        """Loads a matrix of each expert as `_linear` does."""
+        mixture = self._config.mixture
+        assert mixture is not None
+        linears = [
+            self._linear(f"{part}.{index}", name_to_size, in_size, mixture.has_bias)
+            for index in range(mixture.num_experts)
+        ]
+        biases = [one.bias[None] for one in linears if one.bias is not None]
+        return ExpertLinear(self._backend.experts([one.weight for one in linears]), _joined(biases) if biases else None)
+
     def _linear(self, part: str, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
         """Loads matrices of a part of a layer as one, of `name_to_size` columns each."""
-        names = {f"{part}.{name}_proj": size for name, size in name_to_size.items()}
+        names = {f"{part}.{name}": size for name, size in name_to_size.items()}
         weight = self._packed({f"{name}.weight": (size, in_size) for name, size in names.items()})
         bias = self._stacked({f"{name}.bias": (size,) for name, size in names.items()}) if has_bias else None
         return Linear(weight, bias)
 
     def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
-        return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape))
+        return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape, self._backend.pack))
 
-    def _pack(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
+    def _pack(self, name_to_shape: dict[str, tuple[int, int]], pack: Callable[[torch.Tensor], Weight]) -> Weight:
         codes = [self._codes(name, shape) for name, shape in name_to_shape.items()]
         parts = [one for one in codes if one is not None]
         if len(parts) == len(codes):
@@ -154,7 +191,7 @@ class WeightLoader:
             self._tensor(name, *shape) if one is None else one.dequantize().to(self._dtype)
             for one, (name, shape) in zip(codes, name_to_shape.items(), strict=True)
         ]
-        return self._backend.pack(_joined(plain))
+        return pack(_joined(plain))
 
     def _codes(self, name: str, shape: tuple[int, int]) -> Quantized | None:
         codes, order = self._checkpoint.read_codes(name, shape, self._dtype, self._device), self._order_of(name)
@@ -162,6 +199,9 @@ class WeightLoader:
 
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         return _joined([self._tensor(name, *shape) for name, shape in name_to_shape.items()])
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._checkpoint.read(name, shape, torch.float32, self._device)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         tensor, offset = self._tensor(f"{name}.weight", size), self._config.scalars.norm_offset
@@ -204,7 +244,7 @@ class _Outlines(TorchBackend):
     """A backend for tensors without content; it does not widen codes, which would import 900 modules."""
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
-        return self.pack(parts[0].codes)
+        return Weight(parts[0].codes, sum(one.columns for one in parts), parts[0].depth, dtype)
 
 
 def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, backend: Backend) -> DecoderWeights:
@@ -213,13 +253,22 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content."""
+    """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content.
+
+    Tensors of an architecture without native code are checked when they are read.
+    """
+    if not checkpoint.config.is_native:
+        return
     WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
     checkpoint.refuse_unread()
 
 
 def count_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:
     """Counts the bytes of a model's matrices as a backend keeps them; reads no content."""
+    if not checkpoint.config.is_native:
+        from engine.model.products import count_module_bytes
+
+        return count_module_bytes(checkpoint, dtype, backend)
     name_to_bytes: dict[str, int] = {}
 
     def count(name: str, pack: Callable[[], Weight]) -> Weight:

@@ -135,6 +135,9 @@ class CpuBackend:
         return CpuRecorder(self)
 
     def pack(self, weight: Tensor) -> Weight:
+        return self.pack_exactly(weight)
+
+    def pack_exactly(self, weight: Tensor) -> Weight:
         weight = weight.contiguous()
         code, (columns, depth) = DTYPE_TO_CODE[weight.dtype], weight.shape
         packed = weight.new_empty(self._library.baton_packed_size(code, columns, depth))
@@ -146,7 +149,7 @@ class CpuBackend:
         """Keeps codes packed if the kernels widen them exactly; else packs the widened matrix."""
         parts = [packed.in_groups(part) for part in parts]
         if not all(packed.is_packable(part, dtype) for part in parts):
-            return CpuBackend.pack(self, torch.cat([part.dequantize().to(dtype) for part in parts]))
+            return self.pack_exactly(torch.cat([part.dequantize().to(dtype) for part in parts]))
         columns = sum(part.columns for part in parts)
         return Weight(packed.pack(self._library, parts), columns, parts[0].depth, dtype)
 

@@ -123,7 +123,7 @@ struct ExpertLinear {
             const Group* group;
             int64_t first;
         };
-        thread_local std::vector<Row> room;
+        thread_local std::vector<Row, Aligned<Row>> room;
         std::vector<Group> groups;
         std::vector<Unit> packs, units;
         groups.reserve(std::min(num_rows, num_experts));

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from kernels.user_cache import OTHER_CACHE, locked, own_folder, require_own
@@ -26,8 +27,15 @@ UNITS = ("attention.cpp", "experts.cpp", "linear.cpp", "packed.cpp", "program.cp
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c")
-ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
+ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {
+    "amx": (*AVX512, "amx_tile", "amx_bf16"),
+    "avx512": AVX512,
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
 """Instruction sets, best first, with the features that each needs, as /proc/cpuinfo names them."""
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
+"""The system call, on x86-64, by which a process asks for the tile registers of AMX."""
 COMPILE_TIMEOUT_S = 300.0
 MAX_REASON_CHARS = 200
 SEAL = "SHA-256 at the end"
@@ -42,8 +50,22 @@ class NoKernels(Exception):
 
 def best_isa() -> str:
     """Returns the best instruction set that this machine has."""
-    present = _features()
-    return next(isa for isa, features in ISA_TO_FEATURES.items() if present.issuperset(features))
+    return next(filter(_can_run, ISA_TO_FEATURES))
+
+
+def _can_run(isa: str) -> bool:
+    return _features().issuperset(ISA_TO_FEATURES[isa]) and (isa != "amx" or may_use_tiles())
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Asks the system for this process's tile registers, once: threads inherit them. Logs a refusal."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))) == 0:
+        return True
+    reason = os.strerror(ctypes.get_errno())
+    logger.warning("no amx, avx512 takes its place: the system refuses this process its tile registers (%s)", reason)
+    return False
 
 
 def _features() -> set[str]:
@@ -67,18 +89,18 @@ def load_library(isa: str) -> ctypes.CDLL:
     Raises NoKernels if the machine lacks the instruction set or a compiler, or if the cache is not writable or another
     user's.
     """
-    if not _features().issuperset(ISA_TO_FEATURES[isa]):
+    if not _can_run(isa):
         raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
     if (prebuilt := _prebuilt(isa)).exists():
         return _load_prebuilt(prebuilt)
-    return load_units(_units(), _flags(isa), source_version())
+    return load_units(unit_paths(), compiler_flags(isa), source_version())
 
 
 def prebuild() -> None:
     """Compiles the kernels of all instruction sets beside their source, readable for all. Raises NoKernels, OSError."""
     PREBUILT.mkdir(exist_ok=True)
     for isa in ISA_TO_FEATURES:
-        _compile(_find_compiler(), _units(), _flags(isa), _prebuilt(isa))
+        _compile(_find_compiler(), unit_paths(), compiler_flags(isa), _prebuilt(isa))
         _prebuilt(isa).chmod(0o755)
 
 
@@ -94,12 +116,18 @@ def _load_prebuilt(path: Path) -> ctypes.CDLL:
         raise NoKernels(f"the prebuilt kernels cannot be loaded ({error})") from error
 
 
-def _units() -> list[Path]:
+def unit_paths() -> list[Path]:
+    """Returns the sources that are compiled, each by itself."""
     return [SOURCE / unit for unit in UNITS]
 
 
-def _flags(isa: str) -> tuple[str, ...]:
-    return (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
+def compiler_flags(isa: str) -> tuple[str, ...]:
+    """Returns the flags of an instruction set."""
+    return (*COMMON_FLAGS, *map(_flag, ISA_TO_FEATURES[isa]))
+
+
+def _flag(feature: str) -> str:
+    return f"-m{feature.replace('amx_', 'amx-').replace('_', '')}"
 
 
 def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> ctypes.CDLL:

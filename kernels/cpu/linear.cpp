@@ -12,7 +12,7 @@ constexpr int64_t num_panels(int64_t columns) { return (columns + PANEL - 1) / P
 
 template <class T>
 int64_t num_steps(int64_t depth) {
-    return (depth + Product<T>::DEPTH - 1) / Product<T>::DEPTH;
+    return whole_depth<T>(depth) / Product<T>::DEPTH;
 }
 
 // weight [columns, depth] -> panels, zeros where columns or depth end.
@@ -70,11 +70,29 @@ struct Linear {
     }
 
     void panels(int64_t first_panel, int64_t last_panel) const {
-        for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
-            for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
-                for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
-            });
+        if constexpr (IN_TILES<T>) {
+            panels_in_tiles(first_panel, last_panel);
+        } else {
+            for (int64_t row = 0; row < num_rows; row += MAX_ROWS)
+                for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
+                    for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
+                });
         }
+    }
+
+    // A chunk of a panel stays in the nearest cache while all rows pass, and their sums beside it.
+    void panels_in_tiles(int64_t first_panel, int64_t last_panel) const {
+        alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
+        Tiles<T> tiles;
+        for (int64_t panel = first_panel; panel < last_panel; ++panel)
+            for (int64_t begin = 0; begin < num_rows; begin += BLOCK_ROWS) {
+                const int64_t end = std::min(num_rows, begin + BLOCK_ROWS), padded = steps * D;
+                std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+                for (int64_t k = 0; k < padded; k += TILED_DEPTH)
+                    tiles.add(rows, begin, end, k, packed + (panel * padded + k) * PANEL, std::min<int64_t>(TILED_DEPTH, padded - k), sums);
+                for (int64_t row = begin; row < end; ++row)
+                    for (int half = 0; half < PANEL; half += LANES) put(load(sums + (row - begin) * PANEL + half), row, panel * PANEL + half);
+            }
     }
 
     void run() const {

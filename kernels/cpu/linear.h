@@ -6,6 +6,9 @@
 
 #include "products.h"
 #include "threads.h"
+#include "tiles.h"
+
+constexpr int64_t BLOCK_ROWS = 576;  // rows whose sums are kept beside a chunk of a panel: a multiple of ROWS_AT_ONCE
 
 // Rows of a product, and the rows of the input that they are made of: all in their order, or those in `places`, `fan` of one row of the input.
 struct Picked {
@@ -16,16 +19,16 @@ struct Picked {
     int64_t input(int64_t row) const { return product(row) / fan; }
 };
 
-// Rows of T as Row, in tiles of up to MAX_ROWS: tile[step][row][depth of a step], zeros from `depth` to `padded`. Rows that lie far apart
-// would push one another out of the nearest cache. A few rows lie one behind the other: where they were, if they fit.
+// Rows of T as Row, in tiles of up to ROWS_AT_ONCE: tile[step][row][depth of a step, or of a block], zeros from `depth` to `padded`. Rows that lie
+// far apart would push one another out of the nearest cache. A few rows lie one behind the other: where they were, if they fit.
 template <class T, class Row = typename Product<T>::Row>
 class RowTiles {
-    static constexpr int D = sizeof(uint32_t) / sizeof(Row), FEW = 4;
+    static constexpr int D = IN_TILES<Row> ? BLOCK_DEPTH : sizeof(uint32_t) / sizeof(Row), MAX_ROWS = ROWS_AT_ONCE<Row>, FEW = 4;
 
    public:
     // Of all rows, packed.
     RowTiles(const T* input, int64_t count, int64_t depth, int64_t padded) : RowTiles(input, count, depth, padded, {}) {
-        thread_local std::vector<Row> room;
+        thread_local std::vector<Row, Aligned<Row>> room;
         if (int64_t(room.size()) < room_size()) room.resize(room_size());
         place(room.data());
         parallel(num_packs(), [&](int64_t index) { pack(index); });
@@ -52,11 +55,17 @@ class RowTiles {
         const int num_rows = rows_in_tile(index * MAX_ROWS);
         thread_local std::vector<Row> copies;
         if (!fits_ && int64_t(copies.size()) < num_rows * stride) copies.resize(num_rows * stride);
-        const uint32_t* rows[LANES];
+        const Row* rows[std::max(LANES, MAX_ROWS)];
         for (int row = 0; row < num_rows; ++row)
-            rows[row] = (const uint32_t*)(fits_ ? (const Row*)from(index * MAX_ROWS + row) : copy(index * MAX_ROWS + row, copies.data() + row * stride));
-        std::fill(rows + num_rows, rows + LANES, rows[0]);  // lanes behind the last row are overwritten by the next step
-        transpose(rows, steps_, (uint32_t*)(tiles_ + index * tile_size()), num_rows);
+            rows[row] = fits_ ? (const Row*)from(index * MAX_ROWS + row) : copy(index * MAX_ROWS + row, copies.data() + row * stride);
+        Row* out = tiles_ + index * tile_size();
+        if constexpr (IN_TILES<Row>) {
+            for (int64_t k = 0; k < stride; k += D)
+                for (int row = 0; row < num_rows; ++row) out = std::copy_n(rows[row] + k, D, out);
+        } else {
+            std::fill(rows + num_rows, rows + LANES, rows[0]);  // lanes behind the last row are overwritten by the next step
+            transpose((const uint32_t* const*)rows, steps_, (uint32_t*)out, num_rows);
+        }
     }
 
     int64_t count() const { return count_; }

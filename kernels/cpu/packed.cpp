@@ -9,7 +9,7 @@ namespace {
 // Rows up to which weights are widened in registers; 0 where that is slower than a tile. Each count is compiled for each format.
 #if defined(__AVX512F__)
 template <class F, class R, CodeType CODES>
-constexpr int FEW = std::is_same_v<F, bf16> ? 8 : 1;
+constexpr int FEW = IN_TILES<F> ? 0 : std::is_same_v<F, bf16> ? 8 : 1;
 #elif defined(__AVX2__)
 template <class F, class R, CodeType CODES>
 constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
@@ -17,7 +17,6 @@ constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
 template <class F, class R, CodeType CODES>
 constexpr int FEW = 0;
 #endif
-constexpr int64_t BLOCK_ROWS = 576;               // rows whose sums are kept beside a tile: a multiple of MAX_ROWS
 
 // Calls function.template operator()<R, CODES>() for a format, R being to what weights are rounded.
 template <class T, class Function>
@@ -133,16 +132,22 @@ struct PackedLinear {
         alignas(64) thread_local F tile[CHUNK * PANEL];
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Groups groups(matrix, panel);
+        Tiles<F> tiles;
         std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
         const int64_t rest = (end - begin) % MAX_ROWS, whole = rest <= FEW<F, R, CODES> ? end - rest : end;
         for (int64_t k = 0; k < depth; k += CHUNK) {
             const int64_t padded = std::min<int64_t>(CHUNK, groups.format().num_groups(depth - k) * groups.format().group);
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
-            for (int64_t row = begin; row < whole; row += MAX_ROWS)
-                for_rows(int(std::min<int64_t>(MAX_ROWS, whole - row)), [&]<int ROWS>() {
-                    const F* first = rows.tile(row) + k / Product<F>::DEPTH * rows.step_stride(ROWS);
-                    add_chunk<F, ROWS>(first, rows.row_stride(), rows.step_stride(ROWS), tile, padded / Product<F>::DEPTH, sums + (row - begin) * PANEL);
-                });
+            if constexpr (IN_TILES<F>) {
+                std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
+                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums);
+            } else {
+                for (int64_t row = begin; row < whole; row += MAX_ROWS)
+                    for_rows(int(std::min<int64_t>(MAX_ROWS, whole - row)), [&]<int ROWS>() {
+                        const F* first = rows.tile(row) + k / Product<F>::DEPTH * rows.step_stride(ROWS);
+                        add_chunk<F, ROWS>(first, rows.row_stride(), rows.step_stride(ROWS), tile, padded / Product<F>::DEPTH, sums + (row - begin) * PANEL);
+                    });
+            }
         }
         for (int64_t row = begin; row < end; ++row) put(panel, sums + (row - begin) * PANEL, row);
     }
@@ -170,7 +175,7 @@ template <class T, class Out>
 void packed_linear(const void* input, const void* packed, const void* bias, const void* residual, void* out, int64_t num_rows,
                    int64_t columns, int64_t depth) {
     const Packed matrix{(const char*)packed};
-    PackedLinear<T, Out>{{(const T*)input, num_rows, depth, matrix.padded_depth()}, matrix, (const T*)bias, (const T*)residual, (Out*)out,
+    PackedLinear<T, Out>{{(const T*)input, num_rows, depth, whole_depth<Factor<T>>(matrix.padded_depth())}, matrix, (const T*)bias, (const T*)residual, (Out*)out,
                          num_rows, columns, depth}
         .run();
 }
@@ -241,7 +246,7 @@ int64_t PackedMatrix<T>::num_panels() const {
 }
 template <class T>
 int64_t PackedMatrix<T>::padded_depth() const {
-    return Packed{(const char*)data}.padded_depth();
+    return whole_depth<Row>(Packed{(const char*)data}.padded_depth());
 }
 template <class T>
 void PackedMatrix<T>::multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const {

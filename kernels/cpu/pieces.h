@@ -2,7 +2,6 @@
 #pragma once
 
 #include <limits>
-#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -170,18 +169,6 @@ inline void read_scales(const Tokens& tokens, int64_t first, int64_t head_offset
         of_values[i] = scale ? to_float(*(const bf16*)(scale + plane_stride)) : 0;
     }
 }
-
-// Memory of whole cache lines: a vector that is stored over two of them is slow to be read again.
-template <class V>
-struct Aligned {
-    using value_type = V;
-    Aligned() = default;
-    template <class U>
-    Aligned(const Aligned<U>&) {}
-    V* allocate(size_t count) { return (V*)::operator new(count * sizeof(V), std::align_val_t(64)); }
-    void deallocate(V* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
-    bool operator==(const Aligned&) const { return true; }
-};
 
 // Up to PIECE keys and their values, of one KV head. Belongs to one thread, which keeps its memory.
 template <class T>

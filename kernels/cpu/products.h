@@ -7,11 +7,24 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <type_traits>
 
 #include "floats.h"
 
 constexpr int PANEL = 2 * LANES;
+
+// Memory of whole cache lines: a vector that is stored over two of them is slow to be read again.
+template <class V>
+struct Aligned {
+    using value_type = V;
+    Aligned() = default;
+    template <class U>
+    Aligned(const Aligned<U>&) {}
+    V* allocate(size_t count) { return (V*)::operator new(count * sizeof(V), std::align_val_t(64)); }
+    void deallocate(V* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const Aligned&) const { return true; }
+};
 
 // The way of one dtype of weights. Rows: what a row must consist of. Sums of two vectors cover a panel.
 template <class T>

@@ -49,8 +49,8 @@ def assert_equal_logits(quantized: Path, plain: Path, kind: str, kernels: str = 
     for dtype in ("float32", "bfloat16", "float16"):
         models = [Decoder.load(folder, dtype, CPU, 16, backend) for folder in (quantized, plain)]
         for layer in models[0].weights.layers:
-            for linear in (layer.qkv, layer.attention_output, layer.gate_up, layer.down):
-                assert (linear.weight.data.dtype is torch.uint8) is is_packed(kind, dtype)
+            for weight in (layer.qkv.weight, layer.attention_output.weight, *layer.feed_forward.matrices):
+                assert (weight.data.dtype is torch.uint8) is is_packed(kind, dtype)
         packed, reference = (logits_of(model, PROMPTS, 6, 23) for model in models)
         assert torch.equal(packed, reference)
         assert reference.std() > 0.01

@@ -78,8 +78,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def matrices(weights: DecoderWeights) -> list[Weight]:
-    layers = [(one.qkv, one.attention_output, one.gate_up, one.down) for one in weights.layers]
-    return [weights.embedding, weights.head, *(linear.weight for layer in layers for linear in layer)]
+    layers = [(one.qkv.weight, one.attention_output.weight, *one.feed_forward.matrices) for one in weights.layers]
+    return [weights.embedding, weights.head, *(weight for layer in layers for weight in layer)]
 
 
 def assert_equal(one: DecoderWeights, other: DecoderWeights) -> None:

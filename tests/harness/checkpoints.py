@@ -131,7 +131,59 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
             },
         },
     ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3-moe-step": (
+        transformers.Qwen3MoeConfig,
+        {
+            "decoder_sparse_step": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 48,
+            **_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=256, truncate=False),
+        },
+    ),
 }
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+MODULES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
+    "cohere": (transformers.CohereConfig, {}),
+    "cohere2": (transformers.Cohere2Config, {"num_hidden_layers": 4, "sliding_window": 48}),
+    "gpt2": (transformers.GPT2Config, {}),
+    "gpt-bigcode": (transformers.GPTBigCodeConfig, {}),
+    "gpt-neox": (transformers.GPTNeoXConfig, {}),
+    "nemotron": (transformers.NemotronConfig, {}),
+    "olmo": (transformers.OlmoConfig, {}),
+    "olmoe": (transformers.OlmoeConfig, _EXPERTS),
+    "opt": (transformers.OPTConfig, {"ffn_dim": 128}),
+    "persimmon": (transformers.PersimmonConfig, {}),
+    "phi": (transformers.PhiConfig, {}),
+    "stablelm": (transformers.StableLmConfig, {}),
+    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 48}),
+}
+"""Architectures that the modules of transformers run."""
 
 
 SINKS = (("llama-gqa", "sinks=4+60"), ("llama-yarn", "sinks=1+16"), ("qwen3", "sinks=20+44"))
@@ -157,14 +209,14 @@ def make_checkpoint(arch: str, folder: Path, seed: int = 0, **overrides: Any) ->
 
     overrides: keys of the architecture's configuration.
     """
-    config_class, settings = ARCHITECTURES[arch]
+    config_class, settings = (ARCHITECTURES | MODULES)[arch]
     fields = {**_SHAPE, **settings, **overrides}
     config = config_class(**fields)
     config.eos_token_id = fields["eos_token_id"]  # some classes have a token of their own in place of none
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if name.endswith((".bias", "norm.weight")):
+        if name.endswith((".bias", "_bias", "norm.weight")):
             # Zeros and ones, which they start as, would hide that they are used at all.
             torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.05)
     model.save_pretrained(folder)

@@ -1,15 +1,19 @@
 """The backends that this machine can run, by name, for tests that hold for each of them."""
 
+import ctypes
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from kernels import paged_attention, reference, row_operations
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
+from kernels.cpu import backend as of_cpu
+from kernels.cpu import library
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
 from kernels.selection import select_backend
 from kernels.user_cache import own_folder
@@ -21,11 +25,28 @@ PagedPrefillAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, Atten
 ISAS = [] if torch.cuda.is_available() else list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
 """None on a machine with a GPU: it may have no compiler, and tests there put tensors on the device."""
 NAMES = ["torch", *ISAS]
+EMULATED = "emulated"
+"""The kernels of AMX with its tile instructions in plain C++, for machines with AVX-512."""
+PRODUCTS = [*([EMULATED] if "avx512" in ISAS else []), *ISAS]
+"""The kernels that differ in the products of linear layers."""
 
 
 @cache
 def make_backend(name: str) -> Backend:
-    return select_backend(torch.device("cpu"), name)
+    return EmulatedTiles() if name == EMULATED else select_backend(torch.device("cpu"), name)
+
+
+class EmulatedTiles(of_cpu.CpuBackend):
+    def __init__(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of_cpu, "load_library", lambda isa: load_emulated())
+            super().__init__(EMULATED)
+
+
+def load_emulated() -> ctypes.CDLL:
+    """Loads the kernels of AMX with emulated tiles, compiling them at first use, which blocks for a minute."""
+    flags = (*library.compiler_flags("avx512"), "-DBATON_EMULATED_TILES")
+    return library.load_units(library.unit_paths(), flags, library.source_version())
 
 
 def cpu_decode(

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.backend import Activation, Backend, Experts
 from kernels.cpu.backend import CpuBackend
 from kernels.routing import Routing, Shares
-from tests.kernels.backends import ISAS, NAMES, make_backend
+from tests.kernels.backends import NAMES, PRODUCTS, make_backend
 from tests.kernels.quantized_matrices import DRAWS
 from tests.kernels.test_operations import close, each_dtype
 
@@ -115,7 +115,7 @@ def test_a_row_is_multiplied_as_by_its_experts_matrix_alone(
 
 @each_dtype
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PRODUCTS)
 def test_experts_of_codes_stay_packed(isa: str, name: str, dtype: torch.dtype) -> None:
     """A matrix of two parts, of which the first fills no panel; the last expert is plain."""
     backend, parts = make_backend(isa), [[DRAWS[name](size, 256) for size in (33, 40)] for _ in range(5)]
@@ -125,7 +125,7 @@ def test_experts_of_codes_stay_packed(isa: str, name: str, dtype: torch.dtype) -
         check_products(backend, experts, num_rows, num_chosen, dtype)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PRODUCTS)
 def test_no_bit_depends_on_the_number_of_threads(isa: str) -> None:
     backend = make_backend(isa)
     assert isinstance(backend, CpuBackend)
@@ -137,7 +137,7 @@ def test_no_bit_depends_on_the_number_of_threads(isa: str) -> None:
     assert all(torch.equal(one, products[0]) for one in products)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("shares", Shares)
 def test_a_program_runs_experts_on_its_first_rows(isa: str, is_packed: bool, shares: Shares) -> None:

@@ -74,9 +74,10 @@ def test_packed_weights_give_transformers_tokens_of_the_dequantized_ones(
     file = make_gguf(tmp_path, "Q4_1", "llama-tied", hidden_size=64, intermediate_size=256)
     model = load(find_folder(str(file)), SIM, "float32", "auto")
     assert isinstance(model.weights.embedding, CodedWeight)
-    assert isinstance(model.weights.layers[1].down.weight, CodedWeight)
+    down = model.weights.layers[1].feed_forward.matrices[-1]
+    assert isinstance(down, CodedWeight)
     assert model.weights.head is model.weights.embedding
-    [part] = model.weights.layers[1].down.weight.parts
+    [part] = down.parts
     assert part.num_chunks == 2 * products.chunks_per_split(part)
     plain = tmp_path / "plain"
     expected = [list(choose_prompt(plain, length).token_ids[: GREEDY.max_tokens]) for length in LENGTHS]

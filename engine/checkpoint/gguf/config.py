@@ -1,13 +1,15 @@
 """config.json, generation_config.json and the names of tensors, from the metadata of a GGUF model.
 
-llama.cpp's converter calls Llama, Mistral without windows and SmolLM `llama`, and reorders their query and key rows,
-and Granite's and SmolLM3's. It writes the scaling of Llama 3 as a tensor of divisors, `rope_freqs`, which is recognized
-by its numbers, and LongRoPE as two tensors.
+llama.cpp's converter calls Llama, Mistral without windows, SmolLM and Mixtral `llama`, and reorders their query and key
+rows, and Granite's and SmolLM3's. It writes the scaling of Llama 3 as a tensor of divisors, `rope_freqs`, which is
+recognized by its numbers, LongRoPE as two tensors, and a mixture's matrices of one kind as one tensor, whose slices are
+the matrices of experts.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,14 @@ import numpy as np
 from engine.checkpoint.families import FAMILIES, Norms
 from engine.checkpoint.gguf.blocks import Floats, StoredTensor
 from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.mixture import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES
 from wire.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 DIVISORS = (ROPE_FREQS, SHORT_FACTORS, LONG_FACTORS)
 """Tensors of divisors of frequencies, which belong to config.json."""
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -32,6 +35,13 @@ _ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+}
+_MIXTURES = {
+    "MixtralForCausalLM": MIXTRAL_NAMES,
+    "Qwen3MoeForCausalLM": QWEN_NAMES,
+    "GptOssForCausalLM": GPT_OSS_NAMES,
 }
 _TURNED = ("llama", "granite", "smollm3")
 """Architectures whose query and key rows are reordered."""
@@ -58,6 +68,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SINKS = "attn_sinks"
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(\w+)\.(weight|bias)", re.ASCII)
 _SAMPLING = {
     "temp": "temperature",
@@ -69,6 +80,11 @@ _SAMPLING = {
 _LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+def architecture_of(arch: str, has_experts: bool) -> str:
+    """Returns the architecture of a file by its name in ARCHITECTURES, which Llama and Mixtral share."""
+    return "MixtralForCausalLM" if arch == "llama" and has_experts else ARCHITECTURES[arch]
+
+
 class GgufConfig:
     """Metadata of a GGUF model. Raises ModelError for an architecture or a feature that is not served."""
 
@@ -76,18 +92,23 @@ class GgufConfig:
         self._tensors = tensors
         self._all = JsonFields(metadata, source)
         arch = self._all.text("general.architecture", "")
-        if arch not in _ARCHITECTURES:
+        if arch not in ARCHITECTURES:
             raise ModelError(
-                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
-        self._arch, self._architecture = arch, _ARCHITECTURES[arch]
         own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
         self._own = JsonFields(own, f"{source}: {arch}")
+        self._arch, self._architecture = arch, architecture_of(arch, bool(self._own.raw("expert_count")))
         self._num_heads = self._own.count("attention.head_count")
         self._num_kv_heads = self._own.count("attention.head_count_kv", self._num_heads)
         family = FAMILIES[self._architecture]
         fused = {"ffn_up": "mlp.gate_up_proj"} if family.fuses_gate else {}
+        self._mixture = _MIXTURES.get(self._architecture)
         self._in_layer = _IN_LAYER | _names_of_norms(family.norms) | fused
+        if self._mixture is not None:
+            self._in_layer["ffn_gate_inp"] = f"{self._mixture.part}.{self._mixture.router}"
+        if arch == "gpt-oss":
+            self._in_layer |= {_SINKS: "self_attn.sinks", "post_attention_norm": "post_attention_layernorm"}
         self._refuse_unsupported()
 
     def config(self, divisors: Mapping[str, Floats]) -> dict[str, Any]:
@@ -123,7 +144,21 @@ class GgufConfig:
             **(self._gemma(hidden, head_dim, theta, rope) if self._arch in _GEMMA_27B_LAYERS else {}),
             **(self._phi3(context_len) if self._arch == "phi3" else {}),
             **{ours: self._rounded(name) for name, ours in _GRANITE.items() if name in own and self._arch == "granite"},
+            **(self._experts() if self._mixture is not None else {}),
         }
+
+    def _experts(self) -> dict[str, Any]:
+        """Makes the fields of a mixture. Files of Qwen3-MoE do not say that shares are normed, as all of them are."""
+        own, is_qwen = self._own, self._arch == "qwen3moe"
+        fields = {
+            "num_local_experts": own.count("expert_count"),
+            "num_experts_per_tok": own.count("expert_used_count"),
+        }
+        width = own.count("expert_feed_forward_length", own.count("feed_forward_length"))
+        if is_qwen:
+            return {**fields, "moe_intermediate_size": width, "norm_topk_prob": True}
+        window = own.count("attention.sliding_window") if self._arch == "gpt-oss" else None
+        return {**fields, "intermediate_size": width, "sliding_window": window}
 
     def _phi3(self, context_len: int) -> dict[str, Any]:
         """Makes Phi-3's own fields of config.json."""
@@ -163,11 +198,31 @@ class GgufConfig:
         """Names a tensor as Hugging Face's layout does; an unknown name stays as it is."""
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
-            return f"model.layers.{int(layer)}.{self._in_layer.get(part, part)}.{kind}"
+            ours = f"model.layers.{int(layer)}.{self._in_layer.get(part, part)}.{kind}"
+            return ours.removesuffix(".weight") if part == _SINKS else ours
         stem, _, kind = name.rpartition(".")
         return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
 
-    def turned_heads(self, name: str, tensor: StoredTensor) -> int:
+    def places(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        """Maps our names to the parts of a tensor: the matrices or biases of single experts, or all of it."""
+        match, names = _LAYER_TENSOR.fullmatch(name), self._mixture
+        matrices = {} if names is None else {"gate": names.gate, "up": names.up, "down": names.down}
+        stem = match[2].removeprefix("ffn_").removesuffix("_exps") if match and match[2].endswith("_exps") else ""
+        if match is None or names is None or stem not in matrices:
+            return {self.our_name(name): replace(tensor, heads=self._turned_heads(name, tensor))}
+        num_experts = self._own.count("expert_count")
+        if len(tensor.shape) < 2 or tensor.shape[0] != num_experts:
+            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {num_experts} experts first")
+        shape, num_bytes = tensor.shape[1:], tensor.num_bytes // num_experts
+        part = f"model.layers.{int(match[1])}.{names.part}.experts"
+        return {
+            f"{part}.{expert}.{matrices[stem]}.{match[3]}": StoredTensor(
+                tensor.kind, shape, tensor.offset + expert * num_bytes
+            )
+            for expert in range(num_experts)
+        }
+
+    def _turned_heads(self, name: str, tensor: StoredTensor) -> int:
         """Returns the number of heads whose rows llama.cpp's converter reordered; 0 for rows in our order."""
         match = _LAYER_TENSOR.fullmatch(name)
         turned = {"attn_q": self._num_heads, "attn_k": self._num_kv_heads} if self._arch in _TURNED else {}
@@ -183,9 +238,12 @@ class GgufConfig:
         return tensor
 
     def _refuse_unsupported(self) -> None:
-        if self._own.raw("expert_count"):
-            raise self._own.wrong("expert_count", "none: mixtures of experts are not supported")
-        if self._own.raw("attention.sliding_window") and self._arch not in (*_GEMMA_27B_LAYERS, "phi3"):
+        if self._own.raw("expert_count") and self._mixture is None:
+            raise self._own.wrong("expert_count", "none: the architecture has no experts")
+        for name in ("expert_shared_count", "expert_shared_feed_forward_length"):
+            if self._own.raw(name):
+                raise self._own.wrong(name, "none: shared experts are not supported")
+        if self._own.raw("attention.sliding_window") and self._arch not in (*_GEMMA_27B_LAYERS, "gpt-oss", "phi3"):
             raise self._own.wrong("attention.sliding_window", "none: of these files windows are not read")
 
     def _rope_scaling(
@@ -212,6 +270,7 @@ class GgufConfig:
         if kind == "yarn":
             trained_len = own.count("rope.scaling.original_context_length", context_len)
             scaling["original_max_position_embeddings"] = trained_len
+            scaling["truncate"] = self._arch != "gpt-oss"
         return scaling
 
 

@@ -65,13 +65,13 @@ def _table(headers: Sequence[Header], config: GgufConfig) -> dict[str, Any]:
     rows = {}
     for index, header in enumerate(headers):
         for name, tensor in header.tensors.items():
-            if name not in DIVISORS:
-                place = {"file": index, "offset": tensor.offset, "bytes": tensor.num_bytes}
-                kind = {"type": tensor.kind.name, "shape": list(tensor.shape)}
-                ours = config.our_name(name)
+            if name in DIVISORS:
+                continue
+            for ours, part in config.places(name, tensor).items():
                 if ours in rows:
                     raise ModelError(f"{header.path.name}: two tensors are {ours}, one of them {name[:64]}")
-                rows[ours] = {**kind, **place, "heads": config.turned_heads(name, tensor)}
+                place = {"file": index, "offset": part.offset, "bytes": part.num_bytes}
+                rows[ours] = {"type": part.kind.name, "shape": list(part.shape), **place, "heads": part.heads}
     return {"version": VERSION, "files": files, "tensors": rows}
 
 

@@ -23,9 +23,9 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 SPREAD = 0.1
 DRAWN = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """The types that the package does not quantize to."""
-BY_HAND = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
+BY_HAND = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
 """Model types whose tensors are named by the table below; others are named by the package."""
-_ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+_JUDGED = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 MAX_LAYERS = 8
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -43,6 +43,10 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_ROUTERS = ("block_sparse_moe.gate", "mlp.gate", "mlp.router")
+_EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 Stored = NDArray[np.uint8]
 
@@ -89,16 +93,23 @@ def make_gguf(folder: Path, kind: str, arch: str = "llama-gqa", num_parts: int =
     """
     plain = make_checkpoint(arch, folder / "plain", **{**SHAPE, **overrides})
     config = json.loads((plain / "config.json").read_text())
-    weights = load_file(plain / "model.safetensors")
-    tensors, dequantized = longrope_factors(config), {}
-    for seed, (name, weight) in enumerate(weights.items()):
-        its_kind = kind if weight.ndim == 2 else "F32"
-        heads = _turned_heads(config, name)
-        stored = _stored(its_kind, _turn(weight, heads), seed)
-        tensors[_their_name(config["model_type"], name)] = (stored, its_kind)
-        values = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[its_kind]).astype(np.float32))
-        dequantized[name] = turn_back(values.reshape(weight.shape), heads)
-    save_file(dequantized, plain / "model.safetensors")
+    weights, is_stacked = load_file(plain / "model.safetensors"), config["model_type"] == "gpt_oss"
+    weights = _unstacked(weights) if is_stacked else weights
+    tensors = longrope_factors(config)
+    dequantized = {}
+    for seed, (their_name, names) in enumerate(_their_names(config["model_type"], weights, is_stacked).items()):
+        is_matrix = weights[names[0]].ndim == 2 and "ffn_gate_inp" not in their_name
+        its_kind = kind if is_matrix else "F32"
+        heads = _turned_heads(config, names[0])
+        stored: list[Stored] = []
+        for index, name in enumerate(names):
+            weight = weights[name]
+            stored.append(_stored(its_kind, _turn(weight, heads), seed + 1000 * index))
+            values = gguf.dequantize(stored[-1], gguf.GGMLQuantizationType[its_kind]).astype(np.float32)
+            dequantized[name] = turn_back(torch.from_numpy(values).reshape(weight.shape), heads)
+        tensors[their_name] = (np.stack(stored) if "_exps" in their_name else stored[0], its_kind)
+    dequantized = _stacked(dequantized) if is_stacked else dequantized
+    save_file(dequantized, plain / "model.safetensors", {"format": "pt"})
     count = len(tensors)
     parts = [list(tensors)[count * part // num_parts : count * (part + 1) // num_parts] for part in range(num_parts)]
     paths = [folder / f"model-{part + 1:05}-of-{num_parts:05}.gguf" for part in range(num_parts)]
@@ -117,8 +128,10 @@ def write_gguf(
     metadata: Mapping[str, Any] = {},
 ) -> None:
     """Writes a file of stored tensors with their types; `metadata` replaces keys, or takes out those of None."""
-    arch = config["model_type"]
+    arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     rope = config["rope_parameters"]
+    experts = config.get("num_local_experts")
+    width = config.get("moe_intermediate_size", config["intermediate_size"])
     vocabulary = byte_level_tokenizer(config["vocab_size"]).get_vocab()
     values: dict[str, Any] = {
         f"{arch}.block_count": config["num_hidden_layers"],
@@ -129,6 +142,10 @@ def write_gguf(
         f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
         f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         f"{arch}.attention.key_length": config["head_dim"] if config.get("head_dim") else None,
+        f"{arch}.expert_count": experts,
+        f"{arch}.expert_used_count": config["num_experts_per_tok"] if experts else None,
+        f"{arch}.expert_feed_forward_length": width if experts and arch != "llama" else None,
+        f"{arch}.attention.sliding_window": config["sliding_window"] if arch == "gpt-oss" else None,
         f"{arch}.rope.freq_base": rope["rope_theta"],
         f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] in ("linear", "yarn") else None,
         f"{arch}.rope.scaling.factor": rope["factor"] if rope["rope_type"] in ("linear", "yarn") else None,
@@ -227,19 +244,68 @@ def _stored(kind: str, weight: torch.Tensor, seed: int) -> Stored:
     return np.ascontiguousarray(quantized).view(np.uint8).reshape(*weight.shape[:-1], -1)
 
 
+def _their_names(arch: str, weights: Mapping[str, torch.Tensor], is_gpt_oss: bool) -> dict[str, list[str]]:
+    """Groups tensors, of which experts are in their order, under llama.cpp's names."""
+    grouped: dict[str, list[str]] = {}
+    by_expert = sorted(weights, key=lambda name: int(name.split(".")[-3]) if ".experts." in name else 0)
+    for name in by_expert:
+        theirs = _their_name(arch, name)
+        theirs = theirs.replace("ffn_norm", "post_attention_norm") if is_gpt_oss else theirs
+        grouped.setdefault(theirs, []).append(name)
+    return grouped
+
+
 def _their_name(arch: str, name: str) -> str:
     if arch not in BY_HAND:
-        names = gguf.get_tensor_name_map(_ARCHITECTURES[arch], MAX_LAYERS)
+        names = gguf.get_tensor_name_map(_JUDGED[arch], MAX_LAYERS)
         return str(names.get_name(name, try_suffixes=(".weight", ".bias")))
     stem, _, kind = name.rpartition(".")
+    if kind == "sinks":
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     if stem.startswith("model.layers."):
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{_NAMES[part]}.{kind}"
+        theirs = f"ffn_{_EXPERTS[part.split('.')[-1]]}_exps" if ".experts." in part else _NAMES.get(part)
+        return f"blk.{layer}.{'ffn_gate_inp' if part in _ROUTERS else theirs}.{kind}"
     return f"{_NAMES[stem]}.{kind}"
 
 
+def _unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Takes the stacked matrices and biases of gpt-oss apart, into those of single experts."""
+    single: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        part, _, stem = name.rpartition(".")
+        if not part.endswith(".experts"):
+            single[name] = tensor
+            continue
+        kind = "bias" if stem.endswith("_bias") else "weight"
+        matrices = {"gate_proj": 0, "up_proj": 1} if stem.startswith("gate_up") else {"down_proj": None}
+        for expert, own in enumerate(tensor):
+            rows = own if kind == "bias" else own.T
+            for matrix, first in matrices.items():
+                single[f"{part}.{expert}.{matrix}.{kind}"] = (rows if first is None else rows[first::2]).contiguous()
+    return single
+
+
+def _stacked(single: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undoes `_unstacked`."""
+    stacked = {name: tensor for name, tensor in single.items() if ".experts." not in name}
+    parts = {name.partition(".experts.")[0] for name in single if ".experts." in name}
+    for part in parts:
+        count = sum(name.startswith(f"{part}.experts.") and name.endswith("down_proj.bias") for name in single)
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (
+                torch.stack([single[f"{part}.experts.{expert}.{matrix}.{kind}"] for expert in range(count)])
+                for matrix in ("gate_proj", "up_proj", "down_proj")
+            )
+            both = torch.stack((gate, up), 2).flatten(1, 2)
+            for stem, tensor in (("gate_up_proj", both), ("down_proj", down)):
+                whole = tensor.mT if kind == "weight" else tensor
+                stacked[f"{part}.experts.{stem}{suffix}"] = whole.contiguous()
+    return stacked
+
+
 def _turned_heads(config: Mapping[str, Any], name: str) -> int:
-    if config["model_type"] not in ("llama", "granite", "smollm3"):
+    if config["model_type"] not in ("llama", "mixtral", "granite", "smollm3"):
         return 0
     if ".q_proj." in name:
         return int(config["num_attention_heads"])

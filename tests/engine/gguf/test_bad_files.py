@@ -147,7 +147,6 @@ def test_tensors_in_any_order_of_the_table_are_read(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "bert"}, "ggml.model is bert, expected gpt2 or llama"),
         ({"tokenizer.ggml.model": "llama"}, "ggml.scores is missing, expected a score for each of 256 tokens"),
         ({"tokenizer.ggml.pre": "from-tomorrow"}, "ggml.pre is from-tomorrow, expected one of chatglm-bpe"),
-        ({"llama.expert_count": 8}, "llama: expert_count is 8, expected none: mixtures of experts"),
         ({"llama.attention.head_count": None}, "llama: attention.head_count is missing"),
         ({"llama.attention.head_count": [4, 4]}, r"llama: attention.head_count is \[4, 4\], expected an integer"),
         ({"llama.rope.dimension_count": 32}, "rope.dimension_count is 32, expected 64, the whole head"),
@@ -187,6 +186,42 @@ def test_one_tensor_of_longrope_without_the_other_is_refused(kinds: tuple[str, s
     write_gguf(tmp_path / "model.gguf", CONFIG, {"token_embd.weight": (EMBEDDING, "F32"), given: (factors, "F32")})
     with pytest.raises(ModelError, match=f"the tensor {missing} is missing"):
         convert(tmp_path, [tmp_path / "model.gguf"])
+
+
+MIXTURE = {"llama.expert_count": 4, "llama.expert_used_count": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "metadata", "num_experts", "reason"),
+    [
+        ("llama", MIXTURE, 3, r"tensor blk\.0\.ffn_up_exps\.weight has shape \[3, 8, 256\], expected 4 experts first"),
+        (
+            "llama",
+            MIXTURE | {"llama.expert_used_count": 5},
+            4,
+            "num_experts_per_tok is 5, expected an integer from 1 to 4",
+        ),
+        ("llama", {"llama.expert_count": 4}, 4, "llama: expert_used_count is missing"),
+        (
+            "llama",
+            MIXTURE | {"llama.expert_shared_count": 1},
+            4,
+            "expert_shared_count is 1, expected none: shared experts",
+        ),
+        ("qwen3", {"qwen3.expert_count": 4}, 4, "qwen3: expert_count is 4, expected none"),
+        ("qwen3_moe", {"qwen3moe.expert_count": 0, "qwen3moe.expert_used_count": 1}, 4, "expert_count is 0"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    config: str, metadata: dict[str, Any], num_experts: int, reason: str, tmp_path: Path
+) -> None:
+    tensors = {
+        "token_embd.weight": (EMBEDDING, "F32"),
+        "blk.0.ffn_up_exps.weight": (np.zeros((num_experts, 8, 1024), np.uint8), "F32"),
+    }
+    write_gguf(tmp_path / "model.gguf", CONFIG | {"model_type": config}, tensors, metadata=metadata)
+    with pytest.raises(ModelError, match=reason):
+        converted(tmp_path, tmp_path / "model.gguf")
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

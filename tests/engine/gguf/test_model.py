@@ -116,6 +116,26 @@ def test_newer_architectures_are_configured_and_answer_as_their_checkpoints(arch
     assert generate(model, [chosen.prompt_ids], 24) == [list(chosen.token_ids)]
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3-moe", "gpt-oss"])
+def test_stacked_experts_are_the_experts_of_their_checkpoint(arch: str, kind: str, tmp_path: Path) -> None:
+    """As configurations, weights and tokens; files of Qwen3-MoE have normed shares and no dense layers."""
+    settings: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    if arch == "qwen3-moe":
+        settings |= {"mlp_only_layers": [], "norm_topk_prob": True}
+    path, plain = make_gguf(tmp_path, kind, arch, **settings), tmp_path / "plain"
+    found = find_folder(str(path))
+    ours, theirs = (
+        ModelConfig.parse(json.loads((one / "config.json").read_text()) | {"dtype": "float32", "eos_token_id": None})
+        for one in (found, plain)
+    )
+    assert replace(ours, intermediate_size=0) == replace(theirs, intermediate_size=0)
+    model, chosen = Decoder.load(found, "float32", CPU, block_size=16), choose_prompt(plain, 40, num_tokens=24)
+    assert generate(model, [chosen.prompt_ids], 24) == [list(chosen.token_ids)]
+    expected = Decoder.load(plain, "float32", CPU, block_size=16)
+    assert generate(model, [[1, 2, 3]], 24) == generate(expected, [[1, 2, 3]], 24)
+
+
 def test_the_scaling_of_llama_3_is_known_by_its_divisors(tmp_path: Path) -> None:
     plain = make_checkpoint("llama-gqa", tmp_path / "plain", **SHAPE, rope_parameters=LLAMA3)
     config = json.loads((plain / "config.json").read_text())

@@ -1,0 +1,99 @@
+"""Products of linear layers in bfloat16 on a CPU: each instruction set of this machine beside torch (oneDNN), in turns.
+
+OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --threads 2
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import MachineState, commit, processor
+from kernels.backend import Weight
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.library import ISA_TO_FEATURES, best_isa
+from tests.kernels.quantized_matrices import DRAWS
+
+MODEL_TO_MATRICES = {
+    "135M": ((3072, 576), (576, 1536)),
+    "0.5B": ((9728, 896), (896, 4864)),
+    "1.5B": ((17920, 1536), (1536, 8960)),
+    "8B": ((28672, 4096), (4096, 14336)),
+}
+"""Columns and depth of gate and up, and of down."""
+NUM_ROWS = (1, 8, 32, 128, 512, 2048)
+PACKED = "Q4_1"
+WORKING_SET_BYTES = 256 << 20
+NUM_ROUNDS = 5
+"""The least time counts."""
+
+
+def measure(backends: Mapping[str, CpuBackend], num_threads: int) -> Iterator[str]:
+    """Yields a line for each matrix and number of rows, as it is measured: GFLOP/s by product."""
+    for model, matrices in MODEL_TO_MATRICES.items():
+        for columns, depth in matrices:
+            num_copies = max(1, min(16, WORKING_SET_BYTES // (2 * columns * depth)))
+            plain = torch.randn(num_copies, columns, depth).bfloat16()
+            weights = {name: [backend.pack(one) for one in plain] for name, backend in backends.items()}
+            best = next(iter(backends))
+            drawn = DRAWS[PACKED](columns, depth)
+            coded = [backends[best].pack_codes([drawn], torch.bfloat16) for _ in plain]
+            for num_rows in NUM_ROWS:
+                rows = torch.randn(num_rows, depth).bfloat16()
+                works = {name: partial(_multiply, backends[name], rows, of_name) for name, of_name in weights.items()}
+                works[f"{best} {PACKED}"] = partial(_multiply, backends[best], rows, coded)
+                works["torch"] = partial(_multiply_in_torch, rows, plain, num_threads)
+                operations = 2 * num_copies * num_rows * columns * depth
+                rates = {name: operations / seconds / 1e9 for name, seconds in _time(works).items()}
+                ratio = rates[best] / rates["torch"]
+                told = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+                yield f"{model} {columns} x {depth}, {num_rows} rows: {told} GFLOP/s; {best} over torch {ratio:.2f}"
+
+
+def _multiply(backend: CpuBackend, rows: Tensor, weights: list[Weight]) -> None:
+    for one in weights:
+        backend.linear(rows, one, None)
+
+
+def _multiply_in_torch(rows: Tensor, weights: Tensor, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)  # the kernels leave it one
+    for one in weights:
+        F.linear(rows, one)
+    torch.set_num_threads(1)
+
+
+def _time(works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Runs the works in turns, once unmeasured; returns the least seconds of each."""
+    least = dict.fromkeys(works, float("inf"))
+    for round_index in range(NUM_ROUNDS + 1):
+        for name, work in works.items():
+            began_s = time.perf_counter()
+            work()
+            if round_index:
+                least[name] = min(least[name], time.perf_counter() - began_s)
+    return least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--isas", nargs="+", choices=list(ISA_TO_FEATURES), help="default: the best, and avx512")
+    arguments = parser.parse_args()
+    isas = arguments.isas or (["amx", "avx512"] if best_isa() == "amx" else [best_isa()])
+    torch.set_num_threads(arguments.threads)
+    backends = {isa: CpuBackend(isa) for isa in isas}
+    print(f"{processor()}, {arguments.threads} threads, {MachineState.measure().describe()}, commit {commit()}")
+    for line in measure(backends, arguments.threads):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Architectures that transformers' own modules run, over this engine's pages and products."""

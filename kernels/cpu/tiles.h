@@ -1,0 +1,198 @@
+// Products of bf16 in the order of AMX: blocks of 32 of the depth, each summed as one `tdpbf16ps` does.
+//
+// A block adds to a sum C: C + (the sum of its 16 products at even places + the sum of those at odd ones), each of the two from 0 on, in
+// order, by fused multiply-adds in float32 to which subnormal numbers are zeros. Source: the operation of TDPBF16PS in Intel's manual.
+// One row takes the same sums with AVX-512. Half a panel of products.h, 16 steps of it, is the second operand of a tile
+// product as it lies, and rows one behind the other are the first.
+#pragma once
+
+#include "products.h"
+
+constexpr int BLOCK_DEPTH = 32, TILE_ROWS = 16;
+constexpr int64_t TILED_DEPTH = 512;  // of a panel, which then stays in the nearest cache
+
+#if defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES)
+template <class F>
+constexpr bool IN_TILES = std::is_same_v<F, bf16>;
+#else
+template <class F>
+constexpr bool IN_TILES = false;
+#endif
+
+// Rows that are multiplied at once, at most.
+template <class F>
+constexpr int ROWS_AT_ONCE = IN_TILES<F> ? 2 * TILE_ROWS : MAX_ROWS;
+
+// A depth in whole steps of F, or in whole blocks.
+template <class F>
+constexpr int64_t whole_depth(int64_t depth) {
+    constexpr int64_t UNIT = IN_TILES<F> ? BLOCK_DEPTH : Product<F>::DEPTH;
+    return (depth + UNIT - 1) / UNIT * UNIT;
+}
+
+template <class F>
+struct Tiles {
+    void add(auto&&...);  // where IN_TILES holds
+};
+
+#if defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES)
+
+// What `ldtilecfg` reads.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64);
+
+// Subnormal numbers are zeros to the thread until the object's end, as they always are to tiles.
+class WithoutSubnormals {
+   public:
+    WithoutSubnormals() { _mm_setcsr(before_ | 0x8040); }
+    ~WithoutSubnormals() { _mm_setcsr(before_); }
+
+   private:
+    const unsigned before_ = _mm_getcsr();
+};
+
+// The instructions. Compilers' own are macros, some of which do not tell that memory is read.
+#if defined(__AMX_BF16__)
+inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+inline void release_tiles() { asm volatile("tilerelease"); }
+template <int TILE>
+inline void load_tile(const void* p, int64_t stride_bytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
+}
+template <int TILE>
+inline void store_tile(void* p, int64_t stride_bytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
+}
+template <int SUMS, int ROWS, int COLUMNS>
+inline void multiply_tiles() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(COLUMNS));
+}
+#else
+struct EmulatedTiles {
+    TileShapes shapes;
+    alignas(64) char tiles[8][TILE_ROWS][64];
+};
+inline thread_local EmulatedTiles emulated_tiles;
+
+inline void shape_tiles(const TileShapes& shapes) { emulated_tiles = {shapes, {}}; }
+inline void release_tiles() { emulated_tiles = {}; }
+template <int TILE>
+inline void load_tile(const void* p, int64_t stride_bytes) {
+    for (int row = 0; row < emulated_tiles.shapes.rows[TILE]; ++row)
+        std::memcpy(emulated_tiles.tiles[TILE][row], (const char*)p + row * stride_bytes, emulated_tiles.shapes.row_bytes[TILE]);
+}
+template <int TILE>
+inline void store_tile(void* p, int64_t stride_bytes) {
+    for (int row = 0; row < emulated_tiles.shapes.rows[TILE]; ++row)
+        std::memcpy((char*)p + row * stride_bytes, emulated_tiles.tiles[TILE][row], emulated_tiles.shapes.row_bytes[TILE]);
+}
+// sums [rows][16] += rows [rows][32] . columns [16 pairs][16][2].
+__attribute__((noinline)) inline void multiply_emulated(float (*sums)[16], const bf16 (*rows)[32], const bf16 (*columns)[16][2], int num_rows, int num_pairs) {
+    const WithoutSubnormals mode;
+    for (int row = 0; row < num_rows; ++row)
+        for (int column = 0; column < 16; ++column) {
+            float of_parity[2] = {};
+            for (int pair = 0; pair < num_pairs; ++pair)
+                for (int parity = 0; parity < 2; ++parity)
+                    of_parity[parity] = __builtin_fmaf(to_float(rows[row][2 * pair + parity]), to_float(columns[pair][column][parity]), of_parity[parity]);
+            sums[row][column] += of_parity[0] + of_parity[1];
+        }
+}
+template <int SUMS, int ROWS, int COLUMNS>
+inline void multiply_tiles() {
+    auto& [shapes, tiles] = emulated_tiles;
+    multiply_emulated((float(*)[16])tiles[SUMS], (const bf16(*)[32])tiles[ROWS], (const bf16(*)[16][2])tiles[COLUMNS], shapes.rows[SUMS], shapes.rows[COLUMNS]);
+}
+#endif
+
+// Adds to sums[column] the products of one row with blocks of a panel: in each a chain of even places, and one of odd places.
+__attribute__((noinline)) inline void add_row(const bf16* row, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums) {
+    const WithoutSubnormals mode;
+    const auto evens = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
+    const auto odds = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))); };
+    for (int64_t block = 0; block < num_blocks; ++block, row += block_stride) {
+        __m512 even[2] = {}, odd[2] = {};
+        for (int k = 0; k < BLOCK_DEPTH; k += 2, panel += 2 * PANEL) {
+            int pair;
+            std::memcpy(&pair, row + k, sizeof pair);
+            const __m512i of_row = _mm512_set1_epi32(pair);
+            for (int half = 0; half < 2; ++half) {
+                const __m512i weights = _mm512_loadu_si512(panel + half * PANEL);
+                even[half] = _mm512_fmadd_ps(evens(of_row), evens(weights), even[half]);
+                odd[half] = _mm512_fmadd_ps(odds(of_row), odds(weights), odd[half]);
+            }
+        }
+        for (int half = 0; half < 2; ++half) store(sums + half * LANES, load(sums + half * LANES) + Floats{_mm512_add_ps(even[half], odd[half])});
+    }
+}
+
+// The tile registers of a thread, in shapes for a number of rows. Given up at the object's end: a library beside us shapes them for itself.
+// Tiles 0 to 3 are sums, of both halves of the panel for the first rows, then for the others; 4 and 5 rows; 6 and 7 the panel's halves.
+template <>
+struct Tiles<bf16> {
+   public:
+    ~Tiles() {
+        if (num_rows_) release_tiles();
+    }
+
+    // Adds to sums[row - begin][column] the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles.
+    template <class Rows>
+    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums) {
+        for (int64_t row = begin; row < end; row += ROWS_AT_ONCE<bf16>) {
+            const int count = rows.rows_in_tile(row);
+            const int64_t block_stride = rows.step_stride(count);
+            const bf16* first = rows.tile(row) + k / BLOCK_DEPTH * block_stride;
+            add(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums + (row - begin) * PANEL);
+        }
+    }
+
+   private:
+    void add(const bf16* rows, int64_t row_stride, int64_t block_stride, int count, const bf16* panel, int64_t num_blocks, float* sums) {
+        if (count == 1) return add_row(rows, block_stride, panel, num_blocks, sums);
+        shape(count);
+        if (count <= TILE_ROWS)
+            multiply<1>(rows, row_stride, block_stride, panel, num_blocks, sums);
+        else
+            multiply<2>(rows, row_stride, block_stride, panel, num_blocks, sums);
+    }
+
+    void shape(int num_rows) {
+        if (num_rows == num_rows_) return;
+        num_rows_ = num_rows;
+        const int first = std::min(TILE_ROWS, num_rows), rows[] = {first, first, num_rows - first, num_rows - first, first, num_rows - first, TILE_ROWS, TILE_ROWS};
+        TileShapes shapes;
+        for (int tile = 0; tile < 8; ++tile) {
+            shapes.rows[tile] = uint8_t(rows[tile]);
+            shapes.row_bytes[tile] = rows[tile] ? 64 : 0;
+        }
+        shape_tiles(shapes);
+    }
+
+    template <int ROW_TILES>
+    static __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums) {
+        constexpr int64_t STRIDE = PANEL * sizeof(float);  // of sums, and of a panel's steps
+        const int64_t row_bytes = row_stride * sizeof(bf16);
+        float* others = sums + TILE_ROWS * PANEL;
+        load_tile<0>(sums, STRIDE), load_tile<1>(sums + LANES, STRIDE);
+        if constexpr (ROW_TILES == 2) load_tile<2>(others, STRIDE), load_tile<3>(others + LANES, STRIDE);
+        for (int64_t block = 0; block < num_blocks; ++block, rows += block_stride, panel += BLOCK_DEPTH * PANEL) {
+            load_tile<6>(panel, STRIDE), load_tile<7>(panel + PANEL, STRIDE);
+            load_tile<4>(rows, row_bytes);
+            multiply_tiles<0, 4, 6>(), multiply_tiles<1, 4, 7>();
+            if constexpr (ROW_TILES == 2) {
+                load_tile<5>(rows + TILE_ROWS * row_stride, row_bytes);
+                multiply_tiles<2, 5, 6>(), multiply_tiles<3, 5, 7>();
+            }
+        }
+        store_tile<0>(sums, STRIDE), store_tile<1>(sums + LANES, STRIDE);
+        if constexpr (ROW_TILES == 2) store_tile<2>(others, STRIDE), store_tile<3>(others + LANES, STRIDE);
+    }
+
+    int num_rows_ = 0;
+};
+
+#endif
