@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,8 +91,9 @@ class Checkpoint:
         return (self.folder / "config.json", *self._weight_paths, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
-        """Returns the model's fingerprint, which covers the rules for converting a GGUF file's tensors."""
+        """Returns the model's fingerprint. It covers the rules for a GGUF file's tensors, and transformers' modules."""
         rules = f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
+        rules += "" if self.config.is_native else f" transformers {version('transformers')}"
         return fingerprint(self.files, dtype, backend_version + rules, cache)
 
     @property
