@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,9 @@ class Reporter(Protocol):
     def tell(self, part: str, text: str) -> None: ...
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None: ...
+
+    def show_warming(self, worker_to_text: Mapping[str, str]) -> None:
+        """Shows how far workers are with their kernels and graphs, as in "graphs 3 of 15"."""
 
     def tell_served(self, state: ClusterState) -> None:
         """Prints that the cluster serves. If that raises, the start ends the cluster."""
@@ -239,6 +243,7 @@ class Startup:
                 with suppress(FileNotFoundError):
                     done_bytes = min(arena_bytes, arena.stat().st_blocks * 512)
                     self._reporter.show_progress("arena", done_bytes, arena_bytes)
+            self._reporter.show_warming(run_dir.warming(self._run_dir))
 
         return ray.launch(plan, show_progress)
 
