@@ -31,11 +31,12 @@ class Routers:
     """The routers of a cluster, as HOST:PORT, in the order in which a caller asks them. `clock` is monotonic.
 
     Rendezvous hashing: each caller's place gives each router a weight, and its requests go to the heaviest one that
-    answers. A router that does not is left out for a while.
+    answers. A router that does not is left out for a while. A weight is of a router's number, not of its address: with
+    TLS a gateway has other addresses than a client.
     """
 
     def __init__(self, addresses: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """addresses: with commas between."""
+        """addresses: with commas between, in the cluster's own order."""
         self.addresses = addresses.split(",")
         self._clock = clock
         self._num_failures: dict[str, int] = {}
@@ -44,10 +45,11 @@ class Routers:
     def order(self, place: str) -> list[str]:
         """Lists the routers that answer, by weight, then the left out ones, by the time at which they are back."""
         now_s = self._clock()
-        away_s = {address: max(0.0, back_s - now_s) for address, back_s in list(self._back_s.items())}
-        return sorted(
-            self.addresses, key=lambda one: (away_s.get(one, 0.0), hashlib.sha256(f"{place} {one}".encode()).digest())
-        )
+        rank = [
+            (max(0.0, self._back_s.get(one, 0.0) - now_s), hashlib.sha256(f"{place} {number}".encode()).digest(), one)
+            for number, one in enumerate(self.addresses)
+        ]
+        return [address for _, _, address in sorted(rank)]
 
     def is_out(self, address: str) -> bool:
         """Whether a router is left out now."""
