@@ -131,9 +131,9 @@ def widths() -> dict[str, Sequence[str]]:
     """Lists the widths in which native architectures are read, and the version of transformers that runs others."""
     import transformers
 
-    from engine.checkpoint.compressed import SUPPORTED
     from engine.checkpoint.config import DTYPES
     from engine.checkpoint.gguf.blocks import TYPES
+    from engine.checkpoint.quantized.scheme import SUPPORTED
 
     return {
         "safetensors": DTYPES,
