@@ -156,11 +156,11 @@ class Vllm:
         self._num_asked += 1
         numbers = {f"{self._num_asked}-{number}": number for number in range(len(prompts))}
         log.start()
-        for attempt_id, prompt in zip(numbers, prompts, strict=True):
-            engine.add_request(attempt_id, TokensPrompt(prompt_token_ids=prompt), sampling)
+        for request_id, prompt in zip(numbers, prompts, strict=True):
+            engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), sampling)
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            log.add_step((numbers[one.attempt_id], token) for one in outputs for token in one.outputs[0].token_ids)
+            log.add_step((numbers[one.request_id], token) for one in outputs for token in one.outputs[0].token_ids)
 
 
 class LlamaCpp:
@@ -285,13 +285,13 @@ class Transformers:
             self._manager.start()
         log.start()
         asked = self._manager.add_requests(prompts, max_new_tokens=num_tokens, record_timestamps=True)
-        waiting = {attempt_id: number for number, attempt_id in enumerate(asked)}
+        waiting = {request_id: number for number, request_id in enumerate(asked)}
         while waiting:
             result = self._manager.get_result(timeout=1)
             if result is not None and result.error is not None:
                 raise RuntimeError(result.error)
             if result is not None and result.is_finished():
-                log.add(waiting.pop(result.attempt_id), list(result.generated_tokens), result.timestamps)
+                log.add(waiting.pop(result.request_id), list(result.generated_tokens), result.timestamps)
             if not self._manager.is_running():
                 raise RuntimeError("continuous batching has stopped")
 

