@@ -150,15 +150,18 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
         f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}",
     )
     if valid.resume is not None:
-        _require_within(valid.resume, sampling.max_tokens, num_tokens)
+        _require_within(valid.resume, sampling, num_tokens)
     return sampling if valid.seed_given else replace(sampling, seed=seed)
 
 
-def _require_within(resume: pb.Resume, max_tokens: int, num_prompt_tokens: int) -> None:
-    """Raises InvalidRequest for an answer so far that is longer than the request allows."""
+def _require_within(resume: pb.Resume, sampling: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raises InvalidRequest for an answer so far that is longer than allowed, or that begins before its prompt."""
     lens = [len(one.token_ids) + (not one.HasField("ended")) for one in resume.choices]
-    require(max(lens) <= max_tokens, "resume", f"a choice goes beyond max_tokens, {max_tokens}")
+    require(max(lens) <= sampling.max_tokens, "resume", f"a choice goes beyond max_tokens, {sampling.max_tokens}")
     require(resume.prompt_tokens <= num_prompt_tokens, "resume", f"the prompt has {num_prompt_tokens} tokens")
+    is_prompt_whole = sampling.prompt_logprobs is None or resume.prompt_tokens == num_prompt_tokens
+    has_begun = any(one.token_ids for one in resume.choices)
+    require(is_prompt_whole or not has_begun, "resume", "has tokens of an answer before all scores of the prompt")
 
 
 def _dropping(message: pb.GenerateRequest, model: ServedModel) -> Dropping | None:

@@ -145,6 +145,10 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
         "resume",
     ),
     "resume of more of the prompt than there is": (lambda: resumed(pb.ResumedChoice(), prompt_tokens=3), "resume"),
+    "resume of an answer before its prompt's scores": (
+        lambda: resumed(pb.ResumedChoice(token_ids=[1]), prompt_tokens=1, prompt_logprobs=0),
+        "resume",
+    ),
     # request ids
     **{
         f"request id {value[:8]!r}": (partial(pb.GenerateRequest, request_id=value, text="hi"), "request_id")
@@ -161,6 +165,7 @@ NEED_TOKENS = {
     "resume beyond max_tokens",
     "resume of max_tokens without an end",
     "resume of more of the prompt than there is",
+    "resume of an answer before its prompt's scores",
 }
 
 
