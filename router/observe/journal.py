@@ -38,7 +38,7 @@ class RequestJournal(Journal):
 
     timeline: its spans, workers, and the reason for the prompt's pool. source: the tiers of the prompt's KV; None
     before they are known. outcome, reason, message: describe the end, without text of the request. finish_reasons: the
-    choices' ends, if the request ended well.
+    choices' ends, if the request ended well. num_resumed_tokens: tokens of the answer from an earlier router.
     """
 
     def __init__(self, request_id: QualifiedId, arrived_s: float) -> None:
@@ -47,7 +47,7 @@ class RequestJournal(Journal):
         self.request_id = request_id
         self.attempts_ms: list[float] = []
         """The begin of each attempt."""
-        self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_prompt_tokens = self.num_resumed_tokens = self.num_output_tokens = 0
         self.source: worker_pb2.PromptSource | None = None
         self.ttft_s: float | None = None
         """Time from arrival to the first token; None before it."""

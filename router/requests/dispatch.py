@@ -87,7 +87,8 @@ class OpenRequest:
         self._deadline.cancel()
         ended, journal = self._outcome_of(task), self._journal
         journal.end(ended, self._loop.time())
-        self._on_end(self._id, journal.num_prompt_tokens + journal.num_output_tokens)
+        num_answered = journal.num_resumed_tokens + journal.num_output_tokens
+        self._on_end(self._id, journal.num_prompt_tokens + num_answered)
         if isinstance(ended, BatonError):
             ended.timeline = journal.timeline
             self.outbox.fail(ended)

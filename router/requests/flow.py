@@ -98,6 +98,7 @@ class Flow:
         if known is not None:
             answer.resume(known.choices)
             num_sent = known.prompt_tokens
+            self._request.journal.num_resumed_tokens = answer.num_tokens
         prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo, num_sent)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)

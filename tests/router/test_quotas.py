@@ -7,7 +7,7 @@ import pytest
 
 from router.requests.admission import Quotas
 from tests.harness.cluster import until
-from tests.harness.fake_cluster import CONFIG, request
+from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_keys import shows
 from tests.router.test_router_api import failure_of, read, retry_delay_s, serving
 from wire.errors import Overloaded
@@ -71,6 +71,18 @@ def test_requests_at_a_time() -> None:
     assert wait_s(quotas, used, 0.0) is None
     assert quotas.check(1) == []
     assert quotas.check(2) != []
+
+
+async def test_tokens_that_an_answer_brings_from_another_router_are_paid_here() -> None:
+    used, text = make_key("acme", [Scope.GENERATE], Allowance(tokens_per_minute=100))
+    async with serving(replace(CONFIG, keys=KeyList((used,)))) as service:
+        resumed = request(max_tokens=300)
+        resumed.resume.choices.add(token_ids=expected(299))
+        answer = await read(service.inference.Generate(resumed, metadata=shows(text)))
+        assert answer[-1].complete.usage.completion_tokens == 300
+        await until(lambda: not service.cluster.router.dispatcher.num_running)
+        failure = await failure_of(service.inference.Generate(request(max_tokens=3), metadata=shows(text)))
+        assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize(
