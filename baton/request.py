@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict, cast
 import grpc.aio
 
 from baton.results import Typed, read_timeline
-from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from wire.errors import DeadlineExceeded, InvalidRequest, Unreachable
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_MESSAGE_BYTES, details_of, from_rpc_error
 
@@ -193,6 +193,6 @@ def typed_errors(timeout_s: float, proxy: str = "") -> Iterator[None]:
         error = from_rpc_error(status)
         if error.timeline is not None:
             error.timeline = read_timeline(error.timeline)
-        if proxy and isinstance(error, Unavailable) and not details_of(status):
-            error = Unavailable(f"{error.message}: gRPC asks the proxy of {proxy}, unless no_proxy names the host")
+        if proxy and isinstance(error, Unreachable) and not details_of(status):
+            error = Unreachable(f"{error.message}: gRPC asks the proxy of {proxy}, unless no_proxy names the host")
         raise error from failure

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from wire.errors import BatonError, Overloaded, RequestExists, RequestNotFound, RouterLeaving, Unreachable
+from wire.errors import (
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    RequestExists,
+    RequestNotFound,
+    RouterLeaving,
+    Unreachable,
+)
 from wire.ids import SEED_BITS
 from wire.pb import inference_pb2 as pb
 from wire.sampling import MAX_CHOICES
@@ -23,8 +31,14 @@ LOSSES = (Unreachable, RouterLeaving)
 PAUSE_S = 0.1
 MAX_DARK_S = 15.0
 """Bound on the time without an answer of any router after which a stream ends."""
-RECONNECT_OPTIONS = tuple((f"grpc.{each}_reconnect_backoff_ms", 500) for each in ("initial", "min", "max"))
-"""Channel options for one of several routers: a router that came back is reached soon."""
+RECONNECT_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 2000),
+)
+"""Channel options for one of several routers: a router that came back is reached soon. The last bounds a connection's
+beginning, TLS included: that of a far router takes some of its round trips, that of a hung one for ever.
+"""
 
 
 class Routers:
@@ -36,8 +50,11 @@ class Routers:
     """
 
     def __init__(self, addresses: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """addresses: with commas between, in the cluster's own order."""
-        self.addresses = addresses.split(",")
+        """addresses: with commas between, in the cluster's own order. Raises InvalidRequest for equal or empty ones."""
+        self.addresses = [one.strip() for one in addresses.split(",")]
+        are_apart = all(self.addresses) and len(set(self.addresses)) == len(self.addresses)
+        if len(self.addresses) > 1 and not are_apart:
+            raise InvalidRequest("address", "must be HOST:PORT, or several different ones with commas between")
         self.clock = clock
         self._num_failures: dict[str, int] = {}
         self._back_s: dict[str, float] = {}

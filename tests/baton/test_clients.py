@@ -23,6 +23,7 @@ from wire.errors import (
     Overloaded,
     RequestNotFound,
     Unavailable,
+    Unreachable,
     WireError,
 )
 from wire.pb import inference_pb2 as pb
@@ -62,7 +63,7 @@ def test_a_proxy_that_leads_nowhere_is_named(
     monkeypatch.setenv(name, "http://127.0.0.1:9")
     far = client("192.0.2.7:50051", timeout_s=WAIT_S)
     for ask in (far.list_models, lambda: far.generate("x")):
-        with pytest.raises(Unavailable, match=f"gRPC asks the proxy of {name}, unless no_proxy names the host$"):
+        with pytest.raises(Unreachable, match=f"gRPC asks the proxy of {name}, unless no_proxy names the host$"):
             ask()
     far.close()
 

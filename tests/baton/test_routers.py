@@ -1,8 +1,9 @@
 """Clients of several routers: which one is asked, and what follows when it is gone."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +187,50 @@ def test_without_any_router_a_stream_ends_in_time(make: Any, monkeypatch: pytest
     with pytest.raises(RouterLeaving), pair.client.stream("hello") as stream:
         text_of(stream)
     assert 2 <= len(pair.first.requests) + len(pair.second.requests) <= 20
+
+
+def test_a_connection_that_takes_some_round_trips_is_waited_for() -> None:
+    with served(ScriptedService()) as one, served(ScriptedService()) as other, ExitStack() as stack:
+        slow = [stack.enter_context(relayed(address, after_s=0.9)) for address in (one, other)]
+        with Client(",".join(slow), timeout_s=WAIT_S) as client:
+            assert client.list_models()[0].name == "small"
+
+
+@contextmanager
+def relayed(address: str, after_s: float) -> Iterator[str]:
+    """The address of a way to a server that is long: nothing comes through before that time."""
+    host, _, port = address.partition(":")
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                pause.wait(after_s)
+                far = socket.create_connection((host, int(port)))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=pump, args=ends, daemon=True).start()
+
+    pause = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        pause.set()
+
+
+@pytest.mark.parametrize("addresses", ["a:1,", ",a:1", "a:1,,b:1", "a:1, a:1", ","])
+def test_addresses_that_are_empty_or_equal_are_refused(addresses: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^address: "):
+        Client(addresses)
+
+
+def test_spaces_around_addresses_are_no_part_of_them() -> None:
+    assert Routers("a:1, b:1").addresses == ["a:1", "b:1"]
 
 
 def test_one_router_alone_sees_requests_as_they_were_made() -> None:
