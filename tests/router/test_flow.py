@@ -28,6 +28,7 @@ from wire.errors import (
     InvalidRequest,
     Overloaded,
     RequestExists,
+    RouterLeaving,
     Unavailable,
     WireError,
     WorkerLeaving,
@@ -721,7 +722,7 @@ async def test_a_router_that_stops_says_so(stage: Stage, reach: Reach, monkeypat
     async with reach(stage, monkeypatch) as client:
         stage.cluster.router.dispatcher.stop()
         error = await client.failed()
-        assert (type(error), str(error)) == (Unavailable, "the router is stopping")
+        assert (type(error), str(error)) == (RouterLeaving, "the router is stopping")
 
 
 async def test_the_deadline_ends_it_wherever_it_is(stage: Stage, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
