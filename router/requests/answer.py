@@ -11,7 +11,7 @@ from wire.pb import worker_pb2
 from wire.sampling import SamplingParams
 
 MAX_PART_TOKENS = 512
-"""Tokens of one part of a prompt without scores."""
+"""Tokens of one part of a prompt without scores, and of an answer so far."""
 
 
 class ChoiceStream:
@@ -70,9 +70,16 @@ class ChoiceStream:
             name_tokens(chunk.logprobs, self._codec)
         return chunk
 
-    def resume(self, known: pb.ResumedChoice) -> None:
-        """Takes what the client has of the choice already."""
-        self.accept(worker_pb2.ChoiceTokens(index=self.index, token_ids=known.token_ids))
+    def resume(self, known: pb.ResumedChoice) -> Iterator[None]:
+        """Takes what the client has of the choice already, in parts, so that others run between them."""
+        num_all = len(known.token_ids)
+        for first in range(0, num_all, MAX_PART_TOKENS):
+            ids = known.token_ids[first : first + MAX_PART_TOKENS]
+            part = worker_pb2.ChoiceTokens(index=self.index, first_position=first, token_ids=ids)
+            if first + len(ids) == num_all and known.ended.HasField("stop_token_id"):
+                part.stop_token_id = known.ended.stop_token_id
+            self.accept(part)
+            yield
         if known.HasField("ended"):
             self.finish = pb.Choice()
             self.finish.CopyFrom(known.ended)
@@ -179,10 +186,10 @@ class ChoiceStreams:
             for index in range(sampling.n)
         ]
 
-    def resume(self, known: Iterable[pb.ResumedChoice]) -> None:
-        """Takes what the client has of all choices already, as if it had been sent here."""
+    def resume(self, known: Iterable[pb.ResumedChoice]) -> Iterator[None]:
+        """Takes what the client has of all choices already, as if it had been sent here; yields after each part."""
         for choice, one in zip(self._choices, known, strict=True):
-            choice.resume(one)
+            yield from choice.resume(one)
             self.num_tokens += len(choice.token_ids)
         self._num_unfinished = len(self.unfinished)
 

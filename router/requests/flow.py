@@ -76,7 +76,7 @@ class Flow:
         journal.num_prompt_tokens = len(prompt.prompt_ids)
         if services.quarantine.contains(prompt.keys[-1], clock()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
-        return self._begin_answer(prompt)
+        return await self._begin_answer(prompt)
 
     async def _tokenize(self, valid: ValidRequest) -> PreparedPrompt:
         """Tokenizes and names the blocks. A thread notes its begin; the journal belongs to the event loop."""
@@ -90,13 +90,14 @@ class Flow:
             for now_s in begun_s:
                 request.journal.begin(Kind.TOKENIZE, now_s)
 
-    def _begin_answer(self, prompt: PreparedPrompt) -> PreparedRequest:
+    async def _begin_answer(self, prompt: PreparedPrompt) -> PreparedRequest:
         """Makes the answer, with what the client has of it, and sends the parts of the prompt that need no scores."""
         codec, known = self._services.prompts.codec, self._request.valid.resume
         answer = ChoiceStreams(prompt.sampling, codec, prompt.shown, prompt.frame)
         num_sent = 0
         if known is not None:
-            answer.resume(known.choices)
+            for _ in answer.resume(known.choices):
+                await asyncio.sleep(0)
             num_sent = known.prompt_tokens
             self._request.journal.num_resumed_tokens = answer.num_tokens
         prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo, num_sent)

@@ -6,6 +6,8 @@ import pytest
 
 from router.requests.answer import MAX_PART_TOKENS, ChoiceStreams, PromptAnswer
 from tests.harness.scripted_worker import chunk, so_far, tokens
+from text.answer.formats import CHANNELS
+from text.answer.frame import AnswerFrame
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import WireError
 from wire.pb import inference_pb2 as pb
@@ -44,6 +46,24 @@ def test_a_stop_token_has_no_text_and_is_named() -> None:
     assert accept(one, tokens("a", 0, finish_reason=STOP, stop_token_id=97)) == [pb.Chunk(token_ids=[97], ended=end)]
     assert one.finishes == [end]
     assert not one.worker_goes_on
+
+
+@pytest.mark.parametrize("ends", [b"x", b"xyz"])
+def test_an_answer_so_far_is_taken_as_it_was_sent_in_parts(ends: bytes) -> None:
+    text = "<think>" + "hm " * 400
+    begun = list[ChoiceStreams]()
+    for _ in range(2):
+        frame = AnswerFrame(channel=CHANNELS["think"])
+        begun.append(ChoiceStreams(SamplingParams(n=2), ByteTokenizer(), (), frame))
+    first, second = begun
+    accept(first, tokens(text, 0), tokens(ends.decode(), len(text), finish_reason=STOP, stop_token_id=ends[-1]))
+    known = pb.ResumedChoice(token_ids=(text.encode() + ends), ended=first.finishes[0])
+    parts = list(second.resume([known, pb.ResumedChoice(token_ids=b"ab")]))
+    assert len(parts) == len(text) // MAX_PART_TOKENS + 2
+    assert second.finishes == first.finishes
+    assert second.num_tokens == first.num_tokens + 2
+    assert second.num_reasoning_tokens == first.num_reasoning_tokens
+    assert second.unfinished == [worker_pb2.UnfinishedChoice(index=1, output=pb.TokenIds(ids=b"ab"))]
 
 
 @pytest.mark.parametrize(
