@@ -178,7 +178,7 @@ async def test_a_request_from_beginning_to_end(stage: Stage) -> None:
     assert client.complete is None, "a worker has the last word"
     stage["d0"].say(ends=True)
     complete = await client.completed()
-    assert client.chunks == [chunk("a"), chunk("bc"), chunk("d")]
+    assert client.chunks == [chunk("a"), chunk("bc"), chunk("d", ended=pb.Choice(finish_reason=LENGTH))]
     assert (complete.timeline.prefill_worker, complete.timeline.decode_worker) == ("p0", "d0")
     complete.ClearField("timeline")
     assert complete == pb.Complete(
@@ -558,7 +558,8 @@ async def test_a_request_whose_outbox_is_full_ends_alone(ends: bool) -> None:
         assert other.text == "b"
         client = Client(unread)
         assert isinstance(await client.failed(), Overloaded)
-        assert client.chunks == [chunk("a"), chunk("a", index=1)]
+        ended = [pb.Choice(index=index, finish_reason=LENGTH) if ends else None for index in range(2)]
+        assert client.chunks == [chunk("a", ended=ended[0]), chunk("a", index=1, ended=ended[1])]
 
 
 @pytest.mark.parametrize("ends", [False, True])
