@@ -126,6 +126,7 @@ class Resumption:
         num_choices = request.sampling_params.n if request.sampling_params.HasField("n") else 1
         self._known = pb.Resume(choices=[pb.ResumedChoice() for _ in range(min(num_choices, MAX_CHOICES))])
         self._lost_s: float | None = None
+        self._is_silent = True
 
     @property
     def left_s(self) -> float:
@@ -134,18 +135,21 @@ class Resumption:
 
     def accept(self, response: pb.GenerateResponse) -> None:
         """Notes what a message brings."""
-        self._lost_s = None
-        self._routers.note(self.address, answers=True)
-        self._known.prompt_tokens += len(response.prompt.tokens)
-        if response.HasField("chunk") and response.chunk.index < len(self._known.choices):
-            choice = self._known.choices[response.chunk.index]
-            choice.token_ids.extend(response.chunk.token_ids)
-            if response.chunk.HasField("ended"):
-                choice.ended.CopyFrom(response.chunk.ended)
+        if self._is_silent:
+            self._lost_s, self._is_silent = None, False
+            self._routers.note(self.address, answers=True)
+        event, chunk = response.WhichOneof("event"), response.chunk
+        if event == "prompt":
+            self._known.prompt_tokens += len(response.prompt.tokens)
+        elif event == "chunk" and chunk.index < len(self._known.choices):
+            choice = self._known.choices[chunk.index]
+            choice.token_ids.extend(chunk.token_ids)
+            if chunk.HasField("ended"):
+                choice.ended.CopyFrom(chunk.ended)
 
     def lost(self, error: BatonError) -> float | None:
         """Turns to the next router; returns the seconds to wait before, None if the answer ends with this error."""
-        now_s = self._clock()
+        now_s, self._is_silent = self._clock(), True
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         is_again = self.request.HasField("resume")
         is_refused = isinstance(error, RequestExists) or (isinstance(error, Overloaded) and error.retry_after_s)

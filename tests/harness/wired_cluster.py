@@ -48,7 +48,7 @@ class WiredCluster(LocalCluster):
         addresses = await server.start()
         await self.resize(1, 1)
         self._servers.push_async_callback(server.stop)
-        gateway = GatewayActor(to_json(GatewayConfig(address=addresses.public)))
+        gateway = GatewayActor(to_json(GatewayConfig(address=addresses.public, operator_address=addresses.operator)))
         address: str = json.loads(await gateway.start())["http"]
         self._servers.push_async_callback(gateway.stop)
         return address
