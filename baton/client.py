@@ -61,7 +61,7 @@ class _Connection:
     """A connection to a cluster's public port, HOST:PORT, or to several routers', with commas between.
 
     `timeout_s` bounds each call. Of several routers the key's own is asked, and another if that does not answer: a
-    stream then goes on there.
+    stream then goes on there. Connections that are given one `Routers` leave out a router together.
 
     api_key: None takes it from BATON_API_KEY, if that is set. tls: result of `grpc.ssl_channel_credentials`, if the
     port speaks TLS; with key and certificate if the port requires them.
@@ -72,14 +72,14 @@ class _Connection:
 
     def __init__(
         self,
-        address: str,
+        address: str | Routers,
         *,
         timeout_s: float = TIMEOUT_S,
         api_key: str | None = None,
         tls: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._metadata = credentials(api_key)
-        self._routers = Routers(address)
+        self._routers = address if isinstance(address, Routers) else Routers(address)
         self._proxy = proxy_to(self._routers.addresses[0])
         self._channels = {one: self._open_channel(one, tls) for one in self._routers.addresses}
         self._stubs = {one: self._service(channel) for one, channel in self._channels.items()}

@@ -5,6 +5,7 @@ import gc
 from pathlib import Path
 
 from baton import AsyncClient
+from baton.routers import Routers
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
 from gateway.observe.metrics import Metrics
@@ -37,7 +38,8 @@ class GatewayActor:
     async def start(self) -> str:
         """Begins to serve; returns the gateway's Addresses. Raises ConfigError if the port is taken."""
         config = self._config
-        self._clients = [AsyncClient(config.address, api_key="") for _ in range(NUM_CHANNELS)]
+        routers = Routers(config.address)
+        self._clients = [AsyncClient(routers, api_key="") for _ in range(NUM_CHANNELS)]
         tls = None if config.tls is None else Certificates(config.tls)
         folder = Path(config.metrics_folder) if config.metrics_folder else None
         metrics = Metrics(config.name, folder, config.metrics_address)

@@ -157,6 +157,16 @@ def test_a_router_that_is_gone_is_passed_over_and_asked_no_more_for_a_while(make
     assert [one.HasField("resume") for one in pair.second.requests] == [False, False], "the other one is asked at once"
 
 
+def test_connections_of_one_gateway_leave_out_a_router_together() -> None:
+    with served(ScriptedService()) as living:
+        routers = Routers(f"127.0.0.1:9,{living}")
+        place = next(one for one in PLACES if routers.order(one)[0] == "127.0.0.1:9")
+        text = f"baton-{place}0000-{'0' * 64}"
+        with Client(routers, timeout_s=WAIT_S, api_key=text) as client:
+            client.list_models()
+        assert routers.is_out("127.0.0.1:9")
+
+
 def test_a_request_is_aborted_at_whichever_router_has_it(make: Any) -> None:
     pair = make([RequestNotFound("not here")], [])
     pair.client.abort("r1")
