@@ -51,7 +51,7 @@ class NoKernels(Exception):
 
 
 def best_isa() -> str:
-    """Returns the best instruction set that this machine has, of those that are not BY_NAME_ALONE."""
+    """Returns the best instruction set that this machine has, except sets of BY_NAME_ALONE."""
     return next(isa for isa in ISA_TO_FEATURES if isa not in BY_NAME_ALONE and can_run(isa))
 
 
@@ -142,7 +142,9 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
         path = folder / f"{name}.so"
         if not _is_whole(path):
             with locked(folder, COMPILE_TIMEOUT_S):
-                if not _is_whole(path):
+                if not _is_whole(path):  # nobody has made it while this process waited
+                    if path.exists():
+                        logger.warning("%s is damaged, and compiled again", path)
                     _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -199,7 +201,4 @@ def _is_whole(path: Path) -> bool:
         require_own(os.fstat(descriptor), path)
         library = file.read()
     size = hashlib.sha256().digest_size
-    if hashlib.sha256(library[:-size]).digest() == library[-size:]:
-        return True
-    logger.warning("%s is damaged, and compiled again", path)
-    return False
+    return hashlib.sha256(library[:-size]).digest() == library[-size:]
