@@ -261,12 +261,15 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content.
 
-    Tensors of an architecture without native code are checked when they are read.
+    Of an architecture without native code it counts numbers; names and shapes are checked when tensors are read.
     """
-    if not checkpoint.config.is_native:
-        return
-    WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
-    checkpoint.refuse_unread()
+    if checkpoint.config.is_native:
+        WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
+        checkpoint.refuse_unread()
+    else:
+        from engine.model.products import check_numbers
+
+        check_numbers(checkpoint)
 
 
 def count_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:
