@@ -251,6 +251,7 @@ class Console:
         self._began_s = time.monotonic()
         self._first_progress_s: float | None = None
         self._is_drawing = False
+        self._warmed = set[str]()
 
     def tell(self, part: str, text: str) -> None:
         print(f"{part:<8} {text}", flush=True)
@@ -274,6 +275,20 @@ class Console:
             return
         for line in memory_lines(status.workers):
             self.tell("memory", line)
+
+    def show_warming(self, worker_to_text: Mapping[str, str]) -> None:
+        """Redraws a line on a terminal; elsewhere prints the first text of each part of each worker."""
+        for worker, text in worker_to_text.items():
+            part = f"{worker} {text.partition(' ')[0]}"
+            if text and part not in self._warmed and not sys.stderr.isatty():
+                self.tell("warm", f"{worker}: {text}")
+            self._warmed.add(part)
+        if worker_to_text and sys.stderr.isatty():
+            told = ", ".join(f"{worker}: {text}" for worker, text in sorted(worker_to_text.items()))
+            print(f"\r{'warm':<8} {told}\x1b[K", end="", file=sys.stderr, flush=True)
+        elif self._warmed and sys.stderr.isatty():
+            print(file=sys.stderr)
+            self._warmed.clear()
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         if not done_bytes:

@@ -45,7 +45,8 @@ def find_split_len(visible, MAX_SPLITS: tl.constexpr, MIN_SPLIT_LEN: tl.constexp
     return tl.maximum(tl.cdiv(tl.cdiv(visible, MAX_SPLITS), MIN_SPLIT_LEN), 1) * MIN_SPLIT_LEN
 
 
-@triton.jit
+# Numbers of a step are not specialized: a launch would else compile one more kernel where one is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["window", "first_seq", "end_seq", "table_seq_stride"])
 def attend(
     query_ptr,  # [num_rows, num_heads, head_dim]
     kv_ptr,  # [num_pages, 2, num_kv_heads, block_size, head_dim]
@@ -242,7 +243,7 @@ def attend(
         tl.store(log_sum_ptr + out_rows, running_max + tl.log2(divisor), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_splits"])
 def merge_splits(
     partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim] float32
     log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32

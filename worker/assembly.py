@@ -1,11 +1,13 @@
 """The assembly of a worker, from the model to the service, in the order of dependencies."""
 
+import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,10 +20,11 @@ from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.model.loading import load_model
 from engine.model.weight_cache import WeightCache
-from engine.speculation.draft_proposer import DraftProposer
+from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from engine.step.prefill_meter import PrefillMeter
-from kernels.backend import Backend
+from engine.warm.warming import Warmth, compile_kernels, ignore_progress, limits_of, run_steps, warm
+from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
 from kernels.selection import select_backend
 from kv_store.block_store import BlockStore
@@ -40,8 +43,11 @@ from wire.pb import worker_pb2
 from worker.config import WorkerConfig
 from worker.job import Behaviour
 from worker.loop import Inbox, WorkerLoop
-from worker.service import WorkerService
+from worker.progress import Progress
+from worker.service import COLD, Warm, WorkerService
 from worker.store_control import AsyncStore
+
+log = logging.getLogger(__name__)
 
 PEER_TIMEOUT_S = 1.0
 """Bound on each part of another node's answer: computing a block is quicker."""
@@ -123,9 +129,31 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
         on_broken,
         draft=draft,
         definition=lambda: Checkpoint(folder).load_tokenizer().definition,
+        warm_up=partial(_warm_up, model, draft, backend, config),
     )
     assembly.info.load_s, assembly.info.mapped_bytes = load_s, weights.mapped_bytes
     return assembly
+
+
+def _warm_up(
+    model: CausalModel,
+    draft: Decoder | None,
+    backend: Backend,
+    config: WorkerConfig,
+    kv: KVPages,
+    draft_kv: KVPages | None,
+) -> Warmth:
+    """Warms the model, and its draft, whose steps have no graphs. Blocks for seconds on a GPU. Raises ConfigError."""
+    batch, began_s = config.batch, time.monotonic()
+    with Progress.beside(Path(config.store.directory_path), config.worker_id) as progress:
+        report = ignore_progress if model.device.type == "cpu" else progress.note
+        if draft is not None and draft_kv is not None:
+            limits = limits_of(draft, draft_kv, batch.max_running, MAX_CATCH_UP)
+            run_steps(draft, draft_kv, compile_kernels(draft, backend, draft_kv, limits, report))
+        limits = limits_of(model, kv, batch.max_running, batch.max_step_tokens)
+        warmth = warm(model, backend, kv, limits, report)
+    log.info("warm after %.1f s; sizes without a graph: %s", time.monotonic() - began_s, warmth.without_program)
+    return warmth
 
 
 @contextmanager
@@ -140,7 +168,7 @@ def _fitting(config: WorkerConfig) -> Iterator[None]:
         ) from error
 
 
-def _load_draft(config: WorkerConfig, backend: Backend, weights: WeightCache) -> DraftModel | None:
+def _load_draft(config: WorkerConfig, backend: Backend, weights: WeightCache) -> Decoder | None:
     """Loads the draft, with as many threads as the model's kernels. Raises ModelError for an unfit folder."""
     if config.speculation.draft is None:
         return None
@@ -159,19 +187,21 @@ def assemble_on(
     threads: Threads = THREADS,
     draft: DraftModel | None = None,
     definition: Callable[[], str] = str,
+    warm_up: Callable[[KVPages, KVPages | None], Warm] = lambda kv, draft_kv: COLD,
 ) -> Assembly:
     """Makes an engine over a model, its draft and a store, and a service over the engine. on_broken: see WorkerService.
 
-    definition: reads the tokenizer, at the first grammar.
+    definition: reads the tokenizer, at the first grammar. warm_up: warms model and draft on their pages.
     """
     num_open = config.batch.num_open(model.layout.block_size)
     with _fitting(config):
         pool = DevicePool(model.layout, config.num_blocks, model.device, num_open)
+        proposer = DraftProposer(draft, pool.ledger.num_pages) if draft else _PROPOSERS[config.speculation.proposer]()
+    warm = warm_up(pool.kv, proposer.pool.kv if isinstance(proposer, DraftProposer) else None)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()
-    proposer = DraftProposer(draft, pool.ledger.num_pages) if draft else _PROPOSERS[config.speculation.proposer]()
     speculator = Speculator(proposer, config.speculation.max_draft_len, threads.stopwatch)
     meter = PrefillMeter(store.costs.note_prefill, threads.stopwatch)
     engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator, meter=meter)
@@ -188,6 +218,7 @@ def assemble_on(
         threads.clock,
         threads.new_loop,
         grammars,
+        warm,
     )
     return Assembly(info, engine, transfers, service)
 

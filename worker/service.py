@@ -5,7 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from engine.core import EngineCore
 from engine.grammar.grammars import NO_GRAMMARS, Grammars
@@ -26,6 +27,22 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+
+class Warm(Protocol):
+    """The count of kernels and graphs that were made since a worker was ready, while requests waited."""
+
+    @property
+    def num_late(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Cold:
+    """The warmth of a model that compiles nothing."""
+
+    num_late: int = 0
+
+
+COLD = Cold()
 STOP_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0
 
@@ -45,6 +62,7 @@ class WorkerService:
         clock: Callable[[], float] = time.monotonic,
         new_loop: Callable[..., WorkerLoop] = WorkerLoop,
         grammars: Grammars = NO_GRAMMARS,
+        warm: Warm = COLD,
     ) -> None:
         """Takes the parts. max_silence_s: a longer step of the engine counts as a hang.
 
@@ -56,6 +74,7 @@ class WorkerService:
         self._is_closed = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_broken = on_broken
+        self._warm = warm
         self._loop = new_loop(engine, inbox, self._deliver, on_broken, clock)
         self.attempts = Attempts(behaviour, self._loop, grammars, info.vocab_size, clock)
         self.watch = EngineWatch(lambda: self._loop.num_steps, max_silence_s)
@@ -107,6 +126,10 @@ class WorkerService:
     async def status(self, check: bool = False) -> worker_pb2.WorkerStatus:
         """Describes the state of the worker. Raises StoreError if its store does not answer."""
         problems = [*await self._check_engine(), *await self._store.check()] if check else []
+        if num_late := self._warm.num_late:
+            problems.append(
+                f"{num_late} kernels or graphs were made while requests waited: restart it, or report a bug"
+            )
         store = await self._store.status()
         return status_to_pb(
             self.info, self.attempts.state.value, self.watch.silent_s, self._loop.stats, store, problems

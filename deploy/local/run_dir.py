@@ -14,6 +14,7 @@ from deploy.plan.byte_size import format_bytes
 from deploy.plan.machine import SHARED_MEMORY
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import ConfigError
+from worker.progress import SUFFIX as WARMING
 
 # Unix socket paths may have 107 bytes, and Ray appends up to 68: a short place, whatever TMPDIR says.
 ROOT = Path("/tmp")
@@ -55,6 +56,15 @@ def cluster_of(folder_name: str) -> str | None:
 def arenas(folder: Path) -> list[Path]:
     """Returns the arenas on this machine that belong to a run folder; several Ray nodes have several arenas."""
     return list(SHARED_MEMORY.glob(f"{folder.name}.*"))
+
+
+def warming(folder: Path) -> dict[str, str]:
+    """Returns what workers on this machine have warmed so far, in words, by worker."""
+    found = {}
+    for path in ROOT.glob(f"{folder.name}.*/*{WARMING}"):
+        with suppress(OSError):  # it is warm by now
+            found[path.name.removesuffix(WARMING)] = path.read_text()
+    return found
 
 
 def remove(folder: Path) -> list[Path]:

@@ -122,13 +122,17 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
 
-    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+    @property
+    def floats(self) -> dict[str, TensorEntry]:
+        """The tensors of floats in .safetensors files, by name."""
         found = {name: file.entries[name] for name, file in self._tensor_to_file.items()}
-        floats = {
+        return {
             name: one for name, one in found.items() if isinstance(one, TensorEntry) and one.dtype.is_floating_point
         }
-        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in floats.items()}
+
+    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in self.floats.items()}
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -185,7 +189,8 @@ def is_native(folder: Path) -> bool:
     return find_architecture(JsonFields(text_config(_read_values(folder)), "config.json")) in FAMILIES
 
 
-def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
+def parse_config(values: Mapping[str, Any]) -> ServedConfig:
+    """Parses the object in config.json. Raises ModelError, with field or reason, for a model that is not served."""
     if find_architecture(fields := JsonFields(values, "config.json")) in FAMILIES:
         return ModelConfig.parse(values)
     from engine.checkpoint.modules.outline import Outline  # which imports transformers
@@ -198,7 +203,7 @@ def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
 def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ServedConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
-    config = _parse_config(values)
+    config = parse_config(values)
     scheme = parse_scheme(JsonFields(values, "config.json"))
     named = [
         one

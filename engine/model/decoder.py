@@ -173,15 +173,31 @@ class Decoder:
             [weigh(query, kv.layer(index), block_table, num_tokens, one) for index, (query, one) in enumerate(layers)]
         )
 
+    @property
+    def num_programs(self) -> int:
+        """Counts the sizes of steps that were recorded or captured, or have failed to be."""
+        return len(self._programs)
+
+    @torch.inference_mode()
+    def prepare(self, num_rows: int, num_blocks: int, kv: KVPages) -> bool:
+        """Records or captures steps of up to so many rows and blocks, once; returns whether these have a program."""
+        return self._find_program(num_rows, num_blocks, kv) is not None
+
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
-        """Finds or records the program for these numbers of rows and blocks, and for the last pool used."""
+        """Finds or makes the program for a batch."""
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu and not (batch.is_one_each and batch.positions.is_cpu):
+            return None  # guesses and columns that are on the device already are not captured
+        return self._find_program(len(batch.token_ids), batch.block_tables.shape[1], kv)
+
+    def _find_program(self, num_rows: int, num_blocks: int, kv: KVPages) -> StepProgram | None:
+        """Finds or makes the program for these numbers of rows and blocks, and for the last pool used."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         on_cpu = self.device.type == "cpu"
-        if not on_cpu and (self._far_angles or not batch.is_one_each or not batch.positions.is_cpu):
-            return None  # sinks, guesses and columns that are on the device already are not captured
-        num_blocks = 0 if on_cpu else padded(batch.block_tables.shape[1], MIN_BLOCKS, 4)
-        key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
+        if not on_cpu and self._far_angles:
+            return None  # sinks are not captured
+        key = padded(num_rows, MIN_ROWS), 0 if on_cpu else padded(num_blocks, MIN_BLOCKS, 4)
         if key not in self._programs:
             self._programs[key] = (self._record if on_cpu else self._capture)(kv, *key)
         return self._programs[key]

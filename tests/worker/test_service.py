@@ -40,6 +40,7 @@ from wire.sampling import SamplingParams
 from worker.config import MIN_SILENCE_S
 from worker.job import News
 from worker.line import WorkerLine
+from worker.service import Cold
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
 ATTEMPT = AttemptId("r/1")
@@ -492,3 +493,12 @@ async def test_closing_ends_open_attempts_and_their_lines(node: Node) -> None:
         assert worker.service.check() == []
         with pytest.raises(Unavailable, match="closed the line"):
             await worker.caller.line.questions.info(TIMEOUT_S)
+
+
+async def test_what_was_compiled_while_requests_waited_is_a_problem(
+    decode: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await decode.status()
+    monkeypatch.setattr(decode.service, "_warm", Cold(num_late=2))
+    (problem,) = (await decode.service.status()).problems
+    assert problem.startswith("2 kernels or graphs were made while requests waited")

@@ -4,7 +4,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from wire.errors import ConfigError, ModelError, Unavailable
 from wire.pools import Addresses, PoolSizes
 from wire.tier import Tier, Write
 from wire.typed_reader import from_json, to_json
+from worker.progress import Progress
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 NAME = f"u{os.getpid()}"
@@ -55,6 +56,9 @@ class FakeHead:
         self.plans.append(plan)
         with open(f"/dev/shm/{Path(plan.run_dir).name}.n1", "wb") as arena:
             os.posix_fallocate(arena.fileno(), 0, 8192)
+        service = Path(f"{plan.run_dir}.n1")
+        service.mkdir()
+        Progress.beside(service / "directory.sock", "prefill-1").note("graphs", 3, 15)
         on_wait()
         self.on_launch()
         return Addresses("public:1", operator="operator:2", metrics="metrics:3")
@@ -77,6 +81,9 @@ class Silent:
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         self.told["progress"] = f"{done_bytes} of {total_bytes}"
+
+    def show_warming(self, worker_to_text: Mapping[str, str]) -> None:
+        self.told.update(worker_to_text)
 
     def tell_served(self, state: ClusterState) -> None:
         self.told["end"] = state.addresses.public
@@ -129,6 +136,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert plan.machine is not None
         node = plan.node_config(NodeBaseline(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
         assert reporter.told["progress"] == f"8192 of {node.num_slots * node.model.layout.block_bytes}"
+        assert reporter.told["prefill-1"] == "graphs 3 of 15"
     finally:
         _end(state)
 

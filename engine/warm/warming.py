@@ -1,0 +1,213 @@
+"""The warming of a model before it serves: its programs, and the kernels of all steps beside them.
+
+    record      the kernels that steps launch are noted, not run         (a GPU with Triton's kernels)
+    compile     children compile them, or find them compiled             (likewise)
+    capture     a program for each padded size, the largest first        (a CPU records, which takes milliseconds)
+    run         each step that needed a kernel runs once
+
+What may be launched later is the union over a few steps, since no kernel is specialized by a number of a step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.model.batch import Batch, CausalModel
+from engine.model.decoder import Decoder
+from engine.model.programs import program_sizes
+from engine.model.sampler import PLAIN, choose
+from kernels.backend import Backend, KVPages
+from kernels.cpu.library import NoKernels
+from wire.errors import ConfigError
+from wire.layout import Window
+
+if TYPE_CHECKING:
+    from kernels.compiling import Compilations, Launches
+
+TRITON = "triton"
+"""The name of the backend whose kernels are compiled when they are first launched."""
+ROWS = (1, 17, 65, 129)
+"""Rows of steps, a row beyond each tile of products with packed weights (kernels/tiles.toml)."""
+Report = Callable[[str, int, int], None]
+"""Called with the part that is warmed, and how much of it is done, of how much."""
+
+
+def ignore_progress(part: str, num_done: int, num_all: int) -> None:
+    """Ignores progress."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of the steps of an engine: decoding rows, tokens of prompts beside them, and blocks of a sequence."""
+
+    max_rows: int
+    max_chunk_tokens: int
+    max_blocks: int
+
+    @property
+    def steps(self) -> list["WarmStep"]:
+        """The steps that together launch the kernels of all steps without a program, the largest first."""
+        found = [
+            WarmStep(num_decodes, num_rows - num_decodes, num_blocks, samples_all)
+            for num_rows in ROWS
+            for num_decodes in (0, 1, num_rows)
+            for num_blocks in (1, self.max_blocks)
+            for samples_all in (False, True)
+            if num_decodes <= self.max_rows and num_rows - num_decodes <= self.max_chunk_tokens
+        ]
+        return sorted(dict.fromkeys(found), key=lambda one: -one.num_rows)
+
+
+@dataclass(frozen=True)
+class WarmStep:
+    """A step of decoding rows, then one chunk of a prompt. samples_all: all logits are computed, not the last ones."""
+
+    num_decodes: int
+    chunk_tokens: int
+    num_blocks: int
+    samples_all: bool
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.chunk_tokens
+
+    def __str__(self) -> str:
+        return f"a step of {self.num_decodes} rows and {self.chunk_tokens} prompt tokens over {self.num_blocks} blocks"
+
+    def batch(self, block_size: int) -> Batch:
+        """Makes a batch that reads the first page and writes none."""
+        num_blocks = max(self.num_blocks, -(-self.chunk_tokens // block_size))
+        lengths = [1] * self.num_decodes + [self.chunk_tokens] * bool(self.chunk_tokens)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        positions = torch.cat([torch.arange(one) for one in lengths])
+        return Batch(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            slot_mapping=torch.full_like(positions, -1),
+            block_tables=torch.zeros(len(lengths), num_blocks, dtype=torch.int32),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            cu_query_lens=starts.int(),
+            num_decodes=self.num_decodes,
+            sample_rows=torch.arange(self.num_rows) if self.samples_all else starts[1:] - 1,
+        )
+
+
+class Warmth:
+    """A warm model, and what its requests have waited for nevertheless."""
+
+    def __init__(self, model: CausalModel, backend: Backend, without_program: Sequence[tuple[int, int]]) -> None:
+        """without_program: sizes of steps that run kernel by kernel."""
+        self.without_program = without_program
+        self._model = model
+        self._num_programs = _num_programs(model)
+        self._compilations = _watch_compilations() if backend.name == TRITON else None
+
+    @property
+    def num_late(self) -> int:
+        """Counts kernels compiled, and programs of a GPU made, since the model was warm."""
+        on_gpu = self._model.device.type != "cpu"
+        num_kernels = self._compilations.num if self._compilations else 0
+        return num_kernels + (_num_programs(self._model) - self._num_programs) * on_gpu
+
+
+def warm(model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, report: Report = ignore_progress) -> Warmth:
+    """Makes a model's programs on a pool without sequences, and compiles and runs its other kernels. Blocks.
+
+    A size of steps that cannot be captured is served without a program. Raises ConfigError, naming the kernel or step,
+    where a compiler fails or hangs, its cache cannot be written, or the device has no memory or fails.
+    """
+    steps = compile_kernels(model, backend, kv, limits, report)
+    without = make_programs(model, kv, limits, report)
+    run_steps(model, kv, steps)
+    return Warmth(model, backend, without)
+
+
+def compile_kernels(
+    model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, report: Report = ignore_progress
+) -> Sequence[WarmStep]:
+    """Compiles the kernels of all steps in child processes; returns steps that together launch each of them.
+
+    Blocks. Raises ConfigError as `warm` does. Does nothing for a CPU, whose kernels are compiled when they are loaded.
+    """
+    if backend.name != TRITON:
+        return limits.steps if model.device.type != "cpu" else ()
+    # Imported here so that a machine without Triton serves on its CPU.
+    from kernels.compiling import Compilers, Launches
+
+    launches = Launches()
+    steps = note_kernels(model, kv, limits, launches)
+    signatures = [*launches.signatures]
+    try:
+        Compilers().compile(signatures, lambda num_done: report("kernels", num_done, len(signatures)))
+    except NoKernels as error:
+        raise ConfigError(f"the kernels of {model.device}: {error}") from error
+    return steps
+
+
+def run_steps(model: CausalModel, kv: KVPages, steps: Sequence[WarmStep]) -> None:
+    """Runs steps, and the choice of their tokens, one by one. Blocks. Raises ConfigError as `warm` does."""
+    for step in steps:
+        with _naming(step, model.device), torch.inference_mode():
+            logits = model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            choose(logits, [PLAIN] * len(logits))
+
+
+def _num_programs(model: CausalModel) -> int:
+    return model.num_programs if isinstance(model, Decoder) else 0
+
+
+def _watch_compilations() -> "Compilations":
+    from kernels.compiling import Compilations
+
+    return Compilations()
+
+
+def limits_of(model: CausalModel, kv: KVPages, max_rows: int, max_chunk_tokens: int) -> Limits:
+    """Returns the limits of an engine on a pool, from its batcher's bounds."""
+    num_positions = Window(model.layout).max_len(len(kv.data), model.max_context_len)
+    return Limits(max_rows, max_chunk_tokens, model.layout.num_blocks(num_positions))
+
+
+def make_programs(
+    model: CausalModel, kv: KVPages, limits: Limits, report: Report = ignore_progress
+) -> list[tuple[int, int]]:
+    """Records or captures all sizes of a model that has programs; returns sizes for which the device had no memory."""
+    without: list[tuple[int, int]] = []
+    if not isinstance(model, Decoder):
+        return without
+    sizes = program_sizes(limits.max_rows, limits.max_blocks)
+    for num_done, size in enumerate(sizes):
+        report("graphs", num_done, len(sizes))
+        with _naming(f"a graph of {size[0]} rows and {size[1]} blocks", model.device):
+            if not model.prepare(*size, kv):
+                without.append(size)
+    report("graphs", len(sizes), len(sizes))
+    return without
+
+
+def note_kernels(model: CausalModel, kv: KVPages, limits: Limits, launches: "Launches") -> list[WarmStep]:
+    """Notes the kernels of all steps, without running them; returns the steps that needed one more kernel."""
+    needed = []
+    for step in limits.steps:
+        num_noted = len(launches.signatures)
+        with _naming(step, model.device), launches.noting():
+            model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+        if len(launches.signatures) > num_noted:
+            needed.append(step)
+    return needed
+
+
+@contextmanager
+def _naming(what: object, device: torch.device) -> Iterator[None]:
+    """Waits for the device, and turns its failures into ConfigError, naming a step."""
+    try:
+        yield
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{what} does not fit into the memory of {device}: lower worker.pool_bytes") from error
+    except RuntimeError as error:
+        raise ConfigError(f"{device} failed at {what}: {error}") from error

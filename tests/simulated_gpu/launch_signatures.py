@@ -1,0 +1,117 @@
+"""Counts the signatures of drawn loads that warming has not noted, and the programs that it has not captured.
+
+A script, as Triton's interpreter cannot be left again in a process that has entered it. Kernels are noted in place of
+their launch, for a target without a device; logits are drawn. Arguments: an architecture of tests.harness.checkpoints,
+or of tests.engine.gguf.files as gguf:KIND, a dtype of KV, a policy, and the number of steps. Prints a JSON object.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from engine.checkpoint.hub import find_folder
+from engine.core import EngineCore
+from engine.model.batch import Batch
+from engine.model.decoder import Decoder
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation.speculator import NgramProposer, Speculator
+from engine.warm.warming import limits_of, make_programs, note_kernels
+from kernels.backend import KVPages
+from kernels.compiling import Launches
+from kernels.quantized import products
+from kernels.triton_backend import TritonBackend
+from tests.engine.gguf.files import make_gguf
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.engines import make_core, request
+from tests.kernels.no_device import NoDevice
+from tests.simulated_gpu import device
+from wire.sampling import SamplingParams
+
+NUM_BLOCKS, MAX_RUNNING, MAX_STEP_TOKENS = 1200, 70, 400
+
+
+@dataclass
+class Drawn:
+    """A model whose kernels are noted, and whose logits are drawn."""
+
+    model: Decoder
+    launches: Launches
+    num_passes: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        self.num_passes += 1
+        with self.launches.noting():
+            shape = self.model.forward(batch, kv).shape
+        return torch.randn(shape, device=self.model.device)
+
+
+def load(arch: str, kv_dtype: str, policy: str, folder: Path) -> Decoder:
+    kind, _, packed = arch.partition(":")
+    file = make_gguf(folder, packed, "llama-tied") if kind == "gguf" else make_checkpoint(arch, folder)
+    return Decoder.load(find_folder(str(file)), "bfloat16", device.SIM, 16, TritonBackend(), kv_dtype, policy)
+
+
+def run(core: EngineCore, draw: random.Random, num_steps: int, vocab_size: int) -> None:
+    """Steps an engine under a drawn load: bursts, single requests, prompts of any length, hits and drafts."""
+    known = [draw.randrange(vocab_size) for _ in range(1000)]
+    for _ in range(num_steps):
+        while len(core.attempts) < MAX_RUNNING and draw.random() < draw.choice((0.05, 0.5, 0.9)):
+            prompt = known[: draw.choice((1, 2, 15, 16, 17, 33, draw.randrange(1, 900)))]
+            num_tokens, scored = draw.choice((1, 5, 30)), draw.choice((None, None, None, 1))
+            settings = SamplingParams(
+                temperature=draw.choice((0.0, 1.0)),
+                seed=draw.randrange(99),
+                n=draw.choice((1, 1, 2)),
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                prompt_logprobs=scored if len(prompt) < 100 else None,
+            )
+            core.add(request(prompt, settings))
+        core.step()
+
+
+def count(arch: str, kv_dtype: str, policy: str, num_steps: int) -> dict[str, Any]:
+    """Returns the sizes of the warmed set and of the load's, and what of the latter is outside."""
+    with tempfile.TemporaryDirectory() as name:
+        model = load(arch, kv_dtype, policy, Path(name))
+    warmed, drawn, draw = Launches(), Drawn(model, Launches()), random.Random(0)
+    num_programs = num_late = 0
+    for speculator in (None, Speculator(NgramProposer(), 3)):
+        batcher = ContinuousBatcher(MAX_STEP_TOKENS, MAX_RUNNING)
+        core = make_core(drawn, None, NUM_BLOCKS, batcher, speculator)
+        limits = limits_of(model, core.pool.kv, MAX_RUNNING, MAX_STEP_TOKENS)
+        note_kernels(model, core.pool.kv, limits, warmed)
+        with drawn.launches.noting():
+            make_programs(model, core.pool.kv, limits)
+        num_programs = model.num_programs
+        run(core, draw, num_steps // 2, model.vocab_size)
+        num_late += model.num_programs - num_programs
+    seen = drawn.launches
+    outside = [one.name for one in seen.signatures if one not in warmed.signatures]
+    return {
+        "warmed": len(warmed.signatures),
+        "programs": num_programs,
+        "late_programs": num_late,
+        "seen": len(seen.signatures),
+        "passes": drawn.num_passes,
+        "outside": outside,
+    }
+
+
+if __name__ == "__main__":
+    device.load()
+    products.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
+    driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
+    arch, kv_dtype, policy, num_steps = sys.argv[1:]
+    json.dump(count(arch, kv_dtype, policy, int(num_steps)), sys.stdout)

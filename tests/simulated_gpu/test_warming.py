@@ -1,0 +1,182 @@
+"""Ready means warm: no launch after it wants a kernel that is not compiled, and none a graph that is not captured."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from engine.model import decoder as module
+from engine.model.decoder import Decoder
+from engine.model.programs import GRAPH_BYTES, graph_bytes, program_sizes
+from engine.warm.warming import Limits, Warmth, limits_of, warm
+from kernels.tiles import PRODUCTS, read_table
+from kernels.torch_backend import TorchBackend
+from kv_store.device_pool import DevicePool
+from tests.harness.checkpoints import make_checkpoint
+from tests.pairs import RUNS_ALL
+from tests.simulated_gpu.device import SIM, commands, leave_room, reset
+from wire.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("launch_signatures.py")
+LOADS = [
+    ("llama-gqa", "auto", "full", 9),
+    ("gguf:Q4_K", "int8", "full", 20),
+    ("gemma2", "auto", "full", 9),
+    ("qwen3", "int4", "full", 9),
+    ("gemma3", "fp8", "full", 9),
+    ("qwen3", "auto", "sinks=20+44", 9),
+    ("llama-gqa", "auto", "h2o=128", 9),
+    ("gguf:Q8_0", "auto", "full", 20),
+]
+"""An architecture, a dtype of KV, a policy, and a bound on the kernels of its set."""
+NUM_STEPS = 6000 if RUNS_ALL else 240
+LIMITS = Limits(16, 32, 64)
+NUM_BLOCKS = 64
+
+
+@pytest.mark.parametrize(("arch", "kv_dtype", "policy", "most"), LOADS if RUNS_ALL else LOADS[:2])
+def test_a_drawn_load_launches_nothing_outside_of_the_warmed_set(
+    arch: str, kv_dtype: str, policy: str, most: int
+) -> None:
+    """Triton's own binder specializes the launches, on 1 and on multiples of 16."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": "/dev/null"}
+    command = [sys.executable, str(SCRIPT), arch, kv_dtype, policy, str(NUM_STEPS)]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380, check=True)
+    found: dict[str, Any] = json.loads(answer.stdout)
+    assert found["outside"] == []
+    assert found["late_programs"] == 0
+    assert found["seen"] == found["warmed"] <= most
+    assert found["passes"] > NUM_STEPS // 3
+
+
+def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
+    tiles = {one[0] for roles in read_table().values() for kind in roles[PRODUCTS].values() for one in kind.values()}
+    rows = {step.num_rows for step in Limits(128, 2048, 64).steps}
+    assert rows == {1, *(one + 1 for one in tiles)}
+
+
+def test_sizes_are_finite_and_the_largest_comes_first() -> None:
+    sizes = program_sizes(128, 8192)
+    assert sizes[0] == (128, 16384)
+    assert len(sizes) == 25
+    assert {rows for rows, _ in sizes} == {8, 16, 32, 64, 128}
+    assert {blocks for _, blocks in sizes} == {64, 256, 1024, 4096, 16384}
+    assert program_sizes(8, 4) == [(8, 64)]
+
+
+def test_graphs_share_all_but_their_logits() -> None:
+    sizes = program_sizes(16, 256)
+    assert sizes == [(16, 256), (16, 64), (8, 256), (8, 64)]
+    assert graph_bytes(sizes, 1000, 50) == 48 * 1000 * 4 + 16 * 50 + 4 * GRAPH_BYTES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama-gqa"))
+
+
+class FakeProgram:
+    """A graph of a step, which runs it instead; torch's attention waits for the device, and is not captured."""
+
+    captured: ClassVar[list[tuple[int, int]]] = []
+    fault: ClassVar[Callable[[int], None]] = staticmethod(lambda num_rows: None)
+
+    def __init__(self, forward: Any, angles: Any, num_rows: int, num_blocks: int, device: torch.device) -> None:
+        FakeProgram.fault(num_rows)
+        FakeProgram.captured.append((num_rows, num_blocks))
+
+    def run(self, batch: Any) -> torch.Tensor:
+        return torch.zeros(len(batch.token_ids), 8, device=SIM)
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CapturedProgram", FakeProgram)
+    monkeypatch.setattr(FakeProgram, "captured", [])
+    monkeypatch.setattr(FakeProgram, "fault", lambda num_rows: None)
+
+
+def warm_one(folder: Path) -> tuple[Warmth, Decoder, DevicePool]:
+    model = Decoder.load(folder, "float32", SIM, 16)
+    pool = DevicePool(model.layout, NUM_BLOCKS, SIM)
+    return warm(model, TorchBackend(), pool.kv, LIMITS), model, pool
+
+
+def test_graphs_are_there_before_requests_and_later_ones_are_counted(folder: Path) -> None:
+    warmth, model, pool = warm_one(folder)
+    assert FakeProgram.captured == [(16, 64), (8, 64)]
+    assert warmth.without_program == []
+    for num_rows in (1, 8, 16):
+        model.forward(Limits(num_rows, 0, 4).steps[0].batch(16), pool.kv)
+    assert warmth.num_late == 0
+    assert model.prepare(17, 4, pool.kv)
+    assert warmth.num_late == 1
+
+
+def test_limits_follow_from_the_pool(folder: Path) -> None:
+    model = Decoder.load(folder, "float32", SIM, 16)
+    assert limits_of(model, DevicePool(model.layout, 8, SIM).kv, 4, 32) == Limits(4, 32, 8)
+
+
+def test_a_size_without_memory_for_its_graph_is_served_without_and_not_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(num_rows: int) -> None:
+        if num_rows == 16:
+            raise torch.OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr(FakeProgram, "fault", fault)
+    warmth, model, pool = warm_one(folder)
+    assert warmth.without_program == [(16, 64)]
+    assert "steps of 16 rows and 64 blocks run without a graph: no memory for a graph" in caplog.text
+    logits = model.forward(Limits(16, 0, 4).steps[0].batch(16), pool.kv)
+    assert len(logits) >= 1
+    assert warmth.num_late == 0
+
+
+def test_a_device_that_is_lost_at_a_graph_is_refused_with_its_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(num_rows: int) -> None:
+        if num_rows == 8:
+            commands().fail(SIM.index, "it fell off the bus")
+            raise RuntimeError("it fell off the bus")
+
+    monkeypatch.setattr(FakeProgram, "fault", fault)
+    with pytest.raises(ConfigError, match=r"sim:0 failed at a graph of 8 rows and 64 blocks: .*bus"):
+        warm_one(folder)
+    reset()
+
+
+def test_a_device_that_is_lost_at_a_step_is_refused_with_the_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, num_calls = Decoder.run, [0]
+
+    def failing(*args: Any) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] == 2:
+            commands().fail(SIM.index, "it fell off the bus")
+        return run(*args)
+
+    monkeypatch.setattr(Decoder, "run", failing)
+    with pytest.raises(ConfigError, match=r"sim:0 failed at a step of .* rows and .* prompt tokens"):
+        warm_one(folder)
+    reset()
+
+
+def test_a_step_without_memory_is_refused_with_the_setting_to_lower(folder: Path) -> None:
+    model = Decoder.load(folder, "float32", SIM, 16)
+    pool = DevicePool(model.layout, NUM_BLOCKS, SIM)
+    model.angles_for(pool.kv)
+    leave_room(SIM.index, 4096)
+    with pytest.raises(ConfigError, match=r"a step of .* does not fit into the memory of sim:0: .*worker.pool_bytes"):
+        warm(model, TorchBackend(), pool.kv, LIMITS)
