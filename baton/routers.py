@@ -31,27 +31,29 @@ class Routers:
     """The routers of a cluster, as HOST:PORT, in the order in which a caller asks them. `clock` is monotonic.
 
     Rendezvous hashing: each caller's place gives each router a weight, and its requests go to the heaviest one that
-    answers. A router that does not is left out for a while.
+    answers. A router that does not is left out for a while. A weight is of a router's number, not of its address: with
+    TLS a gateway has other addresses than a client.
     """
 
     def __init__(self, addresses: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """addresses: with commas between."""
+        """addresses: with commas between, in the cluster's own order."""
         self.addresses = addresses.split(",")
-        self._clock = clock
+        self.clock = clock
         self._num_failures: dict[str, int] = {}
         self._back_s: dict[str, float] = {}
 
     def order(self, place: str) -> list[str]:
         """Lists the routers that answer, by weight, then the left out ones, by the time at which they are back."""
-        now_s = self._clock()
-        away_s = {address: max(0.0, back_s - now_s) for address, back_s in list(self._back_s.items())}
-        return sorted(
-            self.addresses, key=lambda one: (away_s.get(one, 0.0), hashlib.sha256(f"{place} {one}".encode()).digest())
-        )
+        now_s = self.clock()
+        rank = [
+            (max(0.0, self._back_s.get(one, 0.0) - now_s), hashlib.sha256(f"{place} {number}".encode()).digest(), one)
+            for number, one in enumerate(self.addresses)
+        ]
+        return [address for _, _, address in sorted(rank)]
 
     def is_out(self, address: str) -> bool:
         """Whether a router is left out now."""
-        return self._clock() < self._back_s.get(address, 0.0)
+        return self.clock() < self._back_s.get(address, 0.0)
 
     def note(self, address: str, answers: bool) -> None:
         """Takes a router back, or leaves it out."""
@@ -60,7 +62,7 @@ class Routers:
             self._back_s.pop(address, None)
         elif not self.is_out(address):
             number = self._num_failures[address] = self._num_failures.get(address, 0) + 1
-            self._back_s[address] = self._clock() + min(OUT_S * 2 ** (number - 1), MAX_OUT_S)
+            self._back_s[address] = self.clock() + min(OUT_S * 2 ** (number - 1), MAX_OUT_S)
 
     def tries(self, place: str) -> Iterator["Try"]:
         """Yields the context of a call to each router in turn. The caller returns from within it."""
@@ -96,7 +98,7 @@ class Resumption:
         """Draws id and seed where the request has none."""
         self._routers = routers
         self._place = place
-        self._clock = time.monotonic
+        self._clock = routers.clock
         self._ends_s = self._clock() + timeout_s
         self.address = routers.order(place)[0]
         self.request = request
@@ -106,7 +108,7 @@ class Resumption:
             request.sampling_params.seed = secrets.randbits(SEED_BITS)
         num_choices = request.sampling_params.n if request.sampling_params.HasField("n") else 1
         self._known = pb.Resume(choices=[pb.ResumedChoice() for _ in range(min(num_choices, MAX_CHOICES))])
-        self._heard_s = self._clock()
+        self._lost_s: float | None = None
 
     @property
     def left_s(self) -> float:
@@ -115,7 +117,7 @@ class Resumption:
 
     def accept(self, response: pb.GenerateResponse) -> None:
         """Notes what a message brings."""
-        self._heard_s = self._clock()
+        self._lost_s = None
         self._routers.note(self.address, answers=True)
         self._known.prompt_tokens += len(response.prompt.tokens)
         if response.HasField("chunk") and response.chunk.index < len(self._known.choices):
@@ -126,10 +128,12 @@ class Resumption:
 
     def lost(self, error: BatonError) -> float | None:
         """Turns to the next router; returns the seconds to wait before, None if the answer ends with this error."""
+        now_s = self._clock()
+        self._lost_s = now_s if self._lost_s is None else self._lost_s
         is_again = self.request.HasField("resume")
         is_refused = isinstance(error, RequestExists) or (isinstance(error, Overloaded) and error.retry_after_s)
         is_lost = isinstance(error, LOSSES)
-        if not (is_lost or (is_again and is_refused)) or self._clock() >= min(self._heard_s + MAX_DARK_S, self._ends_s):
+        if not (is_lost or (is_again and is_refused)) or now_s >= min(self._lost_s + MAX_DARK_S, self._ends_s):
             return None
         if is_lost:
             self._routers.note(self.address, answers=False)

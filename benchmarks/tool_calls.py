@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 nice python benchmarks/tool_calls.py
 
 A cluster in this process serves Qwen2.5-Coder-0.5B-Instruct in float32: one prefill and one decode worker behind the
-gateway's routes. Forced calls are required or named, in turns, one an answer, and are validated by jsonschema. Free ones
-are the model's choice; transformers, on the weights that the package `gguf` dequantizes, reads the same prompts and
-answers, which are its own if each token is its greedy one, or within TIE of it where the two part.
+gateway's routes. Forced calls are required or named, in turns, one an answer, and are validated by jsonschema. The
+others are the model's choice; transformers, on the weights that the package `gguf` dequantizes, reads the same prompts
+and answers, which are its own if each token is its greedy one, or within TIE of it where the two part.
 """
 
 import argparse

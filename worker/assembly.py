@@ -19,11 +19,11 @@ from engine.grammar.grammars import Grammars
 from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.model.loading import load_model
-from engine.model.warming import Warmth, compile_kernels, ignore_progress, limits_of, run_steps, warm
 from engine.model.weight_cache import WeightCache
 from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from engine.step.prefill_meter import PrefillMeter
+from engine.warm.warming import Warmth, compile_kernels, ignore_progress, limits_of, run_steps, warm
 from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
 from kernels.selection import select_backend

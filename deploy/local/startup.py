@@ -21,6 +21,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline, cold_settings, m
 from deploy.plan.config import ALLOW, ClusterConfig
 from deploy.plan.machine import Machine, RayNode, inspect_machine, require_limits
 from deploy.plan.model import ModelFacts, inspect_model, require_folders
+from deploy.plan.sizing import share_gpu
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
 from engine.checkpoint.pulled import MODELS
@@ -206,7 +207,10 @@ class Startup:
         cold = cold_settings(self._config, redis_url)
         only = machine if self._config.ray.address is None else None
         token, key_file = self._state.token, str(KeyFile.of(self._config.name).path)
-        plan = make_plan(self._config, model, only, cold, self._state.run_dir, token, self._secret, key_file)
+        config = self._config if only is None or model.device == "cpu" else share_gpu(self._config, only)
+        if config is not self._config and (num_gpus := config.worker.num_gpus or 0) < 1:
+            self._reporter.tell("gpu", f"{num_gpus:g} of the only one for each worker; --gpus gives other shares")
+        plan = make_plan(config, model, only, cold, self._state.run_dir, token, self._secret, key_file)
         earlier = self._served.others(model.served.namespace)
         return replace(plan, router=replace(plan.router, earlier=earlier))
 

@@ -163,7 +163,7 @@ class ClusterPlan:
     def worker_config(self, worker: Worker, baseline: NodeBaseline) -> WorkerConfig:
         """Returns the configuration of a worker on a node. Raises the errors of `node_config`."""
         settings, sizes = self.config.model, self.sizes(worker.role, baseline)
-        # On a GPU only the first steps take more than a second, which compile kernels.
+        # On a GPU no step takes a second: kernels are compiled before the worker is ready.
         default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
         host = LOOPBACK if baseline.node.is_head else baseline.node.host
         return WorkerConfig(

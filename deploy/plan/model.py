@@ -18,10 +18,13 @@ from wire.sampling import DEFAULTS
 from wire.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from engine.checkpoint.config import AttentionShape
+    from engine.checkpoint.config import AttentionShape, ServedConfig
 
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_SPLITS = 32
+"""As kernels/paged_attention.py has it, whose import needs Triton."""
+BYTES_OF_A_NUMBER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -39,7 +42,7 @@ class ModelFacts:
     """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there.
 
     weight_bytes: bytes of weights in the kernels' format. draft: the decode workers' draft model, with as many pages as
-    theirs. is_mapped: all workers of a node map one file of weights.
+    theirs. is_mapped: all workers of a node map one file of weights. row_bytes: memory of a row of a graph's steps.
     """
 
     served: ServedModel
@@ -48,6 +51,7 @@ class ModelFacts:
     kernels: str = "auto"
     draft: DraftFacts = field(default_factory=DraftFacts)
     is_mapped: bool = False
+    row_bytes: int = 0
 
     @property
     def node_bytes(self) -> int:
@@ -145,7 +149,11 @@ def inspect_model(
         batch_invariant=config.is_native and device == "cpu",
     )
     facts = ModelFacts(
-        served=served, device=device, weight_bytes=count_bytes(checkpoint, compute, backend), kernels=backend.name
+        served=served,
+        device=device,
+        weight_bytes=count_bytes(checkpoint, compute, backend),
+        kernels=backend.name,
+        row_bytes=_row_bytes(checkpoint.config),
     )
     if other is None:
         return mapped_within(facts, settings.weight_cache_bytes * config.is_native)
@@ -154,6 +162,20 @@ def inspect_model(
     its_bytes = count_bytes(other, its_dtype, backend)
     draft_facts = DraftFacts(str(other.folder.resolve()), its_bytes, layout.block_bytes)
     return mapped_within(replace(facts, draft=draft_facts), settings.weight_cache_bytes)
+
+
+def _row_bytes(config: "ServedConfig") -> int:
+    """Counts the bytes of a decoding row of one layer: its states, and float32 attention of the most splits.
+
+    Layers follow one another in the same memory. Models that are not native have no graphs.
+    """
+    from engine.checkpoint.config import ModelConfig
+
+    if not isinstance(config, ModelConfig):
+        return 0
+    attention = config.attention
+    splits = MAX_SPLITS * attention.num_heads * (attention.head_dim + 1)
+    return BYTES_OF_A_NUMBER * (splits + 4 * config.hidden_size + 3 * config.intermediate_size)
 
 
 def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:

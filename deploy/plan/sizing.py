@@ -8,13 +8,15 @@ from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
 from deploy.plan.model import ModelFacts
 from wire.errors import ConfigError
-from wire.pools import PoolSizes
+from wire.pools import PoolSizes, Role
 
 MAX_DEFAULT_ARENA_BYTES = 1 << 30
 MAX_DEFAULT_POOL_BYTES = 512 << 20
 MAX_DEFAULT_CONTEXTS = 64
 """The most full contexts that default sizes have room for: a small model then takes little memory, and starts quickly.
 """
+SHARES_OF_A_GPU = 10_000
+"""Ray counts parts of a GPU in units of 1/10,000."""
 GPU_RESERVE_BYTES = 2 << 30
 """Memory of each GPU for activations and libraries."""
 WORKER_BYTES = 256 << 20
@@ -39,7 +41,11 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     num_gpus = (1.0 if machine.gpus else 0.0) if config.worker.num_gpus is None else config.worker.num_gpus
     _require_gpus(num_gpus * num_workers, machine)
     layout, open_bytes = model.served.layout, _open_bytes(config, model)
-    pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine, open_bytes)
+    pool_bytes = config.worker.pool_bytes or (
+        _default_gpu_pool_bytes(config, num_gpus, model, machine)
+        if num_gpus
+        else _default_pool_bytes(num_workers, model, machine, open_bytes)
+    )
     arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
     if arena_bytes > machine.shared_bytes:
         problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
@@ -77,9 +83,17 @@ def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
     config: has the role's settings. Ray counts GPUs.
     """
     worker = config.worker
-    pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine, _open_bytes(config, model))
+    pool_bytes = worker.pool_bytes or _default_pool_bytes(1, model, machine, _open_bytes(config, model))
     worker_bytes = WORKER_BYTES + (0 if worker.num_gpus else model.worker_bytes(pool_bytes))
     return max(0, machine.memory_bytes - model.node_bytes) // worker_bytes
+
+
+def share_gpu(config: ClusterConfig, machine: Machine) -> ClusterConfig:
+    """Divides the only GPU of a machine among the workers, unless the settings say what each gets of it."""
+    num_workers = config.pools.prefill + config.pools.decode
+    if len(machine.gpus) != 1 or any(config.worker.of(role).num_gpus is not None for role in Role):
+        return config
+    return replace(config, worker=replace(config.worker, num_gpus=SHARES_OF_A_GPU // num_workers / SHARES_OF_A_GPU))
 
 
 def _open_bytes(config: ClusterConfig, model: ModelFacts) -> int:
@@ -89,19 +103,29 @@ def _open_bytes(config: ClusterConfig, model: ModelFacts) -> int:
     return num_open * replace(layout, quantization="none").payload_bytes
 
 
-def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine, open_bytes: int) -> int:
-    """Returns the rest of a GPU after weights and activations; on a CPU a small share of memory, for laptops."""
-    if num_gpus:
-        free_bytes = int(min(machine.gpus) * num_gpus) - model.worker_bytes(0) - GPU_RESERVE_BYTES
-        block_bytes = model.served.layout.block_bytes
-        return free_bytes // (block_bytes + model.draft.block_bytes) * block_bytes
+def _default_gpu_pool_bytes(config: ClusterConfig, num_gpus: float, model: ModelFacts, machine: Machine) -> int:
+    """Returns the rest of a GPU's share after weights, graphs and activations."""
+    # torch takes a second to import, which other commands need not wait for.
+    from engine.model.programs import graph_bytes, program_sizes
+
+    served = model.served
+    block_bytes, max_blocks = served.layout.block_bytes, served.layout.num_blocks(served.max_context_len)
+    graphs = graph_bytes(program_sizes(config.batch.max_running, max_blocks), served.vocab_size, model.row_bytes)
+    free_bytes = int(min(machine.gpus) * num_gpus) - model.worker_bytes(0) - graphs - GPU_RESERVE_BYTES
+    return max(0, free_bytes) // (block_bytes + model.draft.block_bytes) * block_bytes
+
+
+def _default_pool_bytes(num_workers: int, model: ModelFacts, machine: Machine, open_bytes: int) -> int:
+    """Returns a small share of memory, for laptops."""
     share = machine.memory_bytes // (8 * num_workers)
     return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes + open_bytes)
 
 
 def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
+    """Returns a quarter of memory, or less: as many contexts are enough, and on a CPU as many bytes, for laptops."""
     share = min(machine.shared_bytes, machine.memory_bytes) // 4
-    return min(MAX_DEFAULT_ARENA_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
+    bounds = [share, MAX_DEFAULT_CONTEXTS * model.context_bytes]
+    return min(bounds if model.device != "cpu" else [*bounds, MAX_DEFAULT_ARENA_BYTES])
 
 
 def _num_blocks(num_bytes: int, block_bytes: int, setting: str, open_bytes: int = 0, advice: str = "") -> int:
@@ -117,7 +141,7 @@ def _num_blocks(num_bytes: int, block_bytes: int, setting: str, open_bytes: int 
 def _require_gpus(num_gpus: float, machine: Machine) -> None:
     if num_gpus > len(machine.gpus):
         problem = f"the workers take {num_gpus:g} GPUs, but there are {len(machine.gpus)}"
-        raise ConfigError(f"{problem}: start fewer workers, or set worker.num_gpus")
+        raise ConfigError(f"{problem}: start fewer workers, or give each a share, --gpus 0.5 (worker.num_gpus)")
 
 
 def _require_memory(num: int, workers: str, worker_bytes: int, free_bytes: int, advice: str) -> None:

@@ -122,13 +122,17 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
 
-    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+    @property
+    def floats(self) -> dict[str, TensorEntry]:
+        """The tensors of floats in .safetensors files, by name."""
         found = {name: file.entries[name] for name, file in self._tensor_to_file.items()}
-        floats = {
+        return {
             name: one for name, one in found.items() if isinstance(one, TensorEntry) and one.dtype.is_floating_point
         }
-        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in floats.items()}
+
+    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in self.floats.items()}
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

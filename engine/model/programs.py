@@ -4,7 +4,7 @@ On a CPU a recorder notes the operations; on a GPU a graph captures their launch
 fixed number of rows, and a step's rows are copied there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Protocol
 
@@ -18,6 +18,9 @@ from kernels.backend import Angles, Recorder
 
 MIN_ROWS = 8
 MIN_BLOCKS = 64
+LOGIT_BYTES = 4
+GRAPH_BYTES = 4 << 20
+"""Memory of a graph's launches, at a guess: no device has told."""
 _COLUMNS = ("token_ids", "positions", "slot_mapping", "context_lens", "cu_query_lens")
 Forward = Callable[[Batch, Angles], torch.Tensor]
 """Runs a batch with the angles of its rows; returns logits."""
@@ -183,3 +186,24 @@ def padded(number: int, least: int, factor: int = 2) -> int:
     while least < number:
         least *= factor
     return least
+
+
+def program_sizes(max_rows: int, max_blocks: int) -> Sequence[tuple[int, int]]:
+    """Lists the padded numbers of rows and blocks of programs, the largest first."""
+    rows = _up_to(padded(max_rows, MIN_ROWS), MIN_ROWS, 2)
+    blocks = _up_to(padded(max_blocks, MIN_BLOCKS, 4), MIN_BLOCKS, 4)
+    return [(num_rows, num_blocks) for num_rows in reversed(rows) for num_blocks in reversed(blocks)]
+
+
+def graph_bytes(sizes: Sequence[tuple[int, int]], vocab_size: int, row_bytes: int) -> int:
+    """Sums the memory of graphs, which share all but their logits: the rest is the largest graph's.
+
+    row_bytes: memory of one row beside its logits.
+    """
+    logits = sum(num_rows for num_rows, _ in sizes) * vocab_size * LOGIT_BYTES
+    return logits + max(num_rows for num_rows, _ in sizes) * row_bytes + len(sizes) * GRAPH_BYTES
+
+
+def _up_to(most: int, least: int, factor: int) -> list[int]:
+    """Lists least, least * factor and so on, up to `most`."""
+    return [least] if most <= least else [*_up_to(most // factor, least, factor), most]

@@ -10,11 +10,19 @@ import pytest
 
 import baton.routers
 from baton import Client
-from baton.routers import MAX_OUT_S, OUT_S, Routers
+from baton.routers import MAX_OUT_S, OUT_S, Resumption, Routers
 from tests.baton.scripted_service import WAIT_S, ScriptedService, Step, served
 from tests.baton.test_clients import CLIENTS, chunk, complete
 from tests.harness.fake_clock import FakeClock
-from wire.errors import InvalidRequest, Overloaded, RequestExists, RequestNotFound, RouterLeaving, Unavailable
+from wire.errors import (
+    InvalidRequest,
+    Overloaded,
+    RequestExists,
+    RequestNotFound,
+    RouterLeaving,
+    Unavailable,
+    Unreachable,
+)
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import Allowance, make_key, place_of
 
@@ -24,15 +32,16 @@ PLACES = [f"{number:04x}" for number in range(500)]
 
 def test_each_place_has_its_router_and_all_have_some() -> None:
     first = [Routers(",".join(NAMES)).order(place)[0] for place in PLACES]
-    assert first == [Routers(",".join(reversed(NAMES))).order(place)[0] for place in PLACES]
+    others = Routers(",".join(name.replace(":1", ":2") for name in NAMES))
+    assert [name.replace(":1", ":2") for name in first] == [others.order(place)[0] for place in PLACES]
     assert all(60 <= first.count(name) <= 140 for name in NAMES)
 
 
 def test_a_router_that_is_gone_moves_its_own_places_alone() -> None:
-    routers, fewer = Routers(",".join(NAMES)), Routers(",".join(NAMES[1:]))
+    routers, fewer = (Routers(",".join(NAMES), FakeClock()) for _ in range(2))
+    fewer.note(NAMES[0], answers=False)
     for place in PLACES:
-        order = routers.order(place)
-        assert fewer.order(place) == [name for name in order if name != NAMES[0]]
+        assert fewer.order(place) == [*(name for name in routers.order(place) if name != NAMES[0]), NAMES[0]]
 
 
 def test_a_router_that_does_not_answer_is_left_out_longer_each_time_and_taken_back() -> None:
@@ -56,6 +65,24 @@ def test_all_keys_of_a_tenant_have_one_place() -> None:
     assert len(places) == 1
     assert places != {place_of(make_key("beta", [], Allowance())[1])}
     assert place_of("") == place_of("no key") == ""
+
+
+def test_a_request_that_waited_long_for_its_first_token_goes_on_and_gives_up_in_the_dark() -> None:
+    clock = FakeClock()
+    resumption = Resumption(pb.GenerateRequest(text="hi"), Routers(",".join(NAMES[:2]), clock), "", 600.0)
+    first = resumption.address
+    clock.now += 100.0
+    assert resumption.lost(Unreachable("gone")) == 0.0
+    assert resumption.address != first
+    clock.now += baton.routers.MAX_DARK_S - 0.1
+    assert resumption.lost(Unreachable("gone")) is not None
+    clock.now += 0.1
+    assert resumption.lost(Unreachable("gone")) is None
+    resumption.accept(pb.GenerateResponse())
+    assert resumption.lost(Unreachable("gone")) is not None
+    clock.now += 500.0
+    resumption.accept(pb.GenerateResponse())
+    assert resumption.lost(Unreachable("gone")) is None, "the caller's deadline has passed"
 
 
 @dataclass

@@ -199,15 +199,19 @@ def test_windows_that_the_code_does_not_apply_are_refused(tmp_path: Path) -> Non
     ("change", "message"),
     [
         (
+            lambda tensors: tensors.update({"gpt_neox.other": tensors.pop("gpt_neox.layers.0.mlp.dense_h_to_4h.bias")}),
+            "the weights lack gpt_neox.layers.0.mlp.dense_h_to_4h.bias",
+        ),
+        (
             lambda tensors: tensors.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"),
-            "the weights lack gpt_neox.layers.1.mlp.dense_h_to_4h.bias",
+            r"the weights have 99712 numbers, config\.json makes a model of 99840: some are missing",
         ),
         (
             lambda tensors: tensors.update({"gpt_neox.layers.2.bias": torch.zeros(3)}),
             "the weights may not have gpt_neox.layers.2.bias",
         ),
         (
-            lambda tensors: tensors.update({"embed_out.weight": torch.zeros(9, 64)}),
+            lambda tensors: tensors.update({"embed_out.weight": torch.zeros(64, 256)}),
             r"the weights have another shape of \('lm_head.weight'",
         ),
         (lambda tensors: tensors["embed_out.weight"].fill_(torch.nan), "embed_out.weight has NaN"),
@@ -222,6 +226,14 @@ def test_weights_that_are_not_the_models_are_refused(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
+
+
+def test_a_model_of_more_numbers_than_the_weights_takes_no_memory(tmp_path: Path) -> None:
+    config = json.loads((make_checkpoint("gpt-neox", tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 10**12}))
+    for refusing in (lambda: check_weights(Checkpoint(tmp_path)), lambda: load(tmp_path)):
+        with pytest.raises(ModelError, match=r"config\.json makes a model of 128000000"):
+            refusing()
 
 
 def test_neither_sinks_nor_drafts_go_with_modules(checkpoint: Checkpoints) -> None:

@@ -21,9 +21,9 @@ from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
-from engine.model.warming import limits_of, make_programs, note_kernels
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
+from engine.warm.warming import limits_of, make_programs, note_kernels
 from kernels.backend import KVPages
 from kernels.compiling import Launches
 from kernels.quantized import products

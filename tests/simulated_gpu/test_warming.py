@@ -13,7 +13,8 @@ import torch
 
 from engine.model import decoder as module
 from engine.model.decoder import Decoder
-from engine.model.warming import Limits, Warmth, limits_of, warm
+from engine.model.programs import GRAPH_BYTES, graph_bytes, program_sizes
+from engine.warm.warming import Limits, Warmth, limits_of, warm
 from kernels.tiles import PRODUCTS, read_table
 from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
@@ -63,12 +64,18 @@ def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
 
 
 def test_sizes_are_finite_and_the_largest_comes_first() -> None:
-    limits = Limits(128, 2048, 8192)
-    assert limits.programs[0] == (128, 16384)
-    assert len(limits.programs) == 25
-    assert {rows for rows, _ in limits.programs} == {8, 16, 32, 64, 128}
-    assert {blocks for _, blocks in limits.programs} == {64, 256, 1024, 4096, 16384}
-    assert Limits(8, 256, 4).programs == [(8, 64)]
+    sizes = program_sizes(128, 8192)
+    assert sizes[0] == (128, 16384)
+    assert len(sizes) == 25
+    assert {rows for rows, _ in sizes} == {8, 16, 32, 64, 128}
+    assert {blocks for _, blocks in sizes} == {64, 256, 1024, 4096, 16384}
+    assert program_sizes(8, 4) == [(8, 64)]
+
+
+def test_graphs_share_all_but_their_logits() -> None:
+    sizes = program_sizes(16, 256)
+    assert sizes == [(16, 256), (16, 64), (8, 256), (8, 64)]
+    assert graph_bytes(sizes, 1000, 50) == 48 * 1000 * 4 + 16 * 50 + 4 * GRAPH_BYTES
 
 
 @pytest.fixture(scope="module")

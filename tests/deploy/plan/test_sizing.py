@@ -8,7 +8,8 @@ import pytest
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import DraftFacts, ModelFacts
-from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, num_more, require_room, size
+from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, num_more, require_room, share_gpu, size
+from engine.model.programs import GRAPH_BYTES
 from tests.harness.served import served_model
 from wire.errors import ConfigError
 from wire.layout import KVLayout
@@ -18,6 +19,10 @@ from wire.served_model import ServedModel
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = Machine(memory_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=8)
 GPU_NODE = Machine(memory_bytes=200 * GIB, shared_bytes=100 * GIB, num_cores=64, gpus=(140 * GIB,) * 2)
+
+
+GRAPHS_OF_LARGE = 25 * GRAPH_BYTES + 5 * 248 * 300 * 4
+"""Of 8 to 128 rows, each over five lengths of tables, with 300 logits a row."""
 
 
 def served(max_context_len: int, layout: KVLayout) -> ServedModel:
@@ -55,8 +60,8 @@ def divide(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
         pytest.param(LAPTOP, SMALL, {"worker": {"pool_bytes": "1MiB"}}, 32, 8192, 4, 0.0, id="pool as asked"),
         pytest.param(LAPTOP, SMALL, {"arena": {"size_bytes": "3GiB"}}, 8192, 98304, 4, 0.0, id="arena as asked"),
         pytest.param(LAPTOP, SMALL, {"worker": {"num_threads": 3}}, 8192, 8192, 3, 0.0, id="threads as asked"),
-        pytest.param(GPU_NODE, LARGE, {}, 69120, 512, 32, 1.0, id="GPU: what weights and reserve leave"),
-        pytest.param(GPU_NODE, LARGE, {"worker": {"num_gpus": 0.5}}, 33280, 512, 32, 0.5, id="half a GPU each"),
+        pytest.param(GPU_NODE, LARGE, {}, 69069, 512, 32, 1.0, id="GPU: what weights, graphs and reserve leave"),
+        pytest.param(GPU_NODE, LARGE, {"worker": {"num_gpus": 0.5}}, 33229, 512, 32, 0.5, id="half a GPU each"),
         pytest.param(GPU_NODE, SMALL, {"worker": {"num_gpus": 0}}, 8192, 8192, 32, 0.0, id="CPU though there are GPUs"),
     ],
 )
@@ -74,6 +79,43 @@ def test_sizes(
     assert (sizes.num_threads, sizes.num_gpus) == (threads, gpus)
 
 
+def test_graphs_leave_less_of_a_gpu_for_pages() -> None:
+    """Logits of each graph and attention of the largest step: half a GiB here."""
+    wide = replace(LARGE, served=replace(LARGE.served, vocab_size=128_256), row_bytes=MIB)
+    num_blocks = divide(config(), wide, GPU_NODE).num_pool_blocks
+    assert num_blocks == ((140 - 3 - 2) * GIB - 25 * GRAPH_BYTES - 5 * 248 * 128_256 * 4 - 128 * MIB) // (2 * MIB)
+    few = divide(config(batch={"max_running": 8}), wide, GPU_NODE).num_pool_blocks
+    assert few == ((140 - 3 - 2) * GIB - 5 * GRAPH_BYTES - 5 * 8 * 128_256 * 4 - 8 * MIB) // (2 * MIB)
+
+
+def test_the_arena_beside_a_gpu_is_a_quarter_of_memory_and_no_more_than_contexts_fill() -> None:
+    on_gpu = replace(LARGE, device="cuda")
+    assert divide(config(), on_gpu, GPU_NODE).num_arena_slots == 25 * GIB // (2 * MIB)
+    assert divide(config(), replace(SMALL, device="cuda"), GPU_NODE).num_arena_slots == 8192
+    assert divide(config(), LARGE, GPU_NODE).num_arena_slots == GIB // (2 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("tables", "num_gpus", "share"),
+    [
+        pytest.param({}, 1, 0.5, id="prefill and decode"),
+        pytest.param({"pools": {"decode": 2}}, 1, 0.3333, id="what Ray can count"),
+        pytest.param({"pools": {"prefill": 0}}, 1, 1.0, id="alone"),
+        pytest.param({"worker": {"num_gpus": 0.25}}, 1, 0.25, id="as asked"),
+        pytest.param({"worker": {"decode": {"num_gpus": 0.75}}}, 1, None, id="asked for one role"),
+        pytest.param({}, 2, None, id="one each"),
+        pytest.param({}, 0, None, id="no GPU"),
+    ],
+)
+def test_the_only_gpu_is_divided_among_the_workers(tables: dict[str, Any], num_gpus: int, share: float | None) -> None:
+    machine = replace(GPU_NODE, gpus=(140 * GIB,) * num_gpus)
+    shared = share_gpu(config(**tables), machine)
+    assert shared.worker.num_gpus == share
+    if share is not None:
+        sizes = divide(shared, replace(LARGE, device="cuda"), machine)
+        assert sizes.num_gpus * (shared.pools.prefill + shared.pools.decode) <= 1
+
+
 def test_open_blocks_of_int4_take_no_room_from_the_contexts_that_a_pool_has_by_default() -> None:
     layout = WINDOWED.served.layout
     num_bytes = divide(config(), WINDOWED, LAPTOP).num_pool_blocks * layout.payload_bytes
@@ -84,7 +126,8 @@ def test_a_draft_has_a_page_for_each_page() -> None:
     """Its weights and pages are counted in a worker's memory, and on a GPU they leave less for the worker's own."""
     draft = DraftFacts("/d", 2 * GIB, LARGE.served.layout.block_bytes // 4)
     model = replace(LARGE, draft=draft)
-    assert divide(config(), model, GPU_NODE).num_pool_blocks == (140 - 3 - 2 - 2) * GIB // (2 * MIB + MIB // 2)
+    room_bytes = (140 - 3 - 2 - 2) * GIB - GRAPHS_OF_LARGE
+    assert divide(config(), model, GPU_NODE).num_pool_blocks == room_bytes // (2 * MIB + MIB // 2)
     tables = {"worker": {"pool_bytes": "1GiB"}, "pools": {"prefill": 0}}
     assert divide(config(**tables), model, LAPTOP).num_pool_blocks == 512
     with pytest.raises(ConfigError, match=r"1 workers take 6\.5 GiB of memory each"):
@@ -123,7 +166,12 @@ def test_weights_that_workers_share_are_counted_once() -> None:
         (LAPTOP, LARGE, {"worker": {"pool_bytes": "1MiB"}, "pools": {"prefill": 0}}, "worker.pool_bytes: 1 MiB is too"),
         (replace(LAPTOP, shared_bytes=MIB // 2), SMALL, {}, "too little, it takes at least 256 KiB; --shm-size gives"),
         (LAPTOP, SMALL, {"worker": {"num_gpus": 1.0}}, "the workers take 2 GPUs, but there are 0"),
-        (GPU_NODE, SMALL, {"pools": {"decode": 2}}, "the workers take 3 GPUs, but there are 2"),
+        (
+            GPU_NODE,
+            SMALL,
+            {"pools": {"decode": 2}},
+            "there are 2: start fewer workers, or give each a share, --gpus 0.5",
+        ),
         (replace(GPU_NODE, gpus=(4 * GIB,) * 2), LARGE, {}, "worker.pool_bytes: 0 B is too little"),
         (
             LAPTOP,

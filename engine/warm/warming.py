@@ -17,7 +17,7 @@ import torch
 
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
-from engine.model.programs import MIN_BLOCKS, MIN_ROWS, padded
+from engine.model.programs import program_sizes
 from engine.model.sampler import PLAIN, choose
 from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
@@ -46,13 +46,6 @@ class Limits:
     max_rows: int
     max_chunk_tokens: int
     max_blocks: int
-
-    @property
-    def programs(self) -> list[tuple[int, int]]:
-        """The padded numbers of rows and blocks of programs, the largest first."""
-        rows = _up_to(padded(self.max_rows, MIN_ROWS), MIN_ROWS, 2)
-        blocks = _up_to(padded(self.max_blocks, MIN_BLOCKS, 4), MIN_BLOCKS, 4)
-        return [(num_rows, num_blocks) for num_rows in reversed(rows) for num_blocks in reversed(blocks)]
 
     @property
     def steps(self) -> list["WarmStep"]:
@@ -185,12 +178,13 @@ def make_programs(
     without: list[tuple[int, int]] = []
     if not isinstance(model, Decoder):
         return without
-    for num_done, size in enumerate(limits.programs):
-        report("graphs", num_done, len(limits.programs))
+    sizes = program_sizes(limits.max_rows, limits.max_blocks)
+    for num_done, size in enumerate(sizes):
+        report("graphs", num_done, len(sizes))
         with _naming(f"a graph of {size[0]} rows and {size[1]} blocks", model.device):
             if not model.prepare(*size, kv):
                 without.append(size)
-    report("graphs", len(limits.programs), len(limits.programs))
+    report("graphs", len(sizes), len(sizes))
     return without
 
 
@@ -217,8 +211,3 @@ def _naming(what: object, device: torch.device) -> Iterator[None]:
         raise ConfigError(f"{what} does not fit into the memory of {device}: lower worker.pool_bytes") from error
     except RuntimeError as error:
         raise ConfigError(f"{device} failed at {what}: {error}") from error
-
-
-def _up_to(most: int, least: int, factor: int) -> list[int]:
-    """Lists least, least * factor and so on, up to `most`."""
-    return [least] if most <= least else [*_up_to(most // factor, least, factor), most]

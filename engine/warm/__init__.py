@@ -1,0 +1,1 @@
+"""The warming of a model before it serves."""
