@@ -1,5 +1,7 @@
 """The clients of the public service: `Client` for threads, `AsyncClient` for asyncio."""
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
@@ -37,23 +39,36 @@ from baton.results import (
     read_page,
     read_tokens,
 )
-from wire.errors import Unavailable
+from baton.routers import RECONNECT_OPTIONS, Resumption, Routers
+from wire.errors import BatonError, RouterLeaving
 from wire.ids import TRACEPARENT, TraceContext
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc import ADAPTED_METADATA, CHANNEL_OPTIONS, NO_PROXY, PROMPT_TOKENS_METADATA, proxy_to
+from wire.rpc import (
+    ADAPTED_METADATA,
+    BATCH_INVARIANT_METADATA,
+    CHANNEL_OPTIONS,
+    NO_PROXY,
+    PROMPT_TOKENS_METADATA,
+    proxy_to,
+)
+from wire.trust.key_ring import place_of
 
 
 class _Connection:
-    """A connection to a cluster's public port, HOST:PORT. `timeout_s` bounds each call.
+    """A connection to a cluster's public port, HOST:PORT, or to several routers', with commas between.
+
+    `timeout_s` bounds each call. Of several routers the key's own is asked, and another if that does not answer: a
+    stream then goes on there.
 
     api_key: None takes it from BATON_API_KEY, if that is set. tls: result of `grpc.ssl_channel_credentials`, if the
     port speaks TLS; with key and certificate if the port requires them.
     """
 
     _grpc: Any
+    _service: Any = InferenceStub
 
     def __init__(
         self,
@@ -64,35 +79,83 @@ class _Connection:
         tls: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._metadata = credentials(api_key)
-        self._proxy = proxy_to(address)
-        options = CHANNEL_OPTIONS if self._proxy else (*CHANNEL_OPTIONS, *NO_PROXY)
-        if tls is None:
-            self._channel = self._grpc.insecure_channel(address, options=options)
-        else:
-            self._channel = self._grpc.secure_channel(address, tls, options=options)
-        self._stub = InferenceStub(self._channel)
+        self._routers = Routers(address)
+        self._proxy = proxy_to(self._routers.addresses[0])
+        self._channels = {one: self._open_channel(one, tls) for one in self._routers.addresses}
+        self._stubs = {one: self._service(channel) for one, channel in self._channels.items()}
         self._timeout_s = timeout_s
+
+    @property
+    def _place(self) -> str:
+        return place_of(dict(self._metadata).get("authorization", "").removeprefix("Bearer "))
+
+    def _open_channel(self, address: str, tls: grpc.ChannelCredentials | None) -> Any:
+        options = CHANNEL_OPTIONS if proxy_to(address) else (*CHANNEL_OPTIONS, *NO_PROXY)
+        if len(self._routers.addresses) > 1:
+            options = (*options, *RECONNECT_OPTIONS)
+        if tls is None:
+            return self._grpc.insecure_channel(address, options=options)
+        return self._grpc.secure_channel(address, tls, options=options)
 
     def _watch(self, after: Mapping[str, BlockCursor] | None) -> Any:
         cursors = {node_id: worker_pb2.EventCursor(**asdict(cursor)) for node_id, cursor in (after or {}).items()}
         request = cluster_pb2.WatchBlocksRequest(after=cursors)
-        return ClusterStub(self._channel).WatchBlocks(request, timeout=self._timeout_s, metadata=self._metadata)
+        channel = self._channels[self._routers.order(self._place)[0]]
+        return ClusterStub(channel).WatchBlocks(request, timeout=self._timeout_s, metadata=self._metadata)
 
-    def _open(self, prompt: Prompt, options: Options) -> tuple[Any, float, str]:
-        """Begins to send a prompt; returns the call, its timeout and its proxy."""
-        timeout_s = options.get("timeout_s", self._timeout_s)
-        call = self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
-        return call, timeout_s, self._proxy
+    def _open(self, prompt: Prompt, options: Options) -> "tuple[Any, float, str, _Again | None]":
+        """Begins to send a prompt; returns the call, its timeout, its proxy, and the way to go on elsewhere, if any."""
+        timeout_s, request = options.get("timeout_s", self._timeout_s), make_request(prompt, options)
+        if len(self._routers.addresses) > 1:
+            again = _Again(self, Resumption(request, self._routers, self._place, timeout_s))
+            return again.call(), timeout_s, self._proxy, again
+        stub = self._stubs[self._routers.addresses[0]]
+        return stub.Generate(request, timeout=timeout_s, metadata=self._metadata), timeout_s, self._proxy, None
+
+    def _call_one(self, method: str, request: message.Message, address: str) -> Any:
+        return getattr(self._stubs[address], method)(request, timeout=self._timeout_s, metadata=self._metadata)
+
+
+class _Again:
+    """The way of an answer to another router."""
+
+    def __init__(self, connection: _Connection, resumption: Resumption) -> None:
+        self.accept = resumption.accept
+        self.lost = resumption.lost
+        self._connection = connection
+        self._resumption = resumption
+
+    def call(self) -> Any:
+        """Sends the request, with what has come of its answer, to the router whose turn it is."""
+        resumption, connection = self._resumption, self._connection
+        return connection._stubs[resumption.address].Generate(
+            resumption.request, timeout=resumption.left_s, metadata=connection._metadata
+        )
 
 
 class _Answer:
     """An answer under way, over a blocking or an asyncio call."""
 
-    def __init__(self, call: Any, timeout_s: float, proxy: str = "") -> None:
+    def __init__(self, call: Any, timeout_s: float, proxy: str = "", again: _Again | None = None) -> None:
+        """again: the way to another router; None if there is none."""
         self._call = call
+        self._again = again
         self._timeout_s = timeout_s
         self._proxy = proxy
         self._draft = Draft()
+
+    def _accept(self, response: pb.GenerateResponse) -> Chunk | None:
+        if self._again is not None:
+            self._again.accept(response)
+        return self._draft.accept(response)
+
+    def _lost(self, error: BatonError) -> float | None:
+        """Returns the seconds to wait before the call to another router, None if the answer ends with this error."""
+        return None if self._again is None else self._again.lost(error)
+
+    def _reopen(self) -> None:
+        assert self._again is not None
+        self._call = self._again.call()
 
     @property
     def completion(self) -> Completion:
@@ -113,11 +176,19 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
     """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""
 
     def __iter__(self) -> Iterator[Chunk]:
-        with typed_errors(self._timeout_s, self._proxy):
-            for response in self._call:
-                piece = self._draft.accept(response)
-                if piece is not None and not isinstance(piece, PromptPart):
-                    yield piece
+        while True:
+            try:
+                with typed_errors(self._timeout_s, self._proxy):
+                    for response in self._call:
+                        piece = self._accept(response)
+                        if piece is not None and not isinstance(piece, PromptPart):
+                            yield piece
+                break
+            except BatonError as error:
+                if (pause_s := self._lost(error)) is None:
+                    raise
+                time.sleep(pause_s)
+            self._reopen()
         self._draft.require_completion()
 
     def __exit__(self, *_: object) -> None:
@@ -177,14 +248,17 @@ class Client(_Connection, AbstractContextManager["Client"]):
 
     def close(self) -> None:
         """Closes the connection, which ends the calls on it."""
-        self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(self, method: str, request: message.Message) -> Any:
-        with typed_errors(self._timeout_s, self._proxy):
-            return getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)
+        for one in self._routers.tries(self._place):
+            with one, typed_errors(self._timeout_s, self._proxy):
+                return self._call_one(method, request, one.address)
+        raise AssertionError("the last router's error is raised")
 
 
 class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
@@ -195,20 +269,51 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
 
     async def admitted(self) -> int:
         """Waits until a worker has the prompt; returns the number of its tokens, 0 if reading the answer will raise."""
-        return int(dict(await self._call.initial_metadata()).get(PROMPT_TOKENS_METADATA, 0))
+        return int((await self._begun()).get(PROMPT_TOKENS_METADATA, 0))
 
     async def adapted(self) -> str:
         """Waits as `admitted` does; returns the changes made to messages for the model's chat template, "" for none."""
-        return str(dict(await self._call.initial_metadata()).get(ADAPTED_METADATA, ""))
+        return (await self._begun()).get(ADAPTED_METADATA, "")
+
+    async def is_batch_invariant(self) -> bool:
+        """Waits as `admitted` does; returns whether the answer has the very same tokens after a failover."""
+        return (await self._begun()).get(BATCH_INVARIANT_METADATA) != "false"
 
     async def pieces(self) -> AsyncGenerator[Chunk, None]:
         """Yields the parts of the prompt, then the chunks, as they come. Raises BatonError."""
-        with typed_errors(self._timeout_s, self._proxy):
-            async for response in self._call:
-                piece = self._draft.accept(response)
-                if piece is not None:
-                    yield piece
+        while True:
+            try:
+                with typed_errors(self._timeout_s, self._proxy):
+                    async for response in self._call:
+                        piece = self._accept(response)
+                        if piece is not None:
+                            yield piece
+                break
+            except BatonError as error:
+                if (pause_s := self._lost(error)) is None:
+                    raise
+                await asyncio.sleep(pause_s)
+            self._reopen()
         self._draft.require_completion()
+
+    async def _begun(self) -> dict[str, str]:
+        """Waits for the metadata that come once a worker has the prompt; empty if reading the answer will raise."""
+        while True:
+            told = dict(await self._call.initial_metadata())
+            if self._again is None or PROMPT_TOKENS_METADATA in told:
+                return told
+            call = self._call
+            failure = grpc.aio.AioRpcError(
+                await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+            )
+            try:
+                with typed_errors(self._timeout_s, self._proxy):
+                    raise failure
+            except BatonError as error:
+                if (pause_s := self._lost(error)) is None:
+                    return told
+                await asyncio.sleep(pause_s)
+            self._reopen()
 
     async def __aexit__(self, *_: object) -> None:
         self._call.cancel()
@@ -276,18 +381,24 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
     async def require_ready(self) -> None:
         """Raises BatonError unless the router serves. Wants no key."""
         request = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["Inference"].full_name)
-        with typed_errors(self._timeout_s, self._proxy):
-            answer = await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=self._timeout_s)
-        if answer.status != health_pb2.HealthCheckResponse.SERVING:
-            raise Unavailable("the router is stopping")
+        for one in self._routers.tries(self._place):
+            with one, typed_errors(self._timeout_s, self._proxy):
+                stub = health_pb2_grpc.HealthStub(self._channels[one.address])
+                answer = await stub.Check(request, timeout=self._timeout_s)
+                if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                    raise RouterLeaving("the router is stopping")
+                return
 
     async def close(self) -> None:
         """Closes the connection, which ends the calls on it."""
-        await self._channel.close()
+        for channel in self._channels.values():
+            await channel.close()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(self, method: str, request: message.Message) -> Any:
-        with typed_errors(self._timeout_s, self._proxy):
-            return await getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)
+        for one in self._routers.tries(self._place):
+            with one, typed_errors(self._timeout_s, self._proxy):
+                return await self._call_one(method, request, one.address)
+        raise AssertionError("the last router's error is raised")

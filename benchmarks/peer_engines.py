@@ -67,17 +67,21 @@ class Baton:
     def __init__(self, folder: Path, num_threads: int, dtype: str) -> None:
         import torch
 
-        from engine.model.decoder import Decoder
         from kernels.selection import select_backend
 
         # The kernels take their number of threads from torch when they are selected.
         torch.set_num_threads(num_threads)
         backend = select_backend(torch.device("cpu"))
-        self._decoder = Decoder.load(folder, dtype, torch.device("cpu"), 16, backend)
+        self._model = self._kind().load(folder, dtype, torch.device("cpu"), 16, backend)
         self.renew()
         self._num_asked = 0
         self.version = version("baton-serve")
-        self.settings = f"{dtype}, KV {self._decoder.layout.dtype}, {backend.version}, no prompt twice, prefix cache on"
+        self.settings = f"{dtype}, KV {self._model.layout.dtype}, {backend.version}, no prompt twice, prefix cache on"
+
+    def _kind(self) -> Any:
+        from engine.model.decoder import Decoder
+
+        return Decoder
 
     def renew(self) -> None:
         """Starts over with an empty pool, on the same weights."""
@@ -86,8 +90,8 @@ class Baton:
         from kv_store.device_pool import DevicePool
         from kv_store.transfers import NoStore
 
-        pool = DevicePool(self._decoder.layout, _KV_TOKENS // 16, self._decoder.device)
-        self._core = EngineCore(self._decoder, pool, ContinuousBatcher(), NoStore())
+        pool = DevicePool(self._model.layout, _KV_TOKENS // 16, self._model.device)
+        self._core = EngineCore(self._model, pool, ContinuousBatcher(), NoStore())
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         from engine.events import Failed
@@ -116,6 +120,15 @@ class Baton:
                 if isinstance(event, Failed):
                     raise event.error
             log.add_step(zip((numbers[one.attempt_id] for one in output.choices), output.token_ids, strict=True))
+
+
+class BatonModules(Baton):
+    """EngineCore over transformers' modules, as a worker has them of architectures without native code."""
+
+    def _kind(self) -> Any:
+        from engine.model.modules_model import ModulesModel
+
+        return ModulesModel
 
 
 class Vllm:
@@ -156,11 +169,11 @@ class Vllm:
         self._num_asked += 1
         numbers = {f"{self._num_asked}-{number}": number for number in range(len(prompts))}
         log.start()
-        for attempt_id, prompt in zip(numbers, prompts, strict=True):
-            engine.add_request(attempt_id, TokensPrompt(prompt_token_ids=prompt), sampling)
+        for request_id, prompt in zip(numbers, prompts, strict=True):
+            engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), sampling)
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            log.add_step((numbers[one.attempt_id], token) for one in outputs for token in one.outputs[0].token_ids)
+            log.add_step((numbers[one.request_id], token) for one in outputs for token in one.outputs[0].token_ids)
 
 
 class LlamaCpp:
@@ -238,9 +251,9 @@ class LlamaCpp:
 
 
 class Transformers:
-    """`generate` up to 31 requests, continuous batching from 32 on."""
+    """`generate`, and continuous batching from `fewest` requests on."""
 
-    def __init__(self, folder: Path, num_threads: int, dtype: str) -> None:
+    def __init__(self, folder: Path, num_threads: int, dtype: str, fewest: int = 32) -> None:
         import torch
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -253,10 +266,11 @@ class Transformers:
         )
         self._manager: Any = None
         self.version = version("transformers")
-        self.settings = f"{dtype}, KV as dtype, eager with sdpa, generate below 32 requests, else continuous batching"
+        self.settings = f"{dtype}, KV as dtype, eager with sdpa, continuous batching from {fewest} requests on"
+        self._fewest = fewest
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
-        (self._batch if len(prompts) >= 32 else self._pad)(prompts, num_tokens, log)
+        (self._batch if len(prompts) >= self._fewest else self._pad)(prompts, num_tokens, log)
 
     def _pad(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         def note(ids: Any, scores: Any, **_: Any) -> Any:
@@ -285,13 +299,13 @@ class Transformers:
             self._manager.start()
         log.start()
         asked = self._manager.add_requests(prompts, max_new_tokens=num_tokens, record_timestamps=True)
-        waiting = {attempt_id: number for number, attempt_id in enumerate(asked)}
+        waiting = {request_id: number for number, request_id in enumerate(asked)}
         while waiting:
             result = self._manager.get_result(timeout=1)
             if result is not None and result.error is not None:
                 raise RuntimeError(result.error)
             if result is not None and result.is_finished():
-                log.add(waiting.pop(result.attempt_id), list(result.generated_tokens), result.timestamps)
+                log.add(waiting.pop(result.request_id), list(result.generated_tokens), result.timestamps)
             if not self._manager.is_running():
                 raise RuntimeError("continuous batching has stopped")
 
@@ -347,12 +361,14 @@ class OpenVino:
 ENGINES: dict[str, Callable[[Path, int, str], PeerEngine]] = {
     "baton": Baton,
     "baton-bfloat16": Baton,
+    "baton-modules": BatonModules,
     "vllm": Vllm,
     "llamacpp": LlamaCpp,
     "openvino": partial(OpenVino, width="fp16"),
     "openvino-int8": partial(OpenVino, width="int8"),
     "openvino-int4": partial(OpenVino, width="int4"),
     "transformers": Transformers,
+    "transformers-batches": partial(Transformers, fewest=1),
 }
 
 

@@ -2,6 +2,8 @@
 
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --rounds 3
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --gguf smollm2 --out peers_gguf
+    OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --peer baton-modules --peer transformers-batches \
+        --batch 8 --prompt 512 --out peers_modules
 
 Each engine has a process and an environment of its own (benchmarks/peer_engines.py) and loads the model once; only one
 engine works at a time. Decode speed is taken between tokens of the time in which all requests decode, from clock times
@@ -38,6 +40,8 @@ from benchmarks.result_file import write_result
 
 PEERS = ("vllm", "llamacpp", "openvino", "openvino-int8", "openvino-int4", "transformers")
 PLAIN_BATON = "baton-bfloat16"
+MODULES = ("baton-modules", "transformers-batches")
+"""The same architecture by transformers' modules in Baton's engine, and by transformers' continuous batching."""
 """Names behind a hyphen are widths of weights: engines of the checkpoint's own width are compared apart."""
 READ_GGUF = ("baton", "llamacpp")
 DECODE_PROMPT_LEN = 64
@@ -272,7 +276,7 @@ def _list(texts: Mapping[str, str], separator: str = ", ") -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--peer", action="append", choices=(*PEERS, PLAIN_BATON), help="repeatable; all of them by default"
+        "--peer", action="append", choices=(*PEERS, PLAIN_BATON, *MODULES), help="repeatable; all of them by default"
     )
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], help="requests at a time, for decode speed")
     parser.add_argument("--prompt", type=_sizes, default=[512, 4000], help="tokens of a prompt, for prompt speed")

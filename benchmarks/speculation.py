@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py --rounds 9
     python benchmarks/speculation.py --checkpoint /path/to/a/checkpoint --draft /path/to/its/draft --context 512
+    python benchmarks/speculation.py --checkpoint ... --draft ... --code --batches 1 4   # code, and the draft alone
 
 Prompts are a sentence again and again, which the demo model goes on repeating, an English page, which it goes on with,
 or tokens that do not repeat, with answers at so high a temperature that they do not either. All engines must give the
@@ -201,7 +202,13 @@ def main() -> None:
     contenders = make_contenders(model, options.draft, num_blocks)
     figures: dict[str, float] = {}
     tokenizer = Checkpoint(options.checkpoint).load_tokenizer()
-    for load in make_loads(tokenizer, model.vocab_size, options.context, options.tokens, options.batches):
+    if options.code:
+        contenders.pop("n-gram")
+        loads = make_real_loads(tokenizer, options.context, options.tokens, options.batches)
+        loads = [load for load in loads if "code to go on with" in load.name]
+    else:
+        loads = make_loads(tokenizer, model.vocab_size, options.context, options.tokens, options.batches)
+    for load in loads:
         figures |= compare(contenders, load, options.rounds)
     write_result(options.out, figures, {})
 
@@ -213,6 +220,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", help="what it computes in (default: its own)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--code", action="store_true", help="code of this repository as prompts, and no n-grams")
     parser.add_argument("--context", type=int, default=192, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=192, help="tokens of each answer")
     parser.add_argument("--threads", type=int, default=1)

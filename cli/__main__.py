@@ -25,6 +25,7 @@ COMMANDS = {
     "why": "cli.requests",
     "cache": "cli.operate.cache",
     "down": "cli.down",
+    "models": "cli.models",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",
     "doctor": "cli.doctor",

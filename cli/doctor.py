@@ -177,13 +177,14 @@ def check_books(live: Live) -> Finding:
 def check_ports(live: Live) -> Finding:
     """Calls the clients' ports; the operator's port has answered before. Raises BatonError or OSError."""
     state = live.state
-    with Client(state.addresses.local, timeout_s=TIMEOUT_S) as client:
-        client.list_models()
+    for address in state.addresses.local.split(","):
+        with Client(address, timeout_s=TIMEOUT_S) as client:
+            client.list_models()
     if live.http_address:
         live.fetch("/ready")
     addresses = {"gRPC": state.addresses.public, "HTTP": live.http_address, "operator": state.addresses.operator}
     told = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
-    if ip_address(state.addresses.public.rpartition(":")[0]).is_loopback:
+    if ip_address(state.addresses.public.partition(":")[0]).is_loopback:
         return ok(f"{told}: all answer, on this machine only")
     return ok(f"{told}: all answer; other machines reach gRPC (docs/security.md)")
 

@@ -51,9 +51,10 @@ def add_parser(commands: Subparsers) -> None:
 
 def run_create(args: argparse.Namespace) -> int:
     scopes = [Scope(name) for name in dict.fromkeys(args.scope or [Scope.GENERATE.value])]
-    key, text = make_key(args.tenant, scopes, Allowance(**{name: getattr(args, name) for name in LIMITS}))
+    allowance = Allowance(**{name: getattr(args, name) for name in LIMITS})
 
     def add(listed: KeyList) -> KeyList:
+        key, text = make_key(args.tenant, scopes, allowance, {one.id for one in listed.keys})
         _show(text)  # before it is valid: no key stays that was not seen
         return KeyList((*listed.keys, key))
 

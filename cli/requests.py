@@ -9,7 +9,7 @@ from cli.generate import render_steps
 from cli.operate.cache import TIMEOUT_S
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, read_count, render
 from deploy.deadlines import STATUS_IN_COMMAND_S
-from deploy.local.client import call_operator, find_cluster
+from deploy.local.client import call_each, call_operator, find_cluster
 from wire.convert import misses_from_pb
 from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2
@@ -61,10 +61,13 @@ def find_request(cluster: str, request_id: str) -> cluster_pb2.EndedRequest:
 
 
 def _list(cluster: str, asked: cluster_pb2.ListRequestsRequest) -> Sequence[cluster_pb2.EndedRequest]:
-    answer: cluster_pb2.ListRequestsResponse = call_operator(
-        find_cluster(cluster), "ListRequests", asked, STATUS_IN_COMMAND_S
-    )
-    return answer.requests
+    """Lists requests of all routers, newest last. Raises RequestNotFound if none keeps the one that is asked for."""
+    state, given = find_cluster(cluster), ("ListRequests", asked, STATUS_IN_COMMAND_S)
+    answers: list[cluster_pb2.ListRequestsResponse | None] = [call_operator(state, *given)]
+    if "," in state.addresses.operator and not asked.request_id:
+        answers = [*call_each(state, *given).values()]
+    listed = [one for answer in answers if answer is not None for one in answer.requests]
+    return sorted(listed, key=lambda one: one.ended_s)[-asked.limit :]
 
 
 def why(args: argparse.Namespace) -> int:

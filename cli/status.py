@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from cli.terminal import NOT_KNOWN, Subparsers, add_command, escaped, render, repeat
 from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local import run_dir
-from deploy.local.client import call_operator, find_cluster
+from deploy.local.client import call_each, call_operator, find_cluster
 from deploy.plan.byte_size import format_bytes
 from deploy.processes.process import ProcessRef, recorded_gateways
 from wire.convert import arenas_of, status_of, tiers_from_pb
@@ -30,7 +30,7 @@ Shows the pools, their KV pages by state, the tiers, the queue and the last even
 With --check every part verifies its invariants (page states sum to the pool, references are those of requests, leases
 and holds, nothing is left at rest), and the exit code is 1 if one is violated. With --watch it is drawn again and
 again; without a terminal each is a line."""
-CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued")
+CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued", "batch_invariant")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
 WORKER_MEMORY = ("load_s", "memory_bytes", "mapped_bytes")
@@ -89,12 +89,20 @@ def _drawn(text: str) -> str:
 
 def _show_once(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
-    status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), STATUS_IN_COMMAND_S)
+    asked = cluster_pb2.GetStatusRequest(check=args.check)
+    status, routers = call_operator(state, "GetStatus", asked, STATUS_IN_COMMAND_S), dict[str, Any]()
+    if "," in state.addresses.operator:
+        routers = call_each(state, "GetStatus", asked, STATUS_IN_COMMAND_S)
+        others = [problem for one in routers.values() if one is not None for problem in one.problems]
+        status.problems.extend(problem for problem in dict.fromkeys(others) if problem not in status.problems)
     gateways = recorded_gateways(Path(state.run_dir))
     if args.json:
-        print(json.dumps(to_object(status, state.addresses, gateways)))
+        print(json.dumps({**to_object(status, state.addresses, gateways), "routers": router_objects(routers)}))
     else:
         print(render_status(status, state.http_url, {name: one.is_alive for name, one in gateways.items()}))
+        for address, one in routers.items():
+            told = f"{one.num_running} running, {one.num_queued} waiting" if one else "does not answer"
+            print(f"router    {one.address if one else address}: {told}")
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
             print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
     if args.check and status.problems:
@@ -103,6 +111,15 @@ def _show_once(args: argparse.Namespace) -> int:
     if args.check and not args.json:
         print("\nall invariants hold")
     return 0
+
+
+def router_objects(routers: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Describes each of several routers by its operator's address."""
+    counts = ("num_running", "num_queued")
+    return [
+        {"operator_address": address, "is_alive": one is not None} | (_pick(one, "address", *counts) if one else {})
+        for address, one in routers.items()
+    ]
 
 
 def to_object(
@@ -185,6 +202,8 @@ def memory_lines(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[str]:
 
 def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping[str, bool]) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
+    if status.HasField("batch_invariant") and not status.batch_invariant:
+        yield "tokens    may depend on other requests: a failover goes on, and does not promise the very same tokens"
     if http_url:
         yield f"http      {http_url}"
     if len(gateways) > 1:

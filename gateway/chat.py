@@ -10,8 +10,8 @@ from gateway import conversation, fields, formats
 from gateway.choices import ChoicesDialect
 from gateway.conversation import AnswerParts, Conversation, new_call_id
 from gateway.generation import Generation
-from text.answer.answer import Part, Reasoning
-from text.answer.calls import CallBegun
+from text.answer.answer import Part
+from text.answer.calls import CallBegun, Reasoning
 from text.answer.formats import NO_FORMATS, AnswerFormats
 from wire.errors import InvalidRequest
 

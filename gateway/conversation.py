@@ -17,8 +17,8 @@ from gateway.choices import usage_of
 from gateway.formats import noted
 from gateway.generation import ChoiceDraft, Dialect, Generation
 from gateway.unread import leave_out
-from text.answer.answer import AnswerParser, Part, Reasoning
-from text.answer.calls import Arguments, CallBegun
+from text.answer.answer import AnswerParser, Part
+from text.answer.calls import Arguments, CallBegun, Reasoning
 from text.answer.formats import NO_FORMATS, AnswerFormats
 from wire.sampling import FinishReason
 from wire.typed_reader import Read, list_of

@@ -73,7 +73,7 @@ class Generation:
     usage: `include_usage` adds an event with usage at the end of a stream, `continuous_usage_stats` adds usage to each
     event. timeline: adds each prompt's timeline to the usage, and implies the last event. returns_ids: adds token ids;
     prompts are echoed for their ids. hides_prompt: hides the text of that echo. headers: the answer's;
-    `x-baton-adapted` is added.
+    `x-baton-adapted` and `x-baton-batch-invariant` are added.
     """
 
     request_id: str
@@ -205,10 +205,13 @@ async def _events(generation: Generation, dialect: Dialect, client: AsyncClient,
 async def _admitted(generation: Generation, streams: Sequence[AsyncStream]) -> list[int]:
     """Waits until each prompt has a worker. Returns the lengths of the prompts.
 
-    Adds the header `x-baton-adapted` if a chat was changed for its template.
+    Adds the header `x-baton-adapted` if a chat was changed for its template, and `x-baton-batch-invariant` where a
+    failover does not promise the very same tokens.
     """
     if adapted := await streams[0].adapted():
         generation.headers.append((b"x-baton-adapted", adapted.encode()))
+    if not await streams[0].is_batch_invariant():
+        generation.headers.append((b"x-baton-batch-invariant", b"false"))
     return [await stream.admitted() for stream in streams]
 
 

@@ -27,7 +27,7 @@ class TorchBackend:
     """Torch's operations, which round where transformers does."""
 
     name = "torch"
-    version = "torch-4"
+    version = "torch-5"
 
     def record(self) -> Recorder | None:
         return None
@@ -128,25 +128,13 @@ class TorchBackend:
     def expert_linear(
         self, states: Tensor, experts: Experts, routing: Routing, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
-        return by_expert(self.linear, states, experts, routing, bias, out)
-
-
-def by_expert(
-    linear: Callable[[Tensor, Weight, Tensor | None], Tensor],
-    states: Tensor,
-    experts: Experts,
-    routing: Routing,
-    bias: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
-    """Implements `Backend.expert_linear` by a product for each expert that a row has."""
-    num_chosen, result = routing.num_chosen, states.new_empty(*routing.experts.shape, experts.columns)
-    rows = states.repeat_interleave(num_chosen, 0) if states.dim() == 2 else states.flatten(0, 1)
-    for expert in routing.experts.unique().tolist():
-        tokens, choices = torch.nonzero(routing.experts == expert, as_tuple=True)
-        own = None if bias is None else bias[expert]
-        result[tokens, choices] = linear(rows[tokens * num_chosen + choices], experts.weights[expert], own)
-    return _given(result, out)
+        num_chosen, result = routing.num_chosen, states.new_empty(*routing.experts.shape, experts.columns)
+        rows = states.repeat_interleave(num_chosen, 0) if states.dim() == 2 else states.flatten(0, 1)
+        for expert in routing.experts.unique().tolist():
+            tokens, choices = torch.nonzero(routing.experts == expert, as_tuple=True)
+            own = None if bias is None else bias[expert]
+            result[tokens, choices] = self.linear(rows[tokens * num_chosen + choices], experts.weights[expert], own)
+        return _given(result, out)
 
 
 def list_experts(weights: Sequence[Weight]) -> Experts:

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import experts as expert_operations
 from kernels import int4_pages, paged_attention, row_operations, tiles
-from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Experts, Heads, KVPages, Tables, Weight
+from kernels.cpu.library import NoKernels
 from kernels.quantized import device_layout, products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.quantized.matrix import Quantized
+from kernels.routing import Routing
 from kernels.torch_backend import TorchBackend, capped, rotate
 
 
@@ -21,10 +24,11 @@ class TritonBackend(TorchBackend):
     """
 
     name = "triton"
-    version = f"triton-7-{tiles.digest()}"
+    version = f"triton-8-{tiles.digest()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)
+    combine = staticmethod(expert_operations.combine)
 
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Keeps codes packed if the kernels widen them exactly; else packs the widened matrix."""
@@ -61,6 +65,18 @@ class TritonBackend(TorchBackend):
         rows = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
         products.linear(states, weight, None, None, rows)
         return rows if cap is None else rows.copy_(capped(rows, cap))
+
+    def experts(self, weights: Sequence[Weight]) -> Experts:
+        """Raises NoKernels for packed codes."""
+        if any(isinstance(one, CodedWeight) for one in weights):
+            raise NoKernels("no kernel of a GPU multiplies experts of packed codes: take a plain checkpoint, or a CPU")
+        return super().experts(weights)
+
+    def expert_linear(
+        self, states: Tensor, experts: Experts, routing: Routing, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        rows = states.new_empty(*routing.experts.shape, experts.columns) if out is None else out
+        return expert_operations.expert_linear(states, experts, routing, bias, rows)
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor

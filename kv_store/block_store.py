@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.node.messages import DirectoryStatus, KeepHint
+from kv_store.node.messages import DirectoryStatus, HoldRoom, KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.tiers.contents import ListableTier
 from wire.block_names import BlockName
@@ -91,6 +91,9 @@ class StoreControl(Protocol):
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Ends the holds of requests."""
+
+    def share_room(self, router: str, num_blocks: int) -> HoldRoom:
+        """Tells what a router's holds take; returns what other routers' take: none if the directory is unreachable."""
 
     @property
     def listable_tiers(self) -> Sequence[ListableTier]:

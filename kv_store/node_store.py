@@ -19,7 +19,7 @@ from kv_store.frame import checksum_of
 from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
-from kv_store.node.messages import Block, DirectoryStatus, Entry, Hold, KeepHint
+from kv_store.node.messages import Block, DirectoryStatus, Entry, Hold, HoldRoom, KeepHint
 from kv_store.prefix.costs import Costs, SourceCosts
 from kv_store.prefix.misses import LEASE_LOST, UNREACHED, causes, failures
 from kv_store.prefix.plan import FRONT, Needs, Read, plan_split, plan_whole
@@ -54,6 +54,10 @@ class NodeControl:
 
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         self._host.or_else(0, lambda: self._host.directory.release_holds(attempt_ids))
+
+    def share_room(self, router: str, num_blocks: int) -> HoldRoom:
+        directory = self._host.directory
+        return self._host.or_else(HoldRoom(), lambda: directory.share_room(router, num_blocks, HOLD_TTL_S))
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._host.directory.records.status

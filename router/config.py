@@ -1,6 +1,6 @@
 """The configuration of a router, as one JSON text. The controller fills it in; nothing changes it later."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -84,12 +84,30 @@ class StreamBounds:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of a router: a table of the cluster's file.
+    """The settings of the routers: a table of the cluster's file.
 
+    routers: their number; each further router takes the next gRPC and metrics port, unless these are any free ones.
     public_prefixes: texts, at the start of prompts or as system messages, whose blocks all tenants share.
     """
 
+    routers: int = 1
     public_prefixes: tuple[str, ...] = ()
+
+    def at(self, index: int) -> "RouterSettings":
+        """Returns the settings of one router, by its place among them: its ports are behind the first router's."""
+        grpc, metrics = self.grpc_port, self.metrics_port
+        is_fixed = isinstance(metrics, int) and metrics
+        return replace(
+            self, grpc_port=grpc and grpc + index, metrics_port=int(metrics) + index if is_fixed else metrics
+        )
+
+    @property
+    def ports(self) -> frozenset[int]:
+        """The fixed ports of all routers."""
+        each = [self.at(index) for index in range(self.routers)]
+        return frozenset(
+            port for one in each for port in (one.grpc_port, one.metrics_port) if isinstance(port, int) and port
+        )
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Router:
         self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
-        self.holds = HoldBudgets(self.members)
+        self.holds = HoldBudgets(self.members, is_alone=config.settings.routers == 1)
         self.index = BlockIndex(layout)
         self._feed = IndexFeed(self.members, self.index)
         self._placement = Placement(

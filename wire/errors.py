@@ -14,6 +14,7 @@ BatonError                INTERNAL             500
 ├── PairRefused           FAILED_PRECONDITION  400   workers that do not fit together
 ├── Unavailable           UNAVAILABLE          503
 │   ├── WorkerLeaving                                of its own accord; others serve what it gives back
+│   ├── RouterLeaving                                likewise; another router goes on with its streams
 │   └── Unreachable                                  no server of ours has said it
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    504
 ├── Cancelled             CANCELLED            499
@@ -194,6 +195,10 @@ class Unavailable(BatonError):
 
 class WorkerLeaving(Unavailable):
     """The worker drains or goes away: it has nothing against the request, and another will serve it."""
+
+
+class RouterLeaving(Unavailable):
+    """The router stops, and has nothing against the request: another router goes on with it."""
 
 
 class Unreachable(Unavailable):

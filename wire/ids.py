@@ -14,6 +14,8 @@ _ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{
 INCARNATION_BITS, NUMBER_BITS = 31, 32
 MAX_COUNT = (1 << NUMBER_BITS) - 1
 """The last number of an attempt, without its router's incarnation; the first is 1."""
+SEED_BITS = 63
+"""Random bits of a drawn seed."""
 DEFAULT_TENANT = "default"
 PUBLIC = "*"
 """The tenant in the root of public block names; no real tenant may have this name."""

@@ -46,7 +46,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of an actor or a cluster, the answer to each start; "" for none.
+    """Addresses of an actor or a cluster, the answer to each start; "" for none, several routers' with commas between.
 
     public: gRPC of a router or worker, block port of a node's service. local: for clients on this machine, without TLS;
     may be the public address. operator: for the command line. metrics: for Prometheus. http: the gateways'.

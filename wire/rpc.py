@@ -31,6 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN_METADATA = "baton-cluster-token"
 NONCE_METADATA = "baton-nonce-bin"
 PROMPT_TOKENS_METADATA, ADAPTED_METADATA = "baton-prompt-tokens", "baton-adapted"
+BATCH_INVARIANT_METADATA = "baton-batch-invariant"
 """Keys of Generate's initial metadata, which comes once a request is admitted, is tokenized and has a worker."""
 MAX_PROOF_S = 10.0
 """Bound on the time in which a line proves the token."""

@@ -56,7 +56,8 @@ class ServedModel:
 
     kv_policies: the policies that a request may name; the first is the default. sampling: defaults for unset fields.
     max_chat_tokens: the most tokens of a chat's answer without max_tokens. tool_format, reasoning_format: settings for
-    AnswerFormats.of.
+    AnswerFormats.of. batch_invariant: tokens depend on no other request, so that a failover promises the very same
+    tokens; false on a GPU, and of architectures without native code.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ServedModel:
     max_chat_tokens: int = DEFAULT_MAX_TOKENS
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    batch_invariant: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -162,6 +162,8 @@ class WorkerService:
             case "events":
                 page = await self._store.events(cursor_from_pb(ask.events.after))
                 return worker_pb2.WorkerReply(events=events_to_pb(page))
+            case "room":
+                return worker_pb2.WorkerReply(room=await self._store.share_room(ask.room))
             case "count":
                 return worker_pb2.WorkerReply(holdings=await self._store.count(selection_from_pb(ask.count)))
             case "clear":

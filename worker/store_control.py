@@ -110,6 +110,11 @@ class AsyncStore:
         """
         self._begin(lambda: self._control.renew(names), on_ended, "renewed")
 
+    async def share_room(self, asked: worker_pb2.ShareRoom) -> worker_pb2.HoldRoom:
+        """Tells the directory what a router's holds take; returns what other routers' take."""
+        room = await self._call(lambda: self._control.share_room(asked.router, asked.blocks))
+        return worker_pb2.HoldRoom(blocks_of_others=room.num_blocks_of_others, routers=room.num_routers)
+
     def release_soon(self, names: Sequence[AttemptId]) -> None:
         """Ends the holds of these attempts, in the background. Logs a failure: the holds then expire."""
         self._begin(lambda: self._control.release_holds(names), lambda _: None, "released")

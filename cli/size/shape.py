@@ -17,6 +17,8 @@ from wire.layout import KVLayout
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 MAX_CONFIG_BYTES = 1 << 20
 MAX_LAYERS = 1024
+_METHOD_BITS = {"fp8": BITS["fp8"], "mxfp4": BITS["int4"]}
+"""Bits of methods of quantization that have no field for them."""
 _SPELLINGS = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -204,6 +206,9 @@ def _other_parameters(family: str, fields: JsonFields, num_layers: int, attentio
         biases = qkv
     elif fields.flag("attention_bias", False):
         biases = qkv + hidden
+    if family == "gpt_oss":
+        width, num_experts = fields.count("intermediate_size"), fields.count("num_local_experts")
+        biases += num_experts * (2 * width + hidden + 1) + attention.num_heads
     head_norms = 2 * attention.head_dim if family.startswith("qwen3") else 0
     return (
         (1 if is_tied else 2) * vocab_size * hidden + positions + num_layers * (2 * norm + biases + head_norms) + norm
@@ -215,8 +220,9 @@ def _weight_bits(fields: JsonFields, dtype: str) -> int:
     if "quantization_config" not in fields:
         return BITS[dtype]
     quantization = fields.section("quantization_config")
-    if quantization.text("quant_method", "") == "fp8":
-        return BITS["fp8"]
+    method = quantization.text("quant_method", "")
+    if method in _METHOD_BITS:
+        return _METHOD_BITS[method]
     groups = quantization.section("config_groups")
     if bits := [
         groups.section(name).section("weights").count("num_bits", most=BITS[dtype]) for name, _ in groups.items()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deploy.actors.actor_host import ActorHost
 from deploy.controller.fleet import Fleet
-from deploy.controller.frontends import ROUTER, Frontends
+from deploy.controller.frontends import Frontends
 from deploy.controller.key_distribution import KeyDistribution
 from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools
@@ -118,7 +118,7 @@ class Controller:
         Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
         self._tasks.begin(self._fleet.run())
-        await asyncio.gather(self._frontends.start_router(), self._open_only_node())
+        await asyncio.gather(self._frontends.start_routers(), self._open_only_node())
         await asyncio.gather(self._frontends.start_gateways(), self._fleet.settle(CLUSTER_START_S))
         self._watch()
         self._events.note("the cluster serves")
@@ -200,7 +200,7 @@ class Controller:
 
     def _introduce(self, name: str) -> None:
         """Announces the workers to a new router; gives a new router or gateway the keys, which may have changed."""
-        if name == ROUTER:
+        if name in self._plan.routers:
             self._fleet.introduce()
         self._begin_telling_keys(name)
 

@@ -32,7 +32,7 @@ class Fleet:
     inspect: Callable[[], Machine] = inspect_machine
 
     def __post_init__(self) -> None:
-        self._members = RouterMembers(self.pools, self.means.host, self.means.events)
+        self._members = RouterMembers(self.pools, self.plan.routers, self.means.host, self.means.events)
         self.workers = Workers(self.pools, self.plan, self.join, self.means, self._members, self._pools_changed)
         self._is_recorded = True
         self._wake = asyncio.Event()

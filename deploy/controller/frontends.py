@@ -1,8 +1,8 @@
-"""The frontends of a cluster: the router, and equal gateways behind one HTTP port."""
+"""The frontends of a cluster: the routers, each with ports of its own, and equal gateways behind one HTTP port."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,20 @@ from deploy.processes.process import GATEWAY
 from wire.pools import Addresses
 from wire.typed_reader import to_json
 
-ROUTER = "router"
 ROUTER_TARGET = "router.actor:RouterActor"
 GATEWAY_TARGET = "gateway.actor:GatewayActor"
 
 
 class Frontends:
-    """The router and the gateways, restarted when lost. A restart takes the earlier port; gateways share a port."""
+    """The routers and the gateways, restarted when lost. A restart takes the earlier port; gateways share a port."""
 
     def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision) -> None:
         self.plan = plan
         self._host: ActorHost = means.host
-        self._router = KeptActor(ROUTER, ROUTER_TARGET, self._router_json, node_id, means)
+        self._routers = [
+            KeptActor(name, ROUTER_TARGET, partial(self._router_json, index), node_id, means)
+            for index, name in enumerate(plan.routers)
+        ]
         self._gateways = [
             KeptActor(name, GATEWAY_TARGET, partial(self._gateway_json, name), node_id, means)
             for name in (f"{GATEWAY}-{index}" for index in range(plan.num_gateways))
@@ -35,12 +37,16 @@ class Frontends:
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses of router and gateways, present or last."""
-        return replace(self._router.answer or Addresses(), http=self._http_address)
+        """The addresses of routers and gateways, present or last."""
+        known = (astuple(router.answer or Addresses()) for router in self._routers)
+        return replace(
+            Addresses(*(",".join(filter(None, of_each)) for of_each in zip(*known, strict=True))),
+            http=self._http_address,
+        )
 
-    async def start_router(self) -> None:
-        """Starts the router. Raises the errors of `KeptActor.serve`."""
-        await self._router.serve()
+    async def start_routers(self) -> None:
+        """Starts the routers. Raises the errors of `KeptActor.serve`."""
+        await asyncio.gather(*(router.serve() for router in self._routers))
 
     async def start_gateways(self) -> None:
         """Starts the first gateway, which takes the port, then the others. Raises the errors of `KeptActor.serve`."""
@@ -49,8 +55,8 @@ class Frontends:
         await asyncio.gather(*(gateway.serve() for gateway in self._gateways[1:]))
 
     async def take_over(self, on_found: Callable[[str], None]) -> None:
-        """Takes over the running frontends, the router first; calls `on_found` with the name of each."""
-        for doors in ([self._router], self._gateways):
+        """Takes over the running frontends, the routers first; calls `on_found` with the name of each."""
+        for doors in (self._routers, self._gateways):
             await asyncio.gather(*(door.take_over() for door in doors))
             for door in doors:
                 on_found(door.name)
@@ -61,7 +67,7 @@ class Frontends:
             tasks.begin(door.keep(partial(on_restart, door.name)))
 
     async def tell_keys(self) -> None:
-        """Gives the plan's keys to router and gateways. Raises the errors of `ActorHost.call`."""
+        """Gives the plan's keys to routers and gateways. Raises the errors of `ActorHost.call`."""
         await asyncio.gather(*(self.tell_keys_to(door.name) for door in self._doors))
 
     async def tell_keys_to(self, name: str) -> None:
@@ -73,20 +79,20 @@ class Frontends:
 
     @property
     def _doors(self) -> list[KeptActor]:
-        return [self._router, *self._gateways]
+        return [*self._routers, *self._gateways]
 
     @property
     def _http_address(self) -> str:
         return next((one.answer.http for one in self._gateways if one.answer is not None), "")
 
-    def _router_json(self) -> str:
-        known = self._router.answer or Addresses()
-        settings = replace(self.plan.router.settings, **_ports(grpc=known.public, metrics=known.metrics))
+    def _router_json(self, index: int) -> str:
+        known = self._routers[index].answer or Addresses()
+        settings = replace(self.plan.router.settings.at(index), **_ports(grpc=known.public, metrics=known.metrics))
         kept = _ports(local=known.local, operator=known.operator)
         return to_json(replace(self.plan.router, settings=settings, **kept))
 
     def _gateway_json(self, name: str) -> str:
-        known, http = self._router.answer or Addresses(), self._http_address
+        known, http = self.addresses, self._http_address
         assert self.plan.gateway is not None
         config = replace(
             self.plan.gateway,

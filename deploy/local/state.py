@@ -87,7 +87,7 @@ class ClusterState:
     @property
     def ports(self) -> list[int]:
         """The ports that are free once the cluster is gone; Ray's, too, if the cluster started it."""
-        own = [*astuple(self.addresses), self.ray_address if self.head else ""]
+        own = [*",".join(astuple(self.addresses)).split(","), self.ray_address if self.head else ""]
         return [int(address.rpartition(":")[2]) for address in own if address]
 
 

@@ -88,6 +88,11 @@ class ClusterPlan:
         return self.machine is not None
 
     @property
+    def routers(self) -> list[str]:
+        """The names of the routers' actors."""
+        return [f"{ROUTER}-{index}" if index else ROUTER for index in range(self.config.router.routers)]
+
+    @property
     def num_gateways(self) -> int:
         return 0 if self.gateway is None else self.config.http.gateways
 

@@ -208,10 +208,13 @@ class ClusterConfig:
         is_streaming = isinstance(policies[0], Sinks)
         require_setting(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks")
         grpc, metrics, http = self.router.grpc_port, self.router.metrics_port, self.http.port
-        words = "another port than router.grpc_port"
-        require_setting(metrics in (0, OFF) or metrics != grpc, "router.metrics_port", f"{words}, not {metrics}")
+        ports, num_fixed = self.router.ports, sum(one not in (0, OFF) for one in (grpc, metrics))
+        words = "another port than router.grpc_port, of each router"
+        are_apart = len(ports) == num_fixed * self.router.routers
+        require_setting(are_apart, "router.metrics_port", f"{words}, not {metrics}")
+        require_setting(max(ports, default=0) < 1 << 16, "router.routers", "no more than there are ports")
         words = "another port than those of the router"
-        require_setting(http in (None, 0, OFF) or http not in (metrics, grpc), "http.port", f"{words}, not {http}")
+        require_setting(http in (None, 0, OFF) or http not in ports, "http.port", f"{words}, not {http}")
         are_whole = self.tls == TlsSettings() or self.tls.files is not None
         require_setting(are_whole, "tls", "given with both certificate and key")
         self._require_closed()

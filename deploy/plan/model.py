@@ -94,11 +94,12 @@ def _require_model(name: str) -> None:
 
 
 def inspect_model(
-    settings: ModelSettings, device: str, cpu_kernels: str = "auto", draft: str | None = None
+    settings: ModelSettings, device: str, cpu_kernels: str = "auto", draft: str | None = None, proposer: str = "off"
 ) -> ModelFacts:
     """Finds, checks and hashes a model, and finds and checks its draft; does not hash unchanged files again.
 
-    Blocks while it downloads or hashes. Raises ModelError for an unfit folder.
+    Blocks while it downloads or hashes. Raises ModelError for an unfit folder, ConfigError for settings that do not go
+    with the model.
     """
     # torch takes a second to import, which the other commands need not wait for.
     import torch
@@ -113,6 +114,9 @@ def inspect_model(
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
     check_weights(checkpoint)
+    if not checkpoint.config.is_native and proposer != "off":
+        name = checkpoint.config.architecture
+        raise ConfigError(f"speculation.proposer: {name} runs by transformers' modules, with which nothing is guessed")
     checkpoint.load_tokenizer()
     with naming_the_draft():  # before the weights are hashed, which takes long
         other = None if draft is None else open_draft(find_folder(draft), checkpoint)
@@ -142,6 +146,7 @@ def inspect_model(
         max_chat_tokens=settings.max_chat_tokens,
         tool_format=settings.tool_format,
         reasoning_format=settings.reasoning_format,
+        batch_invariant=config.is_native and device == "cpu",
     )
     facts = ModelFacts(
         served=served,
@@ -151,7 +156,7 @@ def inspect_model(
         row_bytes=_row_bytes(checkpoint.config),
     )
     if other is None:
-        return mapped_within(facts, settings.weight_cache_bytes)
+        return mapped_within(facts, settings.weight_cache_bytes * config.is_native)
     its_dtype = compute_dtype(None, other.config, backend)
     layout = other.config.kv_layout(str(its_dtype).removeprefix("torch."), settings.block_size)
     its_bytes = count_bytes(other, its_dtype, backend)

@@ -96,6 +96,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "http.port": (0, 65535),
     "http.gateways": (1, 16),
+    "router.routers": (1, 16),
     "traces.ratio": (0, 1),
     "router.max_queued_bytes": (MAX_MESSAGE_BYTES, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},

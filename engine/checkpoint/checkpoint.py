@@ -7,21 +7,22 @@ Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map`
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from engine.checkpoint.compressed import CompressedCodes, Scheme
 from engine.checkpoint.config import ModelConfig, ServedConfig, parse_eos
 from engine.checkpoint.families import FAMILIES, find_architecture
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table
 from engine.checkpoint.json_fields import MAX_COUNT, JsonFields, parse_object
+from engine.checkpoint.quantized.scheme import CodeReader, Scheme, parse_scheme
 from engine.checkpoint.stacked_experts import StackedCodes, StackedExperts, single_experts
 from engine.checkpoint.tensor_file import TensorEntry, TensorFile, is_finite
 from engine.checkpoint.text_part import find_text_part, tensor_name, text_config
@@ -90,8 +91,9 @@ class Checkpoint:
         return (self.folder / "config.json", *self._weight_paths, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     def fingerprint(self, dtype: str, backend_version: str, cache: DigestCache) -> bytes:
-        """Returns the model's fingerprint, which covers the rules for converting a GGUF file's tensors."""
+        """Returns the model's fingerprint. It covers the rules for a GGUF file's tensors, and transformers' modules."""
         rules = f" gguf {VERSION}" if os.path.lexists(self.folder / TABLE_FILE) else ""
+        rules += "" if self.config.is_native else f" transformers {version('transformers')}"
         return fingerprint(self.files, dtype, backend_version + rules, cache)
 
     @property
@@ -120,13 +122,17 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
 
-    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+    @property
+    def floats(self) -> dict[str, TensorEntry]:
+        """The tensors of floats in .safetensors files, by name."""
         found = {name: file.entries[name] for name, file in self._tensor_to_file.items()}
-        floats = {
+        return {
             name: one for name, one in found.items() if isinstance(one, TensorEntry) and one.dtype.is_floating_point
         }
-        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in floats.items()}
+
+    def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
+        return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in self.floats.items()}
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -166,22 +172,12 @@ class Checkpoint:
 TensorSource = TensorFile | GgufPart | StackedExperts
 
 
-class CodeReader(Protocol):
-    """A reader of the matrices of a checkpoint that have codes."""
-
-    def names(self, name: str) -> Sequence[str]:
-        """Lists the tensors that a matrix is made of; empty for a matrix without codes."""
-
-    def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
-        """Reads a matrix; on the device `meta` without content. Raises ModelError, which names a malformed matrix."""
-
-
 def _find_codes(tensor_to_file: Mapping[str, TensorSource], scheme: Scheme | None) -> CodeReader:
     parts = {name: file for name, file in tensor_to_file.items() if isinstance(file, GgufPart)}
     files = {name: file for name, file in tensor_to_file.items() if isinstance(file, TensorFile)}
     if stacked := next((one for one in tensor_to_file.values() if isinstance(one, StackedExperts)), None):
         return StackedCodes(stacked)
-    return GgufCodes(parts) if parts else CompressedCodes(files, scheme)
+    return scheme.open(files) if scheme and not parts else GgufCodes(parts)
 
 
 def _read_values(folder: Path) -> dict[str, Any]:
@@ -193,7 +189,8 @@ def is_native(folder: Path) -> bool:
     return find_architecture(JsonFields(text_config(_read_values(folder)), "config.json")) in FAMILIES
 
 
-def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
+def parse_config(values: Mapping[str, Any]) -> ServedConfig:
+    """Parses the object in config.json. Raises ModelError, with field or reason, for a model that is not served."""
     if find_architecture(fields := JsonFields(values, "config.json")) in FAMILIES:
         return ModelConfig.parse(values)
     from engine.checkpoint.modules.outline import Outline  # which imports transformers
@@ -206,8 +203,8 @@ def _parse_config(values: Mapping[str, Any]) -> ServedConfig:
 def _read_config(folder: Path, values: Mapping[str, Any], generation: JsonFields) -> tuple[ServedConfig, Scheme | None]:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
-    config = _parse_config(values)
-    scheme = Scheme.parse(JsonFields(values, "config.json"))
+    config = parse_config(values)
+    scheme = parse_scheme(JsonFields(values, "config.json"))
     named = [
         one
         for fields in (JsonFields(values, "config.json"), generation)

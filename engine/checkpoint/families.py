@@ -159,7 +159,8 @@ def one_rope(
     section = fields.section("rope_scaling" if fields.raw("rope_scaling") else "rope_parameters")
     if FULL in section or SLIDING in section:
         raise ModelError("rotary embeddings that differ from layer to layer are not supported")
-    part = (section if "partial_rotary_factor" in section else fields).number("partial_rotary_factor", 0.01, 1.0, 1.0)
+    part = fields.number("partial_rotary_factor", 0.01, 1.0, 1.0)
+    part = section.number("partial_rotary_factor", 0.01, 1.0, part)
     if part != 1 and not reads_part:
         raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
     return (RopeConfig.parse(section, fields, max_context_len, head_dim, part, is_interleaved),) * num_layers
@@ -416,6 +417,7 @@ OF_OTHERS: Mapping[str, Any] = {
     "residual_multiplier": 1,
     "logits_scaling": 1,
     "no_rope_layers": [],
+    "partial_rotary_factor": 1,
     "clip_qkv": None,
     "qk_layernorm": False,
     "alibi": False,

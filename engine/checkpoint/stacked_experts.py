@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.config import ModelConfig
+from engine.checkpoint.quantized.mxfp4 import GROUP, NAN, from_blocks
 from engine.checkpoint.tensor_file import TensorFile
 from kernels.quantized.codebook import Codebook
 from kernels.quantized.matrix import Quantized
 from wire.errors import ModelError
 
-GROUP = 32
-BIAS, NAN = 127, 255
-"""The exponent of the scale 1, and the exponent for NaN."""
 _MATRICES = {
     "gate_proj": ("gate_up_proj", slice(0, None, 2)),
     "up_proj": ("gate_up_proj", slice(1, None, 2)),
@@ -120,8 +118,8 @@ class StackedCodes:
             blocks, exponents = (self._stacked.item(entry, part)[entry.columns] for part in ("_blocks", "_scales"))
             if (exponents == NAN).any():
                 raise ModelError(f"tensor {entry.stem}_scales has a scale of {NAN}, which is NaN")
-            codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)[:, :depth].contiguous()
-            scales = torch.exp2(exponents.float() - BIAS - 1).bfloat16()  # the numbers of the table are twice FP4's
+            whole = from_blocks(blocks, exponents)
+            codes, scales = whole.codes[:, :depth].contiguous(), whole.scales
         return Quantized(codes=codes, bits=4, group=GROUP, block=GROUP, scales=scales, codebook=Codebook.E2M1)
 
 

@@ -14,14 +14,12 @@ from engine.checkpoint.modules.outline import Outline, dry_run, keeps_some_logit
 from engine.checkpoint.modules.trace import ATTENTION, Call, refuse
 from engine.model.batch import Batch
 from engine.model.decoder import check_kv_dtype, compute_dtype
-from engine.model.products import pack_products
+from engine.model.products import check_numbers, pack_products
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.reference import weigh
 from kernels.selection import select_backend
 from wire.kv_policy import parse_kv_policy
 from wire.layout import KVLayout
-
-TOLERANCE = 1e-3
 
 
 class Step:
@@ -51,7 +49,7 @@ class PagedAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]
     ) -> Tensor:
-        """Implements `Attention.attend`; the settings are as in the dry run."""
+        """Attends as `Trace.attend` does; the settings are as in the dry run."""
         step = self.step
         qkv, pages = torch.cat((query, key, value), 1)[0].transpose(0, 1).flatten(1), step.kv.layer(self.layer)
         queries = self.backend.rotate_and_write(qkv, self.heads, step.angles, pages, step.batch.slot_mapping)
@@ -96,7 +94,7 @@ class ModulesModel:
         kv_policy: str = "full",
     ) -> "ModulesModel":
         """Loads a checkpoint folder, with weights of this process alone. Arguments and errors as of `Decoder.load`."""
-        checkpoint = Checkpoint(folder)
+        check_numbers(checkpoint := Checkpoint(folder))
         outline = Outline(checkpoint.values)
         backend = backend or select_backend(device)
         check_kv_dtype(device, kv_dtype)
@@ -120,8 +118,7 @@ class ModulesModel:
         return (logits if some else logits[batch.sample_rows]).float()
 
     def new_queries(self, num_rows: int) -> Tensor:
-        attention = self.config.attention
-        shape = (len(self._variants), num_rows, attention.num_heads, attention.head_dim)
+        shape = len(self._variants), num_rows, self.config.attention.num_heads, self.layout.head_dim
         return torch.empty(shape, dtype=self._dtype, device=self.device)
 
     @torch.inference_mode()
@@ -133,6 +130,6 @@ class ModulesModel:
 def _require_only_attention_mixes(model: nn.Module, vocab_size: int) -> list[Call]:
     """Returns the calls of a dry run. Raises ModelError if a token's logits depend on others without attention."""
     (calls, logits), (_, others) = dry_run(model), dry_run(model, first=vocab_size - 1)
-    is_apart = torch.allclose(logits[1:], others[1:], rtol=TOLERANCE, atol=TOLERANCE)
-    refuse({"its tokens see earlier ones by other ways than attention, which pages do not keep": not is_apart})
+    reason = "its tokens see earlier ones by other ways than attention, which pages do not keep"
+    refuse({reason: not torch.allclose(logits[1:], others[1:], rtol=1e-3, atol=1e-3)})
     return calls

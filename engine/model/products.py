@@ -1,11 +1,14 @@
 """Linear layers of transformers' modules as products of a backend."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.modules.outline import Outline, matrix_of
 from kernels.backend import Backend, Weight
+from wire.errors import ModelError
 
 
 class Product(nn.Module):
@@ -28,6 +31,13 @@ def pack_products(model: nn.Module, backend: Backend, device: torch.device) -> N
         if (matrix := matrix_of(module)) is not None:
             weight = backend.pack(matrix.detach().to(device))
             model.set_submodule(name, Product(backend, weight, module.bias))
+
+
+def check_numbers(checkpoint: Checkpoint) -> None:
+    """Raises ModelError if weights have fewer numbers than the model of config.json; reads no content."""
+    needed = sum(one.numel() for one in Outline(checkpoint.values).model.parameters())
+    if needed > (found := sum(math.prod(one.shape) for one in checkpoint.floats.values())):
+        raise ModelError(f"the weights have {found} numbers, config.json makes a model of {needed}: some are missing")
 
 
 def count_module_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:

@@ -31,7 +31,8 @@ LOCK_TIMEOUT_S = 600.0
 _ROOT = Path(__file__).parents[2]
 RULES = (
     *("engine/checkpoint", "engine/model/weights.py", "engine/model/weight_file.py"),
-    *("kernels/cpu/backend.py", "kernels/cpu/packed.py", "kernels/quantized/matrix.py", "kernels/torch_backend.py"),
+    *("kernels/cpu/backend.py", "kernels/cpu/packed.py", "kernels/torch_backend.py"),
+    *("kernels/quantized/codebook.py", "kernels/quantized/matrix.py"),
 )
 """Sources that determine the bytes of packed weights."""
 

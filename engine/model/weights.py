@@ -11,8 +11,10 @@ from engine.checkpoint.config import ModelConfig
 from engine.checkpoint.mixture import MixtureConfig
 from engine.model.feed_forward import DenseLayer, ExpertLinear, FeedForward, Linear, MixtureLayer
 from kernels.backend import Backend, Heads, Weight
+from kernels.cpu.library import NoKernels
 from kernels.quantized.matrix import Quantized
 from kernels.torch_backend import TorchBackend
+from wire.errors import ModelError
 
 Packing = Callable[[str, Callable[[], Weight]], Weight]
 """A function that finds the packed matrix by its first tensor's name, or packs it by the given function."""
@@ -162,7 +164,7 @@ class WeightLoader:
         return Linear(weight, self._tensor(f"{name}.bias", size) if mixture.has_bias else None)
 
     def _experts(self, part: str, name_to_size: dict[str, int], in_size: int) -> ExpertLinear:
-        """Loads a matrix of each expert as `_linear` does."""
+        """Loads a matrix of each expert as `_linear` does. Raises ModelError if the backend cannot multiply them."""
         mixture = self._config.mixture
         assert mixture is not None
         linears = [
@@ -170,7 +172,11 @@ class WeightLoader:
             for index in range(mixture.num_experts)
         ]
         biases = [one.bias[None] for one in linears if one.bias is not None]
-        return ExpertLinear(self._backend.experts([one.weight for one in linears]), _joined(biases) if biases else None)
+        try:
+            experts = self._backend.experts([one.weight for one in linears])
+        except NoKernels as error:
+            raise ModelError(f"{part}: {error}") from error
+        return ExpertLinear(experts, _joined(biases) if biases else None)
 
     def _linear(self, part: str, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
         """Loads matrices of a part of a layer as one, of `name_to_size` columns each."""
@@ -255,12 +261,15 @@ def load_private(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raises ModelError for a tensor that is missing, of another shape or unknown; reads no content.
 
-    Tensors of an architecture without native code are checked when they are read.
+    Of an architecture without native code it counts numbers; names and shapes are checked when tensors are read.
     """
-    if not checkpoint.config.is_native:
-        return
-    WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
-    checkpoint.refuse_unread()
+    if checkpoint.config.is_native:
+        WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
+        checkpoint.refuse_unread()
+    else:
+        from engine.model.products import check_numbers
+
+        check_numbers(checkpoint)
 
 
 def count_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:

@@ -58,14 +58,13 @@ class Metrics:
         return merge([own, *await asyncio.to_thread(lambda: list(self._others()))]).encode() + routers
 
     def _routers(self, key: str) -> bytes:
-        """Fetches the router's page; blocks. Returns an empty page if the router does not answer."""
-        if not self._router_address:
-            return b""
-        try:
-            return _fetch(f"http://{self._router_address}/metrics", key)
-        except (OSError, http.client.HTTPException) as error:
-            log.warning("the router's metrics are missing from the page: %s", error)
-            return b""
+        """Fetches the page of the first router that answers; blocks. Returns an empty page if none does."""
+        for address in filter(None, self._router_address.split(",")):
+            try:
+                return _fetch(f"http://{address}/metrics", key)
+            except (OSError, http.client.HTTPException) as error:
+                log.warning("the router's metrics are missing from the page: %s", error)
+        return b""
 
     async def share(self) -> None:
         """Writes the counts to the folder again and again, until cancelled."""

@@ -44,9 +44,10 @@ State = Mapping[str, Any]
 class OperatorClient(AsyncClient):
     """A connection to the operator's service; `with_key` gives it the key of a caller."""
 
+    _service = ClusterStub
+
     def __init__(self, address: str) -> None:
         super().__init__(address, timeout_s=TIMEOUT_S, api_key="")
-        self._stub = ClusterStub(self._channel)  # type: ignore[assignment]
 
     async def status(self) -> cluster_pb2.ClusterStatus:
         status: cluster_pb2.ClusterStatus = await self._call("GetStatus", cluster_pb2.GetStatusRequest(recent=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.expiring import Expiring
-from kv_store.node.messages import Hold
+from kv_store.node.messages import Hold, HoldRoom
 from wire.block_names import BlockName
 from wire.ids import AttemptId, SlotId
 
@@ -182,11 +182,21 @@ class Claims:
         self.leases = Leases(ledger, clock)
         self.holds = Holds(ledger, clock)
         self.reservations = Reservations(ledger)
+        self._asked: Expiring[str, int] = Expiring(clock)
 
     def expire(self) -> None:
-        """Ends expired leases and holds."""
+        """Ends expired leases and holds, and forgets routers that ask for no room any more."""
         self.leases.expire()
         self.holds.expire()
+        self._asked.expire()
+
+    def share_room(self, router: str, num_blocks: int, ttl_s: float) -> HoldRoom:
+        """Notes what a router's holds take or will take, for `ttl_s`; returns what is left to it by the others."""
+        self._asked.pop(router)
+        others = [taken for _, taken in self._asked.items()]
+        if num_blocks:
+            self._asked.put(router, num_blocks, ttl_s)
+        return HoldRoom(sum(others), len(others) + 1)
 
     def check(self) -> list[str]:
         """Lists violated invariants; empty if none."""

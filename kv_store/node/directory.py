@@ -16,7 +16,7 @@ from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_state import DirectoryState, exclusive
 from kv_store.node.event_log import NUM_PLACES
-from kv_store.node.messages import Block, DirectoryInfo, Entry, Hold, Lease, Reservation
+from kv_store.node.messages import Block, DirectoryInfo, Entry, Hold, HoldRoom, Lease, Reservation
 from kv_store.node.records import Contents, Records
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
 from kv_store.node.tombstones import Loss
@@ -154,6 +154,10 @@ class Directory(DirectoryPort):
     @exclusive
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> int:
         return sum([self._claims.holds.release(attempt_id) for attempt_id in attempt_ids])
+
+    @exclusive
+    def share_room(self, router: str, num_blocks: int, ttl_s: float) -> HoldRoom:
+        return self._claims.share_room(router, num_blocks, ttl_s)
 
     def _is_indexed(self, block: Block) -> bool:
         is_there = self.state.ledger.find(block.name.key) == block.slot

@@ -15,8 +15,10 @@ from kv_store.node.messages import (
     DirectoryInfo,
     DirectoryStatus,
     Hold,
+    HoldRoom,
     KeepHint,
     Lease,
+    NumBlocks,
     Reservation,
     TtlS,
 )
@@ -165,6 +167,13 @@ class DirectoryPort(Calls):
     def release_holds(self, attempt_ids: Sequence[AttemptId], /) -> int:
         """Ends the holds of requests, and counts the requests that held a block."""
 
+    @declared
+    def share_room(self, router: ClientName, num_blocks: NumBlocks, ttl_s: TtlS, /) -> HoldRoom:
+        """Notes the blocks that a router's holds take or will take, for `ttl_s`; returns what other routers' take.
+
+        num_blocks: 0 if the router has no holds and waits for none.
+        """
+
 
 def carry_out(directory: DirectoryPort, method: str, arguments: Sequence[Any]) -> Any:
     """Carries out a call by the port that declares it."""
@@ -183,7 +192,7 @@ class Greeting:
 CALLS = ServiceCodec(DirectoryPort, RecordsPort, ContentsPort)
 CALLS_OF_ANY_EPOCH = frozenset(
     (
-        *("attach", "exists", "delete", "renew", "release_holds", "mark_cold"),
+        *("attach", "exists", "delete", "renew", "release_holds", "share_room", "mark_cold"),
         *("events", "wait_for_events", "status", "check", "keys", "describe", "clear"),
     )
 )

@@ -24,6 +24,7 @@ def check_session(session: bytes) -> None:
 
 
 TtlS = Annotated[float, Between(math.ulp(0.0), MAX_TTL_S)]
+NumBlocks = Annotated[int, Between(0, (1 << 32) - 1)]
 KeepS = Annotated[float, Between(0.0, sys.float_info.max)]
 SessionDigest = Annotated[bytes, check_session]
 
@@ -34,6 +35,17 @@ class Hold:
 
     attempt_id: AttemptId
     ttl_s: TtlS
+
+
+@dataclass(frozen=True)
+class HoldRoom:
+    """The part of an arena that other routers' holds take or will take, and the number of routers, the asker included.
+
+    Counts routers that have holds, or wait for room.
+    """
+
+    num_blocks_of_others: int = 0
+    num_routers: int = 1
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from wire.errors import Cancelled, Overloaded
 from wire.ids import TRACEPARENT, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
-from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA, to_status
+from wire.rpc import ADAPTED_METADATA, BATCH_INVARIANT_METADATA, PROMPT_TOKENS_METADATA, to_status
 from wire.served_model import ServedModel
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,9 @@ class InferenceApi(InferenceServicer):
         try:
             if num_prompt_tokens := await opened.outbox.begun:
                 adapted = ", ".join(opened.outbox.adapted)
+                promises = () if self._model.batch_invariant else ((BATCH_INVARIANT_METADATA, "false"),)
                 await context.send_initial_metadata(
-                    ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, adapted))
+                    ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, adapted), *promises)
                 )
             async for response in opened.outbox:
                 await context.write(response)

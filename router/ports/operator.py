@@ -37,6 +37,7 @@ class ClusterApi(ClusterServicer):
         router = self._router
         status = await (router.watch.recent() if request.recent else router.statuses.read(request))
         status.model = self._router.config.model.name
+        status.batch_invariant = self._router.config.model.batch_invariant
         status.address = self._addresses.public
         status.metrics_address = self._addresses.metrics
         status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache)

@@ -63,12 +63,20 @@ class ChoiceStream:
         text = piece.text + self._end(tokens, piece)
         if not taken and not text:
             return None
-        chunk = pb.Chunk(index=self.index, token_ids=taken, text=self._opening + text)
+        chunk = pb.Chunk(index=self.index, token_ids=taken, text=self._opening + text, ended=self.finish)
         self._opening = ""
         if tokens.logprobs:
             chunk.logprobs.extend(tokens.logprobs[num_repeated : num_repeated + len(taken)])
             name_tokens(chunk.logprobs, self._codec)
         return chunk
+
+    def resume(self, known: pb.ResumedChoice) -> None:
+        """Takes what the client has of the choice already."""
+        self.accept(worker_pb2.ChoiceTokens(index=self.index, token_ids=known.token_ids))
+        if known.HasField("ended"):
+            self.finish = pb.Choice()
+            self.finish.CopyFrom(known.ended)
+            self.finish.index = self.index
 
     def _feed(self, token_ids: Sequence[int]) -> Piece:
         """Feeds tokens, one by one while they may be reasoning, which is counted."""
@@ -103,11 +111,13 @@ class ChoiceStream:
 class PromptAnswer:
     """The prompt's part of an answer: echo, log-probabilities, or neither. Pure.
 
-    num_sent: prompt tokens sent to the client. Positions tell which scores are new, as with choices.
+    num_sent: prompt tokens that the client has. Positions tell which scores are new, as with choices.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, codec: TextCodec, echo: str) -> None:
-        self.num_sent = 0
+    def __init__(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, codec: TextCodec, echo: str, num_sent: int = 0
+    ) -> None:
+        self.num_sent = num_sent
         self._prompt_ids = prompt_ids
         self._is_scored = sampling.prompt_logprobs is not None
         self._is_wanted = self._is_scored or sampling.echo
@@ -168,6 +178,13 @@ class ChoiceStreams:
             ChoiceStream(index, IncrementalText(decoding, *settings), codec, sampling.include_stop_str_in_output, frame)
             for index in range(sampling.n)
         ]
+
+    def resume(self, known: Iterable[pb.ResumedChoice]) -> None:
+        """Takes what the client has of all choices already, as if it had been sent here."""
+        for choice, one in zip(self._choices, known, strict=True):
+            choice.resume(one)
+            self.num_tokens += len(choice.token_ids)
+        self._num_unfinished = len(self.unfinished)
 
     @property
     def num_reasoning_tokens(self) -> int:

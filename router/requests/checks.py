@@ -48,7 +48,8 @@ ValidPrompt = Chat | Rendered | str | tuple[int, ...]
 class ValidRequest:
     """A request with every field in range. The prompt is token ids, a text, or a chat.
 
-    session, keep_s: the message's; empty and None if unset.
+    session, keep_s: the message's; empty and None if unset. resume: what the client has of the answer, from a router
+    that was lost.
     """
 
     request_id: RequestId | None
@@ -59,6 +60,7 @@ class ValidRequest:
     dropping: Dropping | None = None
     session: str = ""
     keep_s: float | None = None
+    resume: pb.Resume | None = None
 
 
 def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest:
@@ -78,11 +80,28 @@ def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest
         dropping=_dropping(message, model),
         session=message.session,
         keep_s=keep_s,
+        resume=given(message, "resume"),
     )
+    if valid.resume is not None:
+        _require_resumable(valid.resume, valid, model)
     is_fit = session is None or 1 <= len(session) <= MAX_SESSION_LEN
     require(is_fit, "session", f"must be 1 to {MAX_SESSION_LEN} characters")
     require(0 <= message.keep_s < math.inf, "keep_s", "must be seconds, 0 or more")
     return valid
+
+
+def _require_resumable(resume: pb.Resume, valid: ValidRequest, model: ServedModel) -> None:
+    """Raises InvalidRequest for an answer so far that no answer to the request could be."""
+    require(valid.seed_given, "resume", "wants the seed that the first router had")
+    require(len(resume.choices) == valid.sampling.n, "resume", f"must have {valid.sampling.n} choices, as n says")
+    for one in resume.choices:
+        fits = len(one.token_ids) <= model.max_context_len and max(one.token_ids, default=0) < model.vocab_size
+        require(fits, "resume", "has more tokens than the context, or a token that is not in the vocabulary")
+        is_end = not one.HasField("ended") or one.ended.finish_reason in (
+            pb.FINISH_REASON_STOP,
+            pb.FINISH_REASON_LENGTH,
+        )
+        require(is_end, "resume", "a choice that has ended wants a reason")
 
 
 def valid_text(message: pb.TokenizeRequest) -> ValidPrompt:
@@ -130,7 +149,16 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimit
         "min_tokens",
         f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}",
     )
+    if valid.resume is not None:
+        _require_within(valid.resume, sampling.max_tokens, num_tokens)
     return sampling if valid.seed_given else replace(sampling, seed=seed)
+
+
+def _require_within(resume: pb.Resume, max_tokens: int, num_prompt_tokens: int) -> None:
+    """Raises InvalidRequest for an answer so far that is longer than the request allows."""
+    lens = [len(one.token_ids) + (not one.HasField("ended")) for one in resume.choices]
+    require(max(lens) <= max_tokens, "resume", f"a choice goes beyond max_tokens, {max_tokens}")
+    require(resume.prompt_tokens <= num_prompt_tokens, "resume", f"the prompt has {num_prompt_tokens} tokens")
 
 
 def _dropping(message: pb.GenerateRequest, model: ServedModel) -> Dropping | None:

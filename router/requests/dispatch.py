@@ -19,7 +19,7 @@ from router.requests.prompt import PreparedPrompt
 from router.requests.tokenizing import NO_PREFIXES
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
 from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
 from wire.limit import Limit
 from wire.pb import inference_pb2 as pb
@@ -227,7 +227,7 @@ class Dispatcher:
     def stop(self) -> None:
         """Ends all requests with Unavailable."""
         for request in tuple(self._open.values()):
-            request.stop(Unavailable("the router is stopping"))
+            request.stop(RouterLeaving("the router is stopping"))
 
     def check(self) -> list[str]:
         """Lists violated invariants: open requests must be the admitted requests."""

@@ -40,7 +40,7 @@ class Flow:
         Raises BatonError.
         """
         prepared = await self._prepare()
-        history, step = AttemptHistory(), NextStep.RETRY
+        history, step = AttemptHistory(num_tokens_before=prepared.answer.num_tokens), NextStep.RETRY
         while not prepared.answer.has_ended:
             self._request.journal.begin_attempt(self._clock())
             attempt = Attempt(prepared, history, step is NextStep.RETRY_ALONE)
@@ -91,10 +91,14 @@ class Flow:
                 request.journal.begin(Kind.TOKENIZE, now_s)
 
     def _begin_answer(self, prompt: PreparedPrompt) -> PreparedRequest:
-        """Makes the empty answer, and sends the requested parts of the prompt that need no scores."""
-        codec = self._services.prompts.codec
+        """Makes the answer, with what the client has of it, and sends the parts of the prompt that need no scores."""
+        codec, known = self._services.prompts.codec, self._request.valid.resume
         answer = ChoiceStreams(prompt.sampling, codec, prompt.shown, prompt.frame)
-        prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo)
+        num_sent = 0
+        if known is not None:
+            answer.resume(known.choices)
+            num_sent = known.prompt_tokens
+        prompt_answer = PromptAnswer(prompt.prompt_ids, prompt.sampling, codec, prompt.echo, num_sent)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)
         return PreparedRequest(

@@ -157,3 +157,5 @@ def _join(chunk: pb.Chunk, later: pb.Chunk) -> None:
     chunk.token_ids.extend(later.token_ids)
     chunk.text += later.text
     chunk.logprobs.extend(later.logprobs)
+    if later.HasField("ended"):
+        chunk.ended.CopyFrom(later.ended)

@@ -13,13 +13,12 @@ from text.grammar import GrammarProcesses, in_sources
 from text.tokenizer_protocol import TextCodec
 from wire.block_names import NameChain, PublicPart
 from wire.errors import InvalidRequest
-from wire.ids import BlockKey, NamespaceRoot
+from wire.ids import SEED_BITS, BlockKey, NamespaceRoot
 from wire.kv_policy import Dropping
 from wire.layout import KVLayout, Window
 from wire.pb import inference_pb2 as pb
 from wire.sampling import SamplingParams
 
-SEED_BITS = 63
 MAX_ADDED_CHARS_PER_TOKEN = 4
 """Characters that a chat template may add to a conversation for each token of the context."""
 MAX_TINY_LEN = 256

@@ -4,23 +4,29 @@ Prefill leaves a prompt's blocks in its node's arena under a hold, which protect
 the arena, prefill could not store the next prompt; so no prefill starts on a node while holds take more than half.
 
 A node with a cold tier moves blocks there earlier and ends their holds, which then no longer count.
+
+Several routers share the half: each tells the node's directory what its holds take, and learns what the others' take.
 """
 
 import asyncio
 import logging
+import secrets
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Sequence, Set
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from router.workers.line import Line
 from router.workers.members import Members
+from wire.errors import BatonError
 from wire.ids import AttemptId, BlockKey
+from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
 log = logging.getLogger(__name__)
 
 RENEW_EVERY_S = 3.0
 LOOK_EVERY_S = 0.2
+ROOM_TIMEOUT_S = 1.0
 _NO_BOUND = 1 << 62
 
 
@@ -33,6 +39,7 @@ class HoldBudget:
         self._granted: dict[AttemptId, Sequence[BlockKey]] = {}
         self._waiting: OrderedDict[AttemptId, Sequence[BlockKey]] = OrderedDict()
         self._kept: set[AttemptId] = set()
+        self._room = worker_pb2.HoldRoom(routers=1)
 
     @property
     def num_blocks(self) -> int:
@@ -44,9 +51,20 @@ class HoldBudget:
         return len(self._waiting)
 
     @property
+    def num_asked(self) -> int:
+        """Blocks to tell to other routers: a router that waits counts, too."""
+        return self.num_blocks + bool(self._waiting)
+
+    @property
     def has_room(self) -> bool:
         """Whether the next attempt may start at once."""
-        return not self._waiting and 2 * len(self._blocks) <= self._num_arena_blocks
+        return not self._waiting and self._is_within
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether holds leave the half of the arena to new ones; whatever others hold, an equal part of it is here."""
+        left = self._num_arena_blocks - 2 * self._room.blocks_of_others
+        return 2 * len(self._blocks) <= max(left, self._num_arena_blocks // self._room.routers)
 
     @property
     def kept(self) -> list[AttemptId]:
@@ -56,6 +74,11 @@ class HoldBudget:
     def resize(self, num_arena_blocks: int) -> list[AttemptId]:
         """Sets the arena's size in blocks. Returns the attempts that may start now."""
         self._num_arena_blocks = num_arena_blocks
+        return self._grant()
+
+    def share(self, room: worker_pb2.HoldRoom) -> list[AttemptId]:
+        """Sets what other routers hold. Returns the attempts that may start now."""
+        self._room = room
         return self._grant()
 
     def ask(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> bool:
@@ -85,7 +108,7 @@ class HoldBudget:
 
     def _grant(self) -> list[AttemptId]:
         granted: list[AttemptId] = []
-        while self._waiting and 2 * len(self._blocks) <= self._num_arena_blocks:
+        while self._waiting and self._is_within:
             attempt, keys = self._waiting.popitem(last=False)
             self._granted[attempt] = keys
             self._blocks.update(keys)
@@ -100,13 +123,16 @@ class HoldBudgets:
     holds expire.
     """
 
-    def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
+    def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S, is_alone: bool = True) -> None:
+        """is_alone: no other router asks for room."""
         self.budgets: defaultdict[str, HoldBudget] = defaultdict(HoldBudget)
         self._members = members
         self._renew_every_s = renew_every_s
         self._nodes: dict[AttemptId, str] = {}
         self._waiters: dict[AttemptId, asyncio.Future[None]] = {}
-        self._renewing: asyncio.Task[None] | None = None
+        self._is_alone = is_alone
+        self._name = secrets.token_hex(8)
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def full_nodes(self) -> Set[str]:
@@ -114,13 +140,15 @@ class HoldBudgets:
         return {node for node, budget in self.budgets.items() if not budget.has_room}
 
     def start(self) -> None:
-        self._renewing = asyncio.create_task(self._renew_for_ever())
+        self._tasks = [asyncio.create_task(self._renew_for_ever())]
+        if not self._is_alone:
+            self._tasks.append(asyncio.create_task(self._share_for_ever()))
 
     async def stop(self) -> None:
         """Ends renewals. Unreleased holds expire on the workers."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @asynccontextmanager
     async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str) -> AsyncIterator[None]:
@@ -190,6 +218,19 @@ class HoldBudgets:
                     self._let_start(budget.release(attempt))
                 if is_time or budget.num_waiting:
                     _renew(budget.kept, lines)
+
+    async def _share_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.gather(*(self._share(node_id, budget) for node_id, budget in list(self.budgets.items())))
+
+    async def _share(self, node_id: str, budget: HoldBudget) -> None:
+        """Shares a node's room by the first worker that answers; without any the last answer stands."""
+        for line in self._lines(node_id):
+            with suppress(BatonError):
+                room = await line.questions.room(self._name, budget.num_asked, ROOM_TIMEOUT_S)
+                self._let_start(budget.share(room))
+                return
 
     def _lines(self, node_id: str) -> list[Line]:
         """Lists the lines to a node's workers that are not lost."""

@@ -132,6 +132,11 @@ class Questions:
         """Waits at most a second for block events of the worker's node after a place. Raises the errors of `info`."""
         return (await self._ask(worker_pb2.Ask(events=worker_pb2.GetEvents(after=after)), timeout_s)).events
 
+    async def room(self, router: str, num_blocks: int, timeout_s: float) -> worker_pb2.HoldRoom:
+        """Tells what the router's holds take of the node's arena; returns what others' take. Raises as `info`."""
+        question = worker_pb2.Ask(room=worker_pb2.ShareRoom(router=router, blocks=num_blocks))
+        return (await self._ask(question, timeout_s)).room
+
     async def holdings(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Holdings:
         """Counts, clears or drops blocks of the worker or of its node. Raises the errors of `info`."""
         return (await self._ask(question, timeout_s)).holdings

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.gguf_file import interleave_halves
 from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peer_figures import describe, num_refused, summarize
-from benchmarks.peer_installs import needed_requirements
+from benchmarks.peer_installs import INSTALLERS, needed_requirements
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess
-from benchmarks.peers import Comparison, Launcher, Point, main, num_equal, parse, rotate
+from benchmarks.peers import PEERS, Comparison, Launcher, Point, default_cache, main, num_equal, parse, rotate
 from tests.harness.checkpoints import make_checkpoint
 
 ENGINE = """
@@ -152,6 +152,21 @@ def test_batons_tokens_have_times_that_rise(tmp_path: Path) -> None:
     assert [len(ids) for ids in log.token_ids] == [len(times) for times in log.times_s] == [5] * 3
     assert all(times[0] > 0 and times == sorted(set(times)) for times in log.times_s)
     assert Answer(log.token_ids, log.times_s).decode_rate > 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one == "transformers" else pytest.mark.real) for one in PEERS]
+)
+def test_each_installed_peer_answers_one_request_and_32_at_once(tmp_path: Path, name: str) -> None:
+    """Its objects are not ours: only a run shows that they have the attributes that are read."""
+    kind, venvs = name.partition("-")[0], default_cache()
+    if kind in INSTALLERS and not (venvs / kind / "baton-peers-complete").exists():
+        pytest.skip(f"{kind} is not installed in {venvs}: benchmarks/peers.py makes its environment")
+    launcher = Launcher(make_checkpoint("llama-gqa", tmp_path / "model"), venvs, 1, tmp_path)
+    with launcher.start(name, "float32") as engine:
+        for batch in (1, 32):
+            answer = engine.ask(batch, 20, 2, seed=batch)
+            assert [len(ids) for ids in answer.token_ids] == [len(times) for times in answer.times_s] == [2] * batch
 
 
 def test_each_engine_is_first_in_turn() -> None:

@@ -163,6 +163,15 @@ files  -"""
     )
 
 
+def test_tokens_that_depend_on_other_requests_are_told() -> None:
+    status = cluster_pb2.ClusterStatus(model="m", address="a:1", batch_invariant=False)
+    told = "tokens    may depend on other requests: a failover goes on, and does not promise the very same tokens\n"
+    assert told in render_status(status)
+    status.batch_invariant = True
+    assert "tokens    may" not in render_status(status)
+    assert "tokens    may" not in render_status(cluster_pb2.ClusterStatus(model="m", address="a:1"))
+
+
 def test_several_gateways_are_named() -> None:
     status = cluster_pb2.ClusterStatus(model="m", address="a:1")
     assert "gateways  gateway-0, gateway-1 (gone)\n" in render_status(

@@ -35,6 +35,7 @@ BIAS = dict.fromkeys(range(64, 72), 100.0)
 """Leaves eight tokens to choose from, by KV and seed as before: of so few some come as n-grams foretell."""
 SERVED = {
     "windows of int4": ("mistral-window", {"kv_dtype": "int4"}, ["--kv-dtype", "int4"]),
+    "experts": ("gpt-oss", {}, []),
     "sinks": ("llama-gqa", {"kv_policy": "sinks=4+60"}, ["--kv-policy", "sinks=4+60"]),
 }
 """Architecture, what an engine and what `baton up` is told; all of them speculate."""

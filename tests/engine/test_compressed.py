@@ -59,8 +59,10 @@ def test_other_instruction_sets_have_the_same_bits(tmp_path: Path, kind: str, is
     assert_equal_logits(*make_pair(tmp_path, kind, torch.bfloat16), isa)
 
 
-def test_blocks_of_fp8_are_read_under_the_method_fp8(tmp_path: Path) -> None:
-    quantized, plain = make_pair(tmp_path, "FP8 of blocks", torch.float32)
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["FP8 of blocks", "FP8 of tensors"])
+def test_fp8_is_read_under_the_method_fp8(tmp_path: Path, kind: str, scales: torch.dtype) -> None:
+    quantized, plain = make_pair(tmp_path, kind, scales)
     to_fp8_method(quantized)
     assert_equal_logits(quantized, plain)
 
@@ -106,8 +108,6 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "awq"}, "quant_method is awq, expected compressed-tensors"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method is gptq, expected compressed-tensors"),
         (
             FP8 | {"activation_scheme": "static"},
             "activation_scheme is static, expected dynamic: static scales of activations",

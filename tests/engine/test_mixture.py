@@ -13,9 +13,10 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
 from engine.model.batch import CausalModel
 from engine.model.decoder import Decoder
-from engine.model.weights import check_weights
+from engine.model.weights import check_weights, count_bytes
 from kernels.cpu.library import best_isa
 from kernels.routing import Shares
+from kernels.triton_backend import TritonBackend
 from tests.engine.test_checkpoint import reconfigure, replaced, reweigh
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.model_alone import PagedRun
@@ -198,6 +199,20 @@ def test_mxfp4_has_the_bits_of_the_weights_that_it_stands_for(
 ) -> None:
     packed, plain = (logits(Decoder.load(one, dtype, CPU, 16, make_backend(kernels))) for one in mxfp4)
     assert torch.equal(packed, plain)
+
+
+def test_mxfp4_is_refused_on_a_gpu(mxfp4: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts: no kernel of a GPU multiplies experts"):
+        count_bytes(Checkpoint(mxfp4[0]), torch.bfloat16, TritonBackend())
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "gpt-oss"])
+def test_logits_of_triton_are_near_the_logits_of_torch(checkpoint: Checkpoints, arch: str) -> None:
+    found, expected = (
+        logits(Decoder.load(checkpoint(arch), "float32", CPU, 16, backend))
+        for backend in (TritonBackend(), make_backend("torch"))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_router_is_not_rounded_with_the_weights(checkpoint: Checkpoints) -> None:

@@ -174,6 +174,13 @@ def test_fields_of_other_families_that_change_nothing_are_passed_over() -> None:
     assert ModelConfig.parse(LLAMA | neutral) == ModelConfig.parse(LLAMA)
 
 
+def test_a_part_of_the_rope_is_refused_where_layers_have_two() -> None:
+    """It was passed over; transformers has no such Gemma 3 either."""
+    gemma = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "partial_rotary_factor": 0.5}
+    with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5, expected none: Gemma3ForCausalLM has no"):
+        ModelConfig.parse(gemma)
+
+
 @pytest.mark.parametrize(
     "layer_types", ["sliding_attention", ["full_attention"], ["chunked_attention"] * 3, [["full_attention"]] * 3]
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from engine.checkpoint.checkpoint import Checkpoint, open_draft
+from engine.checkpoint.fingerprint import DigestCache
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.loading import load_model
@@ -198,15 +199,19 @@ def test_windows_that_the_code_does_not_apply_are_refused(tmp_path: Path) -> Non
     ("change", "message"),
     [
         (
+            lambda tensors: tensors.update({"gpt_neox.other": tensors.pop("gpt_neox.layers.0.mlp.dense_h_to_4h.bias")}),
+            "the weights lack gpt_neox.layers.0.mlp.dense_h_to_4h.bias",
+        ),
+        (
             lambda tensors: tensors.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.bias"),
-            "the weights lack gpt_neox.layers.1.mlp.dense_h_to_4h.bias",
+            r"the weights have 99712 numbers, config\.json makes a model of 99840: some are missing",
         ),
         (
             lambda tensors: tensors.update({"gpt_neox.layers.2.bias": torch.zeros(3)}),
             "the weights may not have gpt_neox.layers.2.bias",
         ),
         (
-            lambda tensors: tensors.update({"embed_out.weight": torch.zeros(9, 64)}),
+            lambda tensors: tensors.update({"embed_out.weight": torch.zeros(64, 256)}),
             r"the weights have another shape of \('lm_head.weight'",
         ),
         (lambda tensors: tensors["embed_out.weight"].fill_(torch.nan), "embed_out.weight has NaN"),
@@ -223,6 +228,14 @@ def test_weights_that_are_not_the_models_are_refused(
         load(tmp_path)
 
 
+def test_a_model_of_more_numbers_than_the_weights_takes_no_memory(tmp_path: Path) -> None:
+    config = json.loads((make_checkpoint("gpt-neox", tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 10**12}))
+    for refusing in (lambda: check_weights(Checkpoint(tmp_path)), lambda: load(tmp_path)):
+        with pytest.raises(ModelError, match=r"config\.json makes a model of 128000000"):
+            refusing()
+
+
 def test_neither_sinks_nor_drafts_go_with_modules(checkpoint: Checkpoints) -> None:
     with pytest.raises(ConfigError, match=r"kv_policy sinks=4\+60: queries of OPTForCausalLM cannot be turned back"):
         load(checkpoint("opt"), kv_policy="sinks=4+60")
@@ -232,6 +245,17 @@ def test_neither_sinks_nor_drafts_go_with_modules(checkpoint: Checkpoints) -> No
             ModelError, match="OPTForCausalLM runs by transformers' modules, with which nothing is gues"
         ):
             open_draft(folder, target)
+
+
+def test_blocks_of_another_version_of_transformers_have_other_names(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prints = []
+    for found in ("5.17.0", "5.24.0"):
+        monkeypatch.setattr("engine.checkpoint.checkpoint.version", lambda _, found=found: found)
+        models = [Checkpoint(checkpoint(arch)) for arch in ("opt", "llama-gqa")]
+        prints.append([one.fingerprint("float32", "1", DigestCache(tmp_path / "digests")) for one in models])
+    assert [one == other for one, other in zip(*prints, strict=True)] == [False, True]
 
 
 def test_a_native_model_is_loaded_without_transformers(checkpoint: Checkpoints) -> None:

@@ -42,6 +42,7 @@ ARCHITECTURES = (
     ("mistral-window", "full"),
     ("qwen3", "full"),
     ("gemma2", "full"),
+    ("gpt-oss", "full"),
     ("llama-gqa", "sinks=4+60"),
 )
 """Checkpoints, and the KV policies to serve them with."""

@@ -36,7 +36,7 @@ from wire.errors import BatonError, Cancelled
 from wire.ids import TRACEPARENT
 from wire.pb import inference_pb2 as pb
 from wire.pools import Addresses
-from wire.rpc import ADAPTED_METADATA, PROMPT_TOKENS_METADATA, bounded
+from wire.rpc import ADAPTED_METADATA, BATCH_INVARIANT_METADATA, PROMPT_TOKENS_METADATA, bounded
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope, bearer, page_key
 
 TIMEOUT_S = 20.0
@@ -113,7 +113,8 @@ class LocalCall:
         except BatonError:  # which reading raises, as gRPC has it
             return ()
         told = (PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, ", ".join(outbox.adapted))
-        return told if num_prompt_tokens else ()
+        promised = () if self._router.config.model.batch_invariant else ((BATCH_INVARIANT_METADATA, "false"),)
+        return (*told, *promised) if num_prompt_tokens else ()
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         try:

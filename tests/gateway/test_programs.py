@@ -60,6 +60,15 @@ async def test_what_messages_were_changed_in_is_told_in_a_header(strict: LocalGa
     assert "x-baton-adapted" not in answer.headers
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_that_may_depend_on_other_requests_are_told_in_a_header(stream: bool) -> None:
+    for promised in (False, True):
+        async with serving(config=replace(CONFIG, model=replace(CONFIG.model, batch_invariant=promised))) as gateway:
+            say(gateway, "ok")
+            answer = await gateway.post("/v1/completions", {"prompt": "hi", "stream": stream, "max_tokens": 2})
+            assert answer.headers.get("x-baton-batch-invariant") == (None if promised else "false")
+
+
 async def test_it_is_told_over_grpc_before_the_answer(renderer: TemplateProcesses) -> None:
     cluster = FakeCluster(replace(CONFIG, settings=replace(CONFIG.settings, metrics_port=0)), renderer=renderer)
     router = RouterServer(cluster.router)

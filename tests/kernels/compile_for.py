@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import int4_pages, paged_attention, row_operations
+from kernels import experts, int4_pages, paged_attention, row_operations
 from kernels.quantized import products
 from kernels.quantized.codebook import Codebook
 from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile, tokens_of
@@ -34,12 +34,12 @@ TARGETS = {
 FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
 """Of those with the rows of sm_80, which itself is refused fp8."""
 TYPES = {
-    "slot_mapping_ptr": "*i64",
+    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr"), "*i64"),
     "log2_scale": "fp32",
     "log2_soft_cap": "fp32",
     "eps": "fp32",
     **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "cu_query_lens_ptr", "page_to_open_ptr"), "*i32"),
-    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr"), "*fp32"),
+    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr"), "*fp32"),
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
@@ -220,6 +220,10 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)
+    products_of_experts = {"num_warps": 4, **products_options(architecture)}
+    tile: dict[str, Any] = {"ROWS": experts.MANY_ROWS, "COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
+    yield compiled(experts.multiply_by_expert, "multiply_by_expert", products_of_experts, **tile)
+    yield compiled(experts.combine_rows, "combine_rows", rows, COLUMNS=experts.COMBINED_AT_ONCE)
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": row_operations.HEADS_AT_ONCE, "BLOCK_SIZE": BLOCK_SIZE}
     shape |= {"HEAD_DIM": head_dim, "PADDED_HALF": half}
     for name, pages, absent in (("", None, ("scales_ptr",)), (" of int8", "*i8", ())):

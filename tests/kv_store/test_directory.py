@@ -15,7 +15,7 @@ from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import BlockEvents, EventCursor, EventPage
-from kv_store.node.messages import Block, Entry, Hold
+from kv_store.node.messages import Block, Entry, Hold, HoldRoom
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.block_names import BlockName, cover, digest_of
@@ -314,6 +314,18 @@ def test_leases_of_one_block_end_each_for_itself(served: Served) -> None:
     served.clock.now += 6.0
     assert served.port.reserve("writer", names_of(4, first=1000), None).slots == [None]
     assert served.port.release(second.lease_id)
+
+
+def test_routers_learn_what_holds_of_others_take_until_these_ask_no_more(served: Served) -> None:
+    assert served.port.share_room("a", 5, 10.0) == HoldRoom(0, 1)
+    assert served.port.share_room("b", 0, 10.0) == HoldRoom(5, 2)
+    assert served.port.share_room("a", 7, 10.0) == HoldRoom(0, 1), "b has no holds and waits for none"
+    assert served.port.share_room("b", 2, 10.0) == HoldRoom(7, 2)
+    assert served.port.share_room("c", 0, 10.0) == HoldRoom(9, 3)
+    served.clock.now += 9.0
+    served.port.share_room("b", 2, 10.0)
+    served.clock.now += 2.0
+    assert served.port.share_room("b", 2, 10.0) == HoldRoom(0, 1), "a is gone"
 
 
 def test_a_hold_keeps_what_is_there_and_what_is_written_for_it(served: Served) -> None:

@@ -33,15 +33,16 @@ def test_tokens_come_with_their_text_until_the_last() -> None:
     assert accept(one, tokens("a", 0)) == [chunk("a")]
     assert accept(one, tokens("bc", 1)) == [chunk("bc")]
     assert one.unfinished == [so_far("abc")]
-    assert accept(one, tokens("d", 3, finish_reason=LENGTH)) == [chunk("d")]
+    assert accept(one, tokens("d", 3, finish_reason=LENGTH)) == [chunk("d", ended=pb.Choice(finish_reason=LENGTH))]
     assert (one.has_ended, one.worker_goes_on, one.num_tokens, one.unfinished) == (True, False, 4, [])
     assert one.finishes == [pb.Choice(finish_reason=LENGTH)]
 
 
 def test_a_stop_token_has_no_text_and_is_named() -> None:
     one = answer()
-    assert accept(one, tokens("a", 0, finish_reason=STOP, stop_token_id=97)) == [pb.Chunk(token_ids=[97])]
-    assert one.finishes == [pb.Choice(finish_reason=STOP, stop_token_id=97)]
+    end = pb.Choice(finish_reason=STOP, stop_token_id=97)
+    assert accept(one, tokens("a", 0, finish_reason=STOP, stop_token_id=97)) == [pb.Chunk(token_ids=[97], ended=end)]
+    assert one.finishes == [end]
     assert not one.worker_goes_on
 
 
@@ -86,9 +87,10 @@ def test_tokens_that_do_not_follow_are_an_error_after_any_that_do(
 def test_a_stop_string_across_tokens_ends_the_choice_here() -> None:
     one = answer(tokens("a", 0), stop=("xyz",))
     assert accept(one, tokens("bx", 1)) == [chunk("bx", text="b")]
-    assert accept(one, tokens("yzef", 3)) == [chunk("yz", text="")]
+    end = pb.Choice(finish_reason=STOP, stop_string="xyz")
+    assert accept(one, tokens("yzef", 3)) == [chunk("yz", text="", ended=end)]
     assert one.worker_goes_on
-    assert one.finishes == [pb.Choice(finish_reason=STOP, stop_string="xyz")]
+    assert one.finishes == [end]
     assert one.num_tokens == 5
 
 
@@ -111,7 +113,7 @@ def test_a_character_goes_on_where_another_worker_does() -> None:
 def test_text_held_back_comes_with_the_end() -> None:
     one = answer(tokens("a", 0), tokens("x", 1), stop=("xyz",))
     ended = worker_pb2.ChoiceTokens(first_position=2, finish_reason=LENGTH)
-    assert accept(one, ended) == [pb.Chunk(text="x")]
+    assert accept(one, ended) == [pb.Chunk(text="x", ended=pb.Choice(finish_reason=LENGTH))]
     assert one.finishes == [pb.Choice(finish_reason=LENGTH)]
 
 
@@ -158,8 +160,9 @@ def test_logprobs_go_with_their_tokens() -> None:
 
 def test_a_stop_token_may_have_text() -> None:
     one = answer(include_stop_str_in_output=True)
-    assert accept(one, tokens("ab", 0, finish_reason=STOP, stop_token_id=98)) == [chunk("ab")]
-    assert one.finishes == [pb.Choice(finish_reason=STOP, stop_token_id=98)]
+    end = pb.Choice(finish_reason=STOP, stop_token_id=98)
+    assert accept(one, tokens("ab", 0, finish_reason=STOP, stop_token_id=98)) == [chunk("ab", ended=end)]
+    assert one.finishes == [end]
 
 
 def scores(first_position: int, *logprobs: float) -> worker_pb2.PromptScores:

@@ -41,6 +41,15 @@ def text(prompt: str = "hi", **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=prompt, sampling_params=pb.SamplingParams(**sampling))
 
 
+def resumed(
+    *choices: pb.ResumedChoice, seed: int | None = 1, prompt_tokens: int = 0, **settings: Any
+) -> pb.GenerateRequest:
+    """A request whose answer so far came from another router."""
+    request = text("hi", **settings, **({} if seed is None else {"seed": seed}))
+    request.resume.CopyFrom(pb.Resume(choices=choices, prompt_tokens=prompt_tokens))
+    return request
+
+
 def tokens(*ids: int, **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling_params=pb.SamplingParams(**sampling))
 
@@ -123,6 +132,19 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
         lambda: pb.GenerateRequest(messages=pb.Conversation(messages=[pb.Message(role="user")] * 4097)),
         "messages",
     ),
+    # an answer so far, from another router
+    "resume without a seed": (lambda: resumed(pb.ResumedChoice(), seed=None), "resume"),
+    "resume of too few choices": (lambda: resumed(pb.ResumedChoice(), n=2), "resume"),
+    "resume of too many choices": (lambda: resumed(pb.ResumedChoice(), pb.ResumedChoice()), "resume"),
+    "resume beyond the vocabulary": (lambda: resumed(pb.ResumedChoice(token_ids=[1000])), "resume"),
+    "resume beyond the context": (lambda: resumed(pb.ResumedChoice(token_ids=[1] * 513)), "resume"),
+    "resume of a choice that ended for no reason": (lambda: resumed(pb.ResumedChoice(ended=pb.Choice())), "resume"),
+    "resume beyond max_tokens": (lambda: resumed(pb.ResumedChoice(token_ids=[1] * 5), max_tokens=4), "resume"),
+    "resume of max_tokens without an end": (
+        lambda: resumed(pb.ResumedChoice(token_ids=[1] * 4), max_tokens=4),
+        "resume",
+    ),
+    "resume of more of the prompt than there is": (lambda: resumed(pb.ResumedChoice(), prompt_tokens=3), "resume"),
     # request ids
     **{
         f"request id {value[:8]!r}": (partial(pb.GenerateRequest, request_id=value, text="hi"), "request_id")
@@ -136,6 +158,9 @@ NEED_TOKENS = {
     "max_tokens 2^63 - 1",
     "max_tokens at the context",
     "min_tokens > default max_tokens",
+    "resume beyond max_tokens",
+    "resume of max_tokens without an end",
+    "resume of more of the prompt than there is",
 }
 
 

@@ -354,7 +354,8 @@ async def test_holds_are_released_once_decode_has_fetched() -> None:
         message.request_id = "mine"
         await cluster.generate(message)
         await until(lambda: any(worker.released for worker in cluster.workers.values()))
-        assert [one for worker in cluster.workers.values() for one in worker.released] == ["mine/1"]
+        (released,) = (one for worker in cluster.workers.values() for one in worker.released)
+        assert released.startswith("mine/")
 
 
 async def test_the_queue_is_bounded() -> None:

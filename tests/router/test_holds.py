@@ -16,6 +16,7 @@ from tests.harness.fake_worker import FINGERPRINT, LAYOUT
 from tests.harness.scripted_worker import ScriptedWorker
 from wire.errors import Unavailable
 from wire.ids import AttemptId, BlockKey, WorkerId
+from wire.pb import worker_pb2
 from wire.pools import Role, Worker, WorkerState
 
 
@@ -29,6 +30,10 @@ def attempt(name: str, number: int = 1) -> AttemptId:
 
 A, B, C = map(attempt, "abc")
 FIVE = keys(*range(5))
+
+
+def room(num_blocks_of_others: int, num_routers: int) -> worker_pb2.HoldRoom:
+    return worker_pb2.HoldRoom(blocks_of_others=num_blocks_of_others, routers=num_routers)
 
 
 @pytest.fixture
@@ -79,6 +84,21 @@ def test_an_attempt_that_stops_waiting_lets_the_next_one_in(budget: HoldBudget) 
     budget.ask(C, keys(7))
     assert budget.release(B) == []
     assert budget.release(A) == [C]
+
+
+def test_room_that_other_routers_take_is_not_given_out_again(budget: HoldBudget) -> None:
+    budget.share(room(1, 2))
+    assert budget.ask(A, keys(1, 2, 3, 4))
+    assert not budget.ask(B, keys(5)), "theirs and ours are more than half"
+    assert budget.num_asked == 5, "a router that waits counts as one that holds"
+    assert budget.share(room(0, 1)) == [B]
+
+
+def test_a_router_has_its_part_whatever_others_hold(budget: HoldBudget) -> None:
+    budget.share(room(8, 2))
+    assert budget.ask(A, keys(1, 2))
+    assert budget.ask(B, keys(3))
+    assert not budget.ask(C, keys(4))
 
 
 def test_asking_again_is_free(budget: HoldBudget) -> None:

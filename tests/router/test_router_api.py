@@ -147,6 +147,16 @@ async def test_tokens_of_a_prompt_are_told_before_its_first_token(service: Servi
         assert await stream.admitted() == len(PROMPT)
 
 
+@pytest.mark.parametrize("promised", [True, False])
+async def test_answers_and_status_tell_whether_a_failover_promises_the_very_same_tokens(promised: bool) -> None:
+    async with serving(replace(CONFIG, model=replace(CONFIG.model, batch_invariant=promised))) as service:
+        async with AsyncClient(service.addresses.public) as client, client.stream(PROMPT, max_tokens=2) as stream:
+            assert await stream.is_batch_invariant() is promised
+        status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+        assert status.HasField("batch_invariant")
+        assert status.batch_invariant is promised
+
+
 @pytest.mark.parametrize("options", [{"temperature": 3}, {"echo": True}], ids=["a wrong one", "a good one"])
 async def test_tokens_of_a_prompt_that_no_worker_takes_are_not_told(options: Options) -> None:
     async with serving(replace(CONFIG, settings=replace(CONFIG.settings, max_worker_wait_s=0.05))) as service:
@@ -412,7 +422,7 @@ async def test_a_stop_ends_streams_with_unavailable(service: Service) -> None:
     await until(lambda: service.cluster.workers["d0"].open_calls)
     await service.server.stop()
     failure = await failing
-    assert (failure.code(), info_of(failure).reason) == (Code.UNAVAILABLE, "UNAVAILABLE")
+    assert (failure.code(), info_of(failure).reason) == (Code.UNAVAILABLE, "ROUTER_LEAVING")
 
 
 async def test_a_port_in_use_is_a_matter_of_configuration(service: Service) -> None:

@@ -43,7 +43,7 @@ class SimClient:
     """A client, and its call's context for the servicer. `outcome` is how its last stream ended.
 
     find_router: waits for one that lives. A client whose router dies asks the next one, under the same id; num_cut is
-    how often that was.
+    how often that was. Every other client goes on behind what it has; the others begin anew.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class SimClient:
         self._find_router = find_router
         self._watch = watch
         self._got: dict[int, ChoiceAnswer] = {}
+        self._known = self._nothing()
         self._has_ended = False
         self._is_told = False
         self._loop = asyncio.get_running_loop()
@@ -80,7 +81,13 @@ class SimClient:
         await asyncio.sleep(self.ask.arrives_s)
         while not await self._ask(await self._find_router()):
             self.num_cut += 1
-            self._got, self._has_ended, self._is_told = {}, False, False
+            if self._has_ended or self.number % 2:
+                self._got, self._known = {}, self._nothing()
+            self._has_ended = self._is_told = False
+
+    def _nothing(self) -> pb.Resume:
+        num_choices = max(1, request_of(self.ask.kind).sampling_params.n)
+        return pb.Resume(choices=[pb.ResumedChoice() for _ in range(num_choices)])
 
     async def _ask(self, router: SimRouter) -> bool:
         """Returns False if the router has died before the call was over."""
@@ -88,6 +95,9 @@ class SimClient:
         request = pb.GenerateRequest()
         request.CopyFrom(request_of(ask.kind))
         request.request_id = self.request_id
+        if self.num_cut:
+            request.sampling_params.seed = request.sampling_params.seed  # now it is set
+            request.resume.CopyFrom(self._known)
         began_s = self._loop.time()
         self._router = router
         self._call = call = router.begin(router.api.Generate(request, cast(Any, self)))
@@ -152,6 +162,10 @@ class SimClient:
         choice.token_ids += chunk.token_ids
         choice.text += chunk.text
         choice.logprobs += [one.SerializeToString(deterministic=True) for one in chunk.logprobs]
+        known = self._known.choices[chunk.index]
+        known.token_ids.extend(chunk.token_ids)
+        if chunk.HasField("ended"):
+            known.ended.CopyFrom(chunk.ended)
         whole = self._expected[chunk.index]
         if choice.token_ids != whole.token_ids[: len(choice.token_ids)]:
             self._violated("I6", "other tokens than the model's")

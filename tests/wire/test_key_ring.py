@@ -130,3 +130,12 @@ def test_a_tenants_share_is_the_smallest_of_its_keys() -> None:
 
     listed = KeyList((key("a", 0.5), key("a", 0.25), key("a", None), key("b", None), key("c", 1.0)))
     assert listed.shares == {"a": 0.25, "c": 1.0}
+
+
+def test_no_id_is_given_twice_among_a_tenants_keys() -> None:
+    taken: set[str] = set()
+    for _ in range(2000):
+        key, _ = make_key("acme", [Scope.GENERATE], Allowance(), taken)
+        assert key.id not in taken
+        taken.add(key.id)
+    assert len({one[:4] for one in taken}) == 1

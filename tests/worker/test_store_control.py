@@ -8,6 +8,7 @@ import pytest
 from kv_store.block_store import StoreStatus
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import EventCursor, EventPage
+from kv_store.node.messages import HoldRoom
 from kv_store.node.records import Records
 from kv_store.tiers.contents import ListableTier
 from tests.harness.cluster import until
@@ -32,6 +33,9 @@ class SlowStore:
     def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         assert self.may_answer.wait(20.0)
         self.released += attempt_ids
+
+    def share_room(self, router: str, num_blocks: int) -> HoldRoom:
+        return HoldRoom()
 
     @property
     def listable_tiers(self) -> Sequence[ListableTier]:

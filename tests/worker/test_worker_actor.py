@@ -15,8 +15,8 @@ import torch
 
 from decode_worker.actor import DecodeActor
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.fingerprint import DigestCache, fingerprint
-from engine.model.decoder import Decoder
+from engine.checkpoint.fingerprint import DigestCache
+from engine.model.loading import load_model
 from kernels.selection import select_backend
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -71,13 +71,13 @@ class WorkerProcess:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return make_checkpoint("llama-gqa", tmp_path / "model")
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return make_checkpoint(getattr(request, "param", "llama-gqa"), tmp_path / "model")
 
 
 @pytest.fixture
 def directory_path(tmp_path: Path, checkpoint: Path) -> Iterator[str]:
-    layout = Decoder.load(checkpoint, None, torch.device("cpu"), 16).layout
+    layout = load_model(checkpoint, None, torch.device("cpu"), 16).layout
     arena = Arena.create(str(tmp_path / "arena"), layout.block_bytes, NUM_SLOTS)
     directory = Directory(NUM_SLOTS, arena_path=str(arena.path), block_bytes=layout.block_bytes)
     server = DirectoryServer(directory, str(tmp_path / "socket"))
@@ -98,7 +98,7 @@ def workers(checkpoint: Path, directory_path: str) -> Iterator[dict[str, WorkerP
 
 def fingerprint_of(checkpoint: Path) -> str:
     version = select_backend(torch.device("cpu")).version
-    return fingerprint(Checkpoint(checkpoint).files, "float32", version, DigestCache.of_user()).hex()
+    return Checkpoint(checkpoint).fingerprint("float32", version, DigestCache.of_user()).hex()
 
 
 def config_of(role: str, checkpoint: Path, directory_path: str, fingerprint_hex: str = "ab" * 32) -> WorkerConfig:
@@ -112,6 +112,7 @@ def config_of(role: str, checkpoint: Path, directory_path: str, fingerprint_hex:
     )
 
 
+@pytest.mark.parametrize("checkpoint", ["llama-gqa", "gpt-neox"], indirect=True)
 async def test_processes_serve_a_request_between_them_and_end_well_when_told(
     workers: dict[str, WorkerProcess], checkpoint: Path
 ) -> None:

@@ -1,22 +1,13 @@
 """The parser of an answer: reasoning, content and tool calls, found while its text streams. Pure."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum
 
-from text.answer.calls import Arguments, CallBegun, CallParser, overlap
-from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats, Channel
+from text.answer.calls import CallParser, Found, Reasoning, overlap
+from text.answer.formats import CALL_FORMATS, CHANNELS, HARMONY, AnswerFormats, Channel
+from text.answer.harmony import HarmonyParser
 
-
-@dataclass(frozen=True)
-class Reasoning:
-    """A delta of the reasoning."""
-
-    text: str
-
-
-Part = Reasoning | str | CallBegun | Arguments
-"""A part of an answer; a plain `str` is a delta of the content."""
+Part = Found
 
 
 class AnswerParser:
@@ -29,7 +20,9 @@ class AnswerParser:
     def __init__(self, formats: AnswerFormats, names: Collection[str] = ()) -> None:
         channel, form = CHANNELS.get(formats.reasoning), CALL_FORMATS.get(formats.tool)
         self._channel = ChannelParser(channel) if channel else None
-        self._calls = CallParser(form, names) if form and names else None
+        self._calls: CallParser | HarmonyParser | None = CallParser(form, names) if form and names else None
+        if HARMONY in (formats.tool, formats.reasoning):
+            self._channel, self._calls = None, HarmonyParser(names)
 
     def feed(self, text: str) -> list[Part]:
         """Feeds text; returns the parts that no later text can change, in order."""
@@ -40,8 +33,7 @@ class AnswerParser:
         """Returns the parts that were held back, at the end of the answer."""
         reasoning, content = self._channel.flush() if self._channel else ("", "")
         parts = [*_reasoning_parts(reasoning), *self._split(content)]
-        rest = self._calls.flush() if self._calls else ""
-        return [*parts, rest] if rest else parts
+        return [*parts, *(self._calls.flush() if self._calls else [])]
 
     def _split(self, content: str) -> list[Part]:
         if self._calls:

@@ -24,7 +24,15 @@ class Arguments:
     text: str
 
 
-Found = str | CallBegun | Arguments
+@dataclass(frozen=True)
+class Reasoning:
+    """A delta of the reasoning."""
+
+    text: str
+
+
+Found = str | Reasoning | CallBegun | Arguments
+"""A part of an answer; a plain `str` is a delta of the content."""
 MAX_PIECE_CHARS = 1024
 """Length of the pieces that a feed is parsed in: each call copies the held text, quadratic in a piece's length."""
 _BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,128})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
@@ -104,12 +112,12 @@ class CallParser:
             self._is_blank = is_waiting and not self._held[self._scan.first :].strip()
         return [one for one in found if one != ""]
 
-    def flush(self) -> str:
+    def flush(self) -> list[Found]:
         """Returns the text held back, at the end of the answer."""
         held, self._held = "".join((*self._value, self._take_held())), ""
         is_behind = self._state in (_CallState.BEHIND, _CallState.LIST)
         is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._format.skipped))
-        return "" if is_rest_of_call else held
+        return [held] if held and not is_rest_of_call else []
 
     def _take_held(self) -> str:
         """Returns the text held back, with the white space after it."""

@@ -4,6 +4,7 @@ qwen          <tool_call>{"name": ..., "arguments": {...}}</tool_call> for each 
 llama         {"name": ..., "parameters": {...}} at the start of the answer, or behind <|python_tag|>
 mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
 mistral-args  [TOOL_CALLS]NAME[ARGS]{...} for each call
+harmony       <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>; text/answer/harmony.py
 """
 
 import json
@@ -20,7 +21,7 @@ class CallFormat:
 
     marks: delimiters that are special tokens in some vocabularies. arguments: the JSON key of a call's arguments.
     bracket: the first character of a call or, "[", of a list of calls. skipped: delimiters dropped after a call.
-    needs_opener: a call without an opener is text. has_bare_names: a head is NAME[ARGS], not JSON; the parser takes
+    needs_opener: a call without an opener is text. behind_name: a head is a name and this, not JSON; the parser takes
     both in formats with "[".
     """
 
@@ -34,19 +35,36 @@ class CallFormat:
     bracket: str = "{"
     skipped: tuple[str, ...] = ()
     needs_opener: bool = True
-    has_bare_names: bool = False
+    behind_name: str = ""
 
     def head(self, name: str) -> str:
         """Writes a call up to its arguments."""
-        return f"{name}[ARGS]" if self.has_bare_names else f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+        return (
+            f"{name}{self.behind_name}" if self.behind_name else f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+        )
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The marks around the reasoning of an answer."""
+    """The marks around the reasoning of an answer. lead: stands before the content.
+
+    tokens: the special tokens that marks are made of; empty where a mark is one.
+    """
 
     opener: str
     closer: str
+    lead: str = ""
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks by the special tokens that some vocabularies have for them."""
+        return self.tokens or (self.opener, self.closer)
+
+    @property
+    def sign(self) -> str:
+        """A text that the chat templates of models with this channel have."""
+        return self.opener if self.lead else self.closer
 
 
 _MISTRAL = CallFormat(
@@ -57,6 +75,9 @@ _MISTRAL = CallFormat(
     trail="]",
     bracket="[",
 )
+HARMONY = "harmony"
+_HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
+_HARMONY_CALL = "<|channel|>commentary to=functions."
 CALL_FORMATS: dict[str, CallFormat] = {
     "qwen": CallFormat(
         opener="<tool_call>",
@@ -66,7 +87,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         tail="}\n</tool_call>",
         skipped=("</tool_call>",),
     ),
-    "mistral-args": replace(_MISTRAL, lead="", between="[TOOL_CALLS]", tail="", trail="", has_bare_names=True),
+    "mistral-args": replace(_MISTRAL, lead="", between="[TOOL_CALLS]", tail="", trail="", behind_name="[ARGS]"),
     "mistral": _MISTRAL,
     "llama": CallFormat(
         opener="<|python_tag|>",
@@ -76,10 +97,23 @@ CALL_FORMATS: dict[str, CallFormat] = {
         skipped=(";",),
         needs_opener=False,
     ),
+    HARMONY: CallFormat(
+        opener=_HARMONY_CALL,
+        marks=_HARMONY_TOKENS,
+        between=f"<|call|><|start|>assistant{_HARMONY_CALL}",
+        tail="",
+        behind_name=" <|constrain|>json<|message|>",
+    ),
 }
 CHANNELS: dict[str, Channel] = {
     "think": Channel("<think>", "</think>"),
     "magistral": Channel("[THINK]", "[/THINK]"),
+    HARMONY: Channel(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        lead="<|channel|>final<|message|>",
+        tokens=_HARMONY_TOKENS,
+    ),
 }
 
 
@@ -102,8 +136,14 @@ class AnswerFormats:
     def _found(cls, template: str) -> "AnswerFormats":
         knows_tools = re.search(r"\btools\b", template) is not None
         tool = next((name for name, sign in _CALL_SIGNS.items() if knows_tools and sign in template), "")
-        return cls(tool, next((name for name, one in CHANNELS.items() if one.closer in template), ""))
+        return cls(tool, next((name for name, one in CHANNELS.items() if one.sign in template), ""))
 
 
 NO_FORMATS = AnswerFormats()
-_CALL_SIGNS = {"qwen": "<tool_call>", "mistral-args": "[ARGS]", "mistral": "[TOOL_CALLS]", "llama": '"parameters":'}
+_CALL_SIGNS = {
+    HARMONY: "to=functions.",
+    "qwen": "<tool_call>",
+    "mistral-args": "[ARGS]",
+    "mistral": "[TOOL_CALLS]",
+    "llama": '"parameters":',
+}

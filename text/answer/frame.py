@@ -101,8 +101,8 @@ class AnswerFrame:
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks that stay in the answer's text; other special tokens are skipped."""
-        of_channel = (self.channel.opener, self.channel.closer) if self.channel else ()
-        return (*(self.calls.marks if self.calls else ()), *of_channel)
+        of_calls, of_channel = (one.marks if one else () for one in (self.calls, self.channel))
+        return tuple(dict.fromkeys((*of_calls, *of_channel)))
 
     @property
     def opening(self) -> str:
@@ -173,15 +173,17 @@ class _Rules:
         frame, calls = self._frame, self._frame.calls
         if calls and frame.tool_use.required:
             return ["answer: calls", *self._calls(calls)]
+        lead = self._term(frame.channel.lead) if frame.channel else ""
         if content is not None:
-            rules = [f"content: {lark_term(content)}"]
-            return [*rules, "answer: content | calls", *self._calls(calls)] if calls else [*rules, "answer: content"]
+            rules = [f"content: {lark_term(content)}", f"answer: {lead} content{' | calls' if calls else ''}"]
+            return [*rules, *self._calls(calls)] if calls else rules
         plain = f"PLAIN: {self._plain(calls)}"
         if calls is None:
-            return ["answer: PLAIN", plain]
-        behind = " | told listed" if calls.needs_opener else ""
-        told = self._until("told", "PLAIN", calls.opener) if calls.needs_opener else []
-        return [f"answer: PLAIN | calls{behind}", plain, *told, *self._calls(calls)]
+            return [f"answer: {lead} PLAIN", plain]
+        has_told = calls.needs_opener and not lead
+        told = self._until("told", "PLAIN", calls.opener) if has_told else []
+        behind = " | told listed" if has_told else ""
+        return [f"answer: {lead} PLAIN | calls{behind}", plain, *told, *self._calls(calls)]
 
     def _calls(self, calls: CallFormat) -> list[str]:
         """Writes the rules `calls` and `listed`: calls with and without the first opener."""
@@ -200,7 +202,7 @@ class _Rules:
 
     def _until(self, rule: str, text: str, mark: str) -> list[str]:
         """Writes a rule for text up to the first occurrence of a mark, which it includes."""
-        if mark not in self._tokens:
+        if not self._marks.search(mark):
             return [f"{rule}[lazy]: {text} {json.dumps(mark)}"]
         budget = self._frame.max_reasoning_tokens
         if rule != "thought" or budget is None:

@@ -17,7 +17,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check: _Optional[bool] = ..., recent: _Optional[bool] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "events", "problems", "metrics_address", "prefix_cache", "tiers", "pools", "uncached_blocks")
+    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "events", "problems", "metrics_address", "prefix_cache", "tiers", "pools", "uncached_blocks", "batch_invariant")
     class UncachedBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class ClusterStatus(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     model: str
     address: str
     workers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.WorkerStatus]
@@ -49,7 +50,8 @@ class ClusterStatus(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.TierStatus]
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     uncached_blocks: _containers.ScalarMap[str, int]
-    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_worker_pb2.TierStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., uncached_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    batch_invariant: bool
+    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_worker_pb2.TierStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., uncached_blocks: _Optional[_Mapping[str, int]] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("role", "size", "num_ready")

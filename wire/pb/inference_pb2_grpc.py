@@ -68,7 +68,8 @@ class InferenceServicer:
         """Streams one or more chunks and then exactly one `complete`. Errors are gRPC statuses with google.rpc.ErrorInfo.
         Initial metadata come once the request is admitted, tokenized and has a worker: `baton-prompt-tokens` counts its prompt,
         `baton-adapted` has what its messages were changed in for the model's chat template: "joined", turns of one role in a row;
-        "ROLE-as-ROLE", turns of the first role that it has as ones of the second.
+        "ROLE-as-ROLE", turns of the first role that it has as ones of the second; `baton-batch-invariant` is "false" where a failover does
+        not promise the very same tokens, and absent elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

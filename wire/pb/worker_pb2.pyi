@@ -185,7 +185,7 @@ class Error(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., ids: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("number", "info", "status", "events", "count", "clear", "drop_pages")
+    __slots__ = ("number", "info", "status", "events", "count", "clear", "drop_pages", "room")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class Ask(_message.Message):
     COUNT_FIELD_NUMBER: _ClassVar[int]
     CLEAR_FIELD_NUMBER: _ClassVar[int]
     DROP_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: GetInfo
     status: GetStatus
@@ -200,7 +201,24 @@ class Ask(_message.Message):
     count: BlockSelection
     clear: BlockSelection
     drop_pages: BlockSelection
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ..., events: _Optional[_Union[GetEvents, _Mapping]] = ..., count: _Optional[_Union[BlockSelection, _Mapping]] = ..., clear: _Optional[_Union[BlockSelection, _Mapping]] = ..., drop_pages: _Optional[_Union[BlockSelection, _Mapping]] = ...) -> None: ...
+    room: ShareRoom
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ..., events: _Optional[_Union[GetEvents, _Mapping]] = ..., count: _Optional[_Union[BlockSelection, _Mapping]] = ..., clear: _Optional[_Union[BlockSelection, _Mapping]] = ..., drop_pages: _Optional[_Union[BlockSelection, _Mapping]] = ..., room: _Optional[_Union[ShareRoom, _Mapping]] = ...) -> None: ...
+
+class ShareRoom(_message.Message):
+    __slots__ = ("router", "blocks")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    blocks: int
+    def __init__(self, router: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class HoldRoom(_message.Message):
+    __slots__ = ("blocks_of_others", "routers")
+    BLOCKS_OF_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    blocks_of_others: int
+    routers: int
+    def __init__(self, blocks_of_others: _Optional[int] = ..., routers: _Optional[int] = ...) -> None: ...
 
 class BlockSelection(_message.Message):
     __slots__ = ("keys", "namespaces")
@@ -285,20 +303,22 @@ class GetStatus(_message.Message):
     def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
 class WorkerReply(_message.Message):
-    __slots__ = ("number", "info", "status", "error", "events", "holdings")
+    __slots__ = ("number", "info", "status", "error", "events", "holdings", "room")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     number: int
     info: WorkerInfo
     status: WorkerStatus
     error: Error
     events: EventPage
     holdings: Holdings
-    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ...) -> None: ...
+    room: HoldRoom
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., room: _Optional[_Union[HoldRoom, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes")

@@ -1,14 +1,14 @@
 """The keys of callers: each has a tenant, scopes of calls, and an allowance.
 
-A key is `baton-ID-SECRET`: eight hex digits that name it, and 256 random bits in hex, of which only the SHA-256 is
-kept. 256 random bits cannot be guessed, so a fast hash suffices: a check costs a microsecond.
+A key is `baton-ID-SECRET`: eight hex digits that name it, the first four by its tenant, and 256 random bits in hex, of
+which only the SHA-256 is kept. 256 random bits cannot be guessed, so a fast hash suffices: a check costs a microsecond.
 """
 
 import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,6 +18,8 @@ from wire.ids import DEFAULT_TENANT, TENANT
 _KEY = re.compile(r"baton-([0-9a-f]{8})-([0-9a-f]{64})")
 _HEX = re.compile(r"[0-9a-f]*")
 _NO_DIGEST = "0" * 64
+PLACE_DIGITS = 4
+MAX_KEYS_OF_A_PLACE = 1 << 15
 
 
 class Scope(Enum):
@@ -84,12 +86,23 @@ class KeyList:
         return {tenant: share for share, tenant in by_size}
 
 
-def make_key(tenant: str, scopes: Sequence[Scope], allowance: Allowance) -> tuple[Key, str]:
-    """Draws a key; returns it for storage, and the text that its caller sends. Raises ConfigError."""
-    key_id, secret = secrets.token_hex(4), secrets.token_hex(32)
+def make_key(
+    tenant: str, scopes: Sequence[Scope], allowance: Allowance, taken: Collection[str] = ()
+) -> tuple[Key, str]:
+    """Draws a key with an id that is not taken; returns it for storage, and its caller's text. Raises ConfigError."""
+    place = hashlib.sha256(tenant.encode()).hexdigest()[:PLACE_DIGITS]
+    key_id, secret = place + secrets.token_hex(2), secrets.token_hex(32)
+    while key_id in taken:
+        key_id = place + secrets.token_hex(2) if len(taken) < MAX_KEYS_OF_A_PLACE else secrets.token_hex(4)
     return Key(
         id=key_id, digest=_digest(secret), tenant=tenant, scopes=tuple(scopes), allowance=allowance
     ), f"baton-{key_id}-{secret}"
+
+
+def place_of(key: str) -> str:
+    """Returns the place of a key's requests among routers, by its tenant; "" for no key. Old keys' differ."""
+    matched = _KEY.fullmatch(key)
+    return matched[1][:PLACE_DIGITS] if matched else ""
 
 
 def page_key(token: str) -> str:

@@ -10,14 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.quantized.codebook import Codebook
+
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
+_E2M1_BIAS, _LARGEST_EXPONENT = 128, 252
+"""The bias of MXFP4's halved scales, and the largest exponent whose weights float32 holds; 255 is NaN."""
 
 
 @dataclass(frozen=True)
 class CodedRows:
-    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], offsets alike or None."""
+    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], offsets alike or None.
+
+    Codes that a type looks up are here the numbers of its codebook.
+    """
 
     codes: NDArray[np.int8]
     scale: Floats
@@ -41,8 +48,9 @@ class CodedRows:
 class BlockType:
     """A tensor type: its number in a file, and how many `numbers` and `bytes` a block has.
 
-    dtype: torch's name of a float type, else None. halves: offsets of half-precision numbers in a block. decode: maps
-    uint8 [blocks, bytes] to codes with one row a block.
+    dtype: torch's name of a float type, else None. halves: offsets of half-precision numbers in a block. codebook: the
+    numbers of its codes; E2M1's blocks begin with an exponent. decode: maps uint8 [blocks, bytes] to codes with one row
+    a block.
     """
 
     name: str
@@ -51,6 +59,7 @@ class BlockType:
     bytes: int
     dtype: str | None = None
     halves: tuple[int, ...] = ()
+    codebook: Codebook | None = None
     decode: Callable[[Bytes], CodedRows] | None = None
 
     def is_finite(self, blocks: Bytes) -> bool:
@@ -60,6 +69,8 @@ class BlockType:
                 return bool(np.isfinite(blocks.view(np.float32)).all())
             case "bfloat16":
                 return bool(((blocks.view(np.uint16) & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
+        if self.codebook is Codebook.E2M1:
+            return bool((blocks[:, 0] <= _LARGEST_EXPONENT).all())
         halves = blocks.view(np.float16)
         return bool(np.isfinite(halves if self.dtype else halves[:, [at // 2 for at in self.halves]]).all())
 
@@ -162,6 +173,29 @@ def _q6_k(blocks: Bytes) -> CodedRows:
     return CodedRows(codes.view(np.int8) - np.int8(32), _half(blocks, 208) * scales)
 
 
+def _looked_up(codebook: Codebook, packed: Bytes) -> NDArray[np.int8]:
+    """Reads the numbers of codes, uint8 [blocks, n], in groups of 32 of which the first half lies in low nibbles."""
+    codes = _nibbles(packed.reshape(len(packed), -1, 16)).reshape(len(packed), -1)
+    return np.array(codebook.value, np.int8)[codes]
+
+
+def _iq4_nl(blocks: Bytes) -> CodedRows:
+    return CodedRows(_looked_up(Codebook.IQ4_NL, blocks[:, 2:]), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Bytes) -> CodedRows:
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    high = (blocks[:, 2:4, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1, 8)
+    scales = (low | high << 4).astype(np.float32) - 32
+    return CodedRows(_looked_up(Codebook.IQ4_NL, blocks[:, 8:]), _half(blocks, 0) * scales)
+
+
+def _mxfp4(blocks: Bytes) -> CodedRows:
+    numbers = _looked_up(Codebook.E2M1, blocks[:, 1:])
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - _E2M1_BIAS)
+    return CodedRows(numbers, scales * numbers.any(-1, keepdims=True))  # files have the exponent 0 for zeros
+
+
 TYPES = {
     kind.name: kind
     for kind in (
@@ -173,6 +207,13 @@ TYPES = {
         BlockType(name="Q5_0", number=6, numbers=32, bytes=22, halves=(0,), decode=_q5_0),
         BlockType(name="Q5_1", number=7, numbers=32, bytes=24, halves=(0, 2), decode=_q5_1),
         BlockType(name="Q8_0", number=8, numbers=32, bytes=34, halves=(0,), decode=_q8_0),
+        BlockType(
+            name="IQ4_NL", number=20, numbers=32, bytes=18, halves=(0,), codebook=Codebook.IQ4_NL, decode=_iq4_nl
+        ),
+        BlockType(
+            name="IQ4_XS", number=23, numbers=256, bytes=136, halves=(0,), codebook=Codebook.IQ4_NL, decode=_iq4_xs
+        ),
+        BlockType(name="MXFP4", number=39, numbers=32, bytes=17, codebook=Codebook.E2M1, decode=_mxfp4),
         BlockType(name="Q4_K", number=12, numbers=256, bytes=144, halves=(0, 2), decode=_q4_k),
         BlockType(name="Q5_K", number=13, numbers=256, bytes=176, halves=(0, 2), decode=_q5_k),
         BlockType(name="Q6_K", number=14, numbers=256, bytes=210, halves=(208,), decode=_q6_k),

@@ -1,8 +1,9 @@
 """config.json, generation_config.json and the names of tensors, from the metadata of a GGUF model.
 
 llama.cpp's converter calls Llama, Mistral without windows, SmolLM and Mixtral `llama`, and reorders their query and key
-rows. It writes the scaling of Llama 3 as a tensor of divisors, `rope_freqs`, which is recognized by its numbers, and a
-mixture's matrices of one kind as one tensor, whose slices are the matrices of experts.
+rows, and Granite's and SmolLM3's. It writes the scaling of Llama 3 as a tensor of divisors, `rope_freqs`, which is
+recognized by its numbers, LongRoPE as two tensors, and a mixture's matrices of one kind as one tensor, whose slices are
+the matrices of experts.
 """
 
 import math
@@ -20,12 +21,20 @@ from engine.checkpoint.mixture import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES
 from wire.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"
-_ARCHITECTURES = {
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+DIVISORS = (ROPE_FREQS, SHORT_FACTORS, LONG_FACTORS)
+"""Tensors of divisors of frequencies, which belong to config.json."""
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
@@ -34,6 +43,16 @@ _MIXTURES = {
     "Qwen3MoeForCausalLM": QWEN_NAMES,
     "GptOssForCausalLM": GPT_OSS_NAMES,
 }
+_TURNED = ("llama", "granite", "smollm3")
+"""Architectures whose query and key rows are reordered."""
+_ROTATING_A_PART = ("phi3", "glm4")
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Granite's factors, by llama.cpp's names."""
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The size of either that scales scores by hidden size over heads, and not by the head: its file does not say so."""
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -41,6 +60,7 @@ _IN_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -60,6 +80,11 @@ _SAMPLING = {
 _LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+def architecture_of(arch: str, has_experts: bool) -> str:
+    """Returns the architecture of a file by its name in ARCHITECTURES, which Llama and Mixtral share."""
+    return "MixtralForCausalLM" if arch == "llama" and has_experts else ARCHITECTURES[arch]
+
+
 class GgufConfig:
     """Metadata of a GGUF model. Raises ModelError for an architecture or a feature that is not served."""
 
@@ -67,35 +92,38 @@ class GgufConfig:
         self._tensors = tensors
         self._all = JsonFields(metadata, source)
         arch = self._all.text("general.architecture", "")
-        if arch not in _ARCHITECTURES:
+        if arch not in ARCHITECTURES:
             raise ModelError(
-                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+                f"{source}: architecture {arch[:64]} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
         own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
         self._own = JsonFields(own, f"{source}: {arch}")
-        is_mixtral = arch == "llama" and self._own.raw("expert_count")
-        self._arch, self._architecture = arch, "MixtralForCausalLM" if is_mixtral else _ARCHITECTURES[arch]
+        self._arch, self._architecture = arch, architecture_of(arch, bool(self._own.raw("expert_count")))
         self._num_heads = self._own.count("attention.head_count")
         self._num_kv_heads = self._own.count("attention.head_count_kv", self._num_heads)
+        family = FAMILIES[self._architecture]
+        fused = {"ffn_up": "mlp.gate_up_proj"} if family.fuses_gate else {}
         self._mixture = _MIXTURES.get(self._architecture)
-        self._in_layer = _IN_LAYER | _names_of_norms(FAMILIES[self._architecture].norms)
+        self._in_layer = _IN_LAYER | _names_of_norms(family.norms) | fused
         if self._mixture is not None:
             self._in_layer["ffn_gate_inp"] = f"{self._mixture.part}.{self._mixture.router}"
         if arch == "gpt-oss":
             self._in_layer |= {_SINKS: "self_attn.sinks", "post_attention_norm": "post_attention_layernorm"}
         self._refuse_unsupported()
 
-    def config(self, rope_freqs: Floats | None) -> dict[str, Any]:
-        """Makes config.json's object; `rope_freqs`: values of the tensor of this name, if there is one."""
+    def config(self, divisors: Mapping[str, Floats]) -> dict[str, Any]:
+        """Makes config.json's object; `divisors`: values of the tensors of DIVISORS that there are."""
         own, tensors = self._own, self._tensors
         hidden = own.count("embedding_length")
         head_dim = own.count("attention.key_length", max(1, hidden // self._num_heads))
         if own.count("attention.value_length", head_dim) != head_dim:
             raise own.wrong("attention.value_length", f"{head_dim}, the length of keys")
-        if own.count("rope.dimension_count", head_dim) != head_dim:
+        rotated = own.count("rope.dimension_count", head_dim, head_dim)
+        if rotated != head_dim and self._arch not in _ROTATING_A_PART:
             raise own.wrong("rope.dimension_count", f"{head_dim}, the whole head")
         theta, context_len = own.number("rope.freq_base", 0, math.inf, 10_000.0), own.count("context_length")
-        rope = {"rope_theta": theta, **self._rope_scaling(rope_freqs, theta, head_dim, context_len)}
+        rope = {"rope_theta": theta, **self._rope_scaling(divisors, theta, head_dim, context_len)}
+        rope |= {"partial_rotary_factor": rotated / head_dim} if self._arch in _ROTATING_A_PART else {}
         return {
             "architectures": [self._architecture],
             "model_type": FAMILIES[self._architecture].model_type,
@@ -107,13 +135,15 @@ class GgufConfig:
             "head_dim": head_dim,
             "vocab_size": self._embedding().shape[0],
             "max_position_embeddings": context_len,
-            "rms_norm_eps": float(f"{own.number('attention.layer_norm_rms_epsilon', 0, 1):.6g}"),
+            "rms_norm_eps": self._rounded("attention.layer_norm_rms_epsilon"),
             "rope_parameters": rope,
             "tie_word_embeddings": "output.weight" not in tensors,
-            "attention_bias": "blk.0.attn_output.bias" in tensors,
+            "attention_bias": any(f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output")),
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "dtype": self._embedding().kind.dtype or "bfloat16",
             **(self._gemma(hidden, head_dim, theta, rope) if self._arch in _GEMMA_27B_LAYERS else {}),
+            **(self._phi3(context_len) if self._arch == "phi3" else {}),
+            **{ours: self._rounded(name) for name, ours in _GRANITE.items() if name in own and self._arch == "granite"},
             **(self._experts() if self._mixture is not None else {}),
         }
 
@@ -129,6 +159,16 @@ class GgufConfig:
             return {**fields, "moe_intermediate_size": width, "norm_topk_prob": True}
         window = own.count("attention.sliding_window") if self._arch == "gpt-oss" else None
         return {**fields, "intermediate_size": width, "sliding_window": window}
+
+    def _phi3(self, context_len: int) -> dict[str, Any]:
+        """Makes Phi-3's own fields of config.json."""
+        trained_len = self._own.count("rope.scaling.original_context_length", context_len)
+        window = self._own.raw("attention.sliding_window") or None
+        return {"original_max_position_embeddings": trained_len, "sliding_window": window}
+
+    def _rounded(self, name: str) -> float:
+        """Reads a number that config.json had in decimals, and the file has as float32."""
+        return float(f"{self._own.number(name, 0, math.inf):.6g}")
 
     def _gemma(self, hidden: int, head_dim: int, theta: float, rope: Mapping[str, Any]) -> dict[str, Any]:
         """Makes Gemma's own fields of config.json; the file has norms with 1 added."""
@@ -185,7 +225,7 @@ class GgufConfig:
     def _turned_heads(self, name: str, tensor: StoredTensor) -> int:
         """Returns the number of heads whose rows llama.cpp's converter reordered; 0 for rows in our order."""
         match = _LAYER_TENSOR.fullmatch(name)
-        turned = {"attn_q": self._num_heads, "attn_k": self._num_kv_heads} if self._arch == "llama" else {}
+        turned = {"attn_q": self._num_heads, "attn_k": self._num_kv_heads} if self._arch in _TURNED else {}
         heads = turned.get(match[2], 0) if match else 0
         if heads and tensor.shape[0] % (2 * heads):
             raise ModelError(f"tensor {name} has {tensor.shape[0]} rows, no even number for each of {heads} heads")
@@ -203,22 +243,29 @@ class GgufConfig:
         for name in ("expert_shared_count", "expert_shared_feed_forward_length"):
             if self._own.raw(name):
                 raise self._own.wrong(name, "none: shared experts are not supported")
-        if self._own.raw("attention.sliding_window") and self._arch not in (*_GEMMA_27B_LAYERS, "gpt-oss"):
+        if self._own.raw("attention.sliding_window") and self._arch not in (*_GEMMA_27B_LAYERS, "gpt-oss", "phi3"):
             raise self._own.wrong("attention.sliding_window", "none: of these files windows are not read")
 
-    def _rope_scaling(self, rope_freqs: Floats | None, theta: float, head_dim: int, context_len: int) -> dict[str, Any]:
+    def _rope_scaling(
+        self, divisors: Mapping[str, Floats], theta: float, head_dim: int, context_len: int
+    ) -> dict[str, Any]:
         own = self._own
+        if SHORT_FACTORS in divisors or LONG_FACTORS in divisors:
+            if missing := {SHORT_FACTORS, LONG_FACTORS} - divisors.keys():
+                raise ModelError(f"the tensor {min(missing)} is missing beside the other factors of rope")
+            factors = {f"{kind}_factor": divisors[f"rope_factors_{kind}.weight"].tolist() for kind in ("short", "long")}
+            return {"rope_type": "longrope", "attention_factor": own.raw("rope.scaling.attn_factor"), **factors}
         if own.number("rope.scaling.attn_factor", 0, math.inf, 1.0) != 1:
             raise own.wrong("rope.scaling.attn_factor", "1: other ones are not supported")
-        if rope_freqs is not None:
-            return _llama3_scaling(rope_freqs, theta, head_dim)
+        if ROPE_FREQS in divisors:
+            return _llama3_scaling(divisors[ROPE_FREQS], theta, head_dim)
         # As llama.cpp reads them: a factor without a type is linear, and older files name it otherwise.
         kind = own.text("rope.scaling.type", "linear")
         factor = own.number("rope.scaling.factor", 0, math.inf, own.number("rope.scale_linear", 0, math.inf, 1.0))
         if kind == "none" or (kind == "linear" and factor == 1):
             return {"rope_type": "default"}
         if kind == "longrope":
-            raise own.wrong("rope.scaling.type", "linear or yarn: its tensors of divisors are not read")
+            raise own.wrong("rope.scaling.type", f"{SHORT_FACTORS} and {LONG_FACTORS} beside it")
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             trained_len = own.count("rope.scaling.original_context_length", context_len)

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.blocks import Floats, StoredTensor
-from engine.checkpoint.gguf.config import ROPE_FREQS, GgufConfig
+from engine.checkpoint.gguf.config import DIVISORS, GgufConfig
 from engine.checkpoint.gguf.header import Header
 from engine.checkpoint.gguf.tokenizer import GgufTokenizer
 from text.model_file import open_regular
@@ -36,7 +36,7 @@ def convert(folder: Path, parts: Sequence[Path]) -> None:
         raise ModelError(f"{source}: two of its parts have a tensor of the same name")
     config, tokenizer = GgufConfig(metadata, tensors, source), GgufTokenizer(metadata, source)
     contents = {
-        "config.json": config.config(_rope_freqs(headers)),
+        "config.json": config.config(_divisors(headers)) | {"eos_token_id": list(tokenizer.end_ids)},
         "generation_config.json": config.generation_config(tokenizer.end_ids),
         "tokenizer.json": tokenizer.definition(),
         "tokenizer_config.json": tokenizer.config(),
@@ -65,7 +65,7 @@ def _table(headers: Sequence[Header], config: GgufConfig) -> dict[str, Any]:
     rows = {}
     for index, header in enumerate(headers):
         for name, tensor in header.tensors.items():
-            if name == ROPE_FREQS:
+            if name in DIVISORS:
                 continue
             for ours, part in config.places(name, tensor).items():
                 if ours in rows:
@@ -75,15 +75,18 @@ def _table(headers: Sequence[Header], config: GgufConfig) -> dict[str, Any]:
     return {"version": VERSION, "files": files, "tensors": rows}
 
 
-def _rope_freqs(headers: Sequence[Header]) -> Floats | None:
+def _divisors(headers: Sequence[Header]) -> dict[str, Floats]:
+    """Reads the tensors of DIVISORS that there are. Raises ModelError for another type than F32."""
+    found = {}
     for header in headers:
-        if tensor := header.tensors.get(ROPE_FREQS):
+        for name in (one for one in DIVISORS if one in header.tensors):
+            tensor = header.tensors[name]
             if tensor.kind.dtype != "float32":
-                raise ModelError(f"{header.path.name}: tensor {ROPE_FREQS} is {tensor.kind.name}, expected F32")
+                raise ModelError(f"{header.path.name}: tensor {name} is {tensor.kind.name}, expected F32")
             with BufferedReader(open_regular(header.path)) as file:
                 file.seek(tensor.offset)
-                return np.frombuffer(file.read(tensor.num_bytes), np.float32)
-    return None
+                found[name] = np.frombuffer(file.read(tensor.num_bytes), np.float32)
+    return found
 
 
 def _require_finite(path: Path, name: str, tensor: StoredTensor) -> None:

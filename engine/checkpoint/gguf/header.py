@@ -31,9 +31,9 @@ MAX_ALIGNMENT = 1 << 16
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 34: "TQ1_0", 35: "TQ2_0"}
+_OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 34: "TQ1_0", 35: "TQ2_0"}
 _OTHER_TYPES |= {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M"}
-_OTHER_TYPES |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 39: "MXFP4"}
+_OTHER_TYPES |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _BY_NUMBER = {kind.number: kind for kind in TYPES.values()}
 
 

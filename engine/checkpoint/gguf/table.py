@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.gguf import TABLE_FILE, VERSION, require_gguf
 from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, Floats, StoredTensor, unpack
 from engine.checkpoint.json_fields import JsonFields, parse_object
+from kernels.quantized.codebook import Codebook
 from kernels.quantized.matrix import Quantized
 from text.model_file import open_regular, read_regular
 from wire.errors import ModelError
@@ -130,39 +132,28 @@ def read_table(folder: Path) -> dict[str, GgufPart]:
 def quantized(kind: BlockType, stored: Bytes) -> Quantized:
     """Decodes uint8 [rows, bytes of a row] of a type with codes."""
     found, zero = unpack(kind, stored), _ZEROS.get(kind.name, 0)
-    bits = int(kind.name[1])
-    codes = torch.from_numpy(found.codes)
+    bits = 4 if kind.codebook else int(kind.name[1])
+    codes = torch.from_numpy(_places(kind.codebook, found.codes) if kind.codebook else found.codes)
     codes = codes if bits == 8 else (codes + zero).view(torch.uint8)
-    if found.group == kind.numbers:  # one level of scales
-        scales, offsets = (None if one is None else _half(one) for one in (found.scale, found.offset))
-        assert scales is not None
-        return Quantized(
-            codes=codes, bits=bits, group=found.group, block=found.group, scales=scales, offsets=offsets, zero=zero
-        )
-    halves = [_read_half(kind, stored, at) for at in kind.halves]
-    factors = _factors(found.scale, halves[0])
-    if found.offset is None:
-        return Quantized(
-            codes=codes,
-            bits=bits,
-            group=found.group,
-            block=kind.numbers,
-            scales=_half(halves[0]),
-            offsets=None,
-            scale_factors=factors,
-            zero=zero,
-        )
-    scales, offsets, minima = _half(halves[0]), _half(-halves[1]), _factors(found.offset, -halves[1])
-    return Quantized(
-        codes=codes,
-        bits=bits,
-        group=found.group,
-        block=kind.numbers,
-        scales=scales,
-        offsets=offsets,
-        scale_factors=factors,
-        offset_factors=minima,
+    coded = partial(
+        Quantized, codes=codes, bits=bits, group=found.group, block=kind.numbers, zero=zero, codebook=kind.codebook
     )
+    if kind.codebook is Codebook.E2M1:
+        return coded(scales=torch.from_numpy(found.scale).bfloat16())
+    if found.group == kind.numbers:  # one level of scales
+        return coded(scales=_half(found.scale), offsets=None if found.offset is None else _half(found.offset))
+    halves = [_read_half(kind, stored, at) for at in kind.halves]
+    scaled = partial(coded, scales=_half(halves[0]), scale_factors=_factors(found.scale, halves[0]))
+    if found.offset is None:
+        return scaled()
+    return scaled(offsets=_half(-halves[1]), offset_factors=_factors(found.offset, -halves[1]))
+
+
+def _places(codebook: Codebook, numbers: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Finds the codes of numbers."""
+    codes = np.zeros(256, np.int8)
+    codes[np.array(codebook.value, np.int8).view(np.uint8)] = np.arange(len(codebook.value))
+    return codes[numbers.view(np.uint8)]
 
 
 def _half(values: Floats) -> torch.Tensor:

@@ -19,6 +19,7 @@ _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BREAKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TITLE, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER, _LOWER = r"(?:(?![a-z])\p{L})", r"(?:(?![A-Z])\p{L})"
 
 
@@ -34,6 +35,13 @@ class _Words:
 
 
 _LLAMA3 = _Words((rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_BREAKS}",), True, True)
+_CL100K = _Words(_LLAMA3.patterns)
+_O200K = _Words(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_TITLE}*{_SMALL}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_TITLE}+{_SMALL}*{_CONTRACTIONS}?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 _QWEN2 = _Words((rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_BREAKS}",))
 _SMOLLM = _Words((r"\p{N}", _GPT2))
 _PLAIN = _Words((_GPT2,))
@@ -51,6 +59,8 @@ WORDS: dict[str, _Words] = {
     "deepseek-coder": _DEEPSEEK_CODER,
     "tekken": _TEKKEN,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _CL100K),
+    **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SMOLLM),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _PLAIN),

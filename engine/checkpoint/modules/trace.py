@@ -6,7 +6,7 @@ engine.model.modules_model.PagedAttention. So a step's tables are found from the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,6 @@ HARMLESS = {
 """Arguments that say nothing of scores in evaluation without a cache."""
 
 
-class Attention(Protocol):
-    """The attention of a module. Twins: `Trace` and `PagedAttention`."""
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]
-    ) -> Tensor:
-        """Attends with [1, heads, T, size]; returns [1, T, heads, size]."""
-
-
 def refuse(reasons: Mapping[str, object]) -> None:
     """Raises ModelError with the first reason that holds."""
     for reason, holds in reasons.items():
@@ -49,8 +40,7 @@ def attend(
     Raises ModelError for a call with a mask or biases, which pages do not have.
     """
     refuse({"its code adds a mask or biases of its own to scores": attention_mask is not None})
-    attention: Attention = getattr(module, ATTENTION)
-    return attention.attend(module, query, key, value, settings), None
+    return getattr(module, ATTENTION).attend(module, query, key, value, settings), None
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Trace:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]
     ) -> Tensor:
-        """Implements `Attention.attend`. Raises ModelError for attention that pages do not have."""
+        """Attends with [1, heads, T, size]; returns [1, T, heads, size]. Raises ModelError for what pages lack."""
         given = {name: one for name, one in settings.items() if one is not None}
         (_, num_queries, _, size), num_kv = query.shape, key.shape[1]
         unknown = min(given.keys() - KNOWN - HARMLESS, default="")

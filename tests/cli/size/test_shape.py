@@ -86,6 +86,7 @@ PLAIN: dict[str, Any] = {name: SMALL[name] for name in SMALL if name != "num_key
         transformers.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=96),
         transformers.Qwen3Config(**SMALL, head_dim=32),
         transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[1]),
+        transformers.GptOssConfig(**SMALL, head_dim=32, num_local_experts=8),
         transformers.DeepseekV3Config(**SMALL, **LATENT, **ROUTED, moe_intermediate_size=48),
         transformers.Phi3Config(**SMALL, pad_token_id=0),
         transformers.GPT2Config(**OLD),
@@ -109,6 +110,11 @@ def test_transformers_counts_as_many_parameters(config: transformers.PreTrainedC
 @pytest.mark.parametrize("config", [LLAMA_3_8B, LLAMA_2_70B, MISTRAL_7B, QWEN3_06B])
 def test_the_engine_makes_the_same_blocks(config: dict[str, Any]) -> None:
     assert ModelShape.parse(config).kv_layout(16) == ModelConfig.parse(config).kv_layout(config["torch_dtype"], 16)
+
+
+def test_mxfp4_has_four_bits() -> None:
+    config = SMALL | {"model_type": "gpt_oss", "num_local_experts": 8, "max_position_embeddings": 128}
+    assert ModelShape.parse(config | {"quantization_config": {"quant_method": "mxfp4"}}).weight_bits == 4
 
 
 def test_a_model_of_several_media_is_its_text_model() -> None:

@@ -15,10 +15,12 @@ from deploy.controller import workers as workers_module
 from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.supervised import EventLog, Supervision
+from deploy.controller.workers import RouterMembers
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, RayNode, Resources
 from deploy.processes.atomic_file import AtomicFile
+from router.config import RouterSettings
 from tests.deploy.plan.test_cluster_plan import MACHINE, planned
 from wire.errors import (
     ConfigError,
@@ -783,3 +785,29 @@ async def test_a_worker_that_gets_its_node_after_the_drain_began_does_not_start_
         await until(lambda: world.router.known == {D1, P2})
         assert (host.places[P1], host.places[P2]) == (OTHER.id, "head")
         assert f"worker prefill-1 did not start: node {OTHER.name} drains" in str(world.events.report())
+
+
+class TwoRouters(FleetHost):
+    """A host with a second router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = FakeRouter()
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if name == "router-1":
+            return self.second.set_members(str(*arguments))
+        return await super().call(name, method, *arguments, timeout_s=timeout_s)
+
+
+async def test_every_router_is_told_of_the_workers_and_asked_again_until_all_know_them() -> None:
+    host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
+    members = RouterMembers(
+        pools, planned(ClusterConfig(router=RouterSettings(routers=2))).routers, host, EventLog(float)
+    )
+    host.second.away = True
+    await members.announce()
+    assert (len(host.router.told), host.second.told, members.are_announced) == (1, [], False)
+    host.second.away = False
+    await members.announce()
+    assert (host.second.sizes, members.are_announced) == (PoolSizes(1, 1), True)

@@ -7,7 +7,7 @@ import pytest
 from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
-from deploy.controller.frontends import ROUTER, Frontends
+from deploy.controller.frontends import Frontends
 from deploy.controller.supervised import EventLog, Supervision, Tasks
 from deploy.plan.config import ClusterConfig
 from gateway.config import GatewayConfig
@@ -15,6 +15,7 @@ from router.config import RouterConfig
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError
 from wire.pools import Addresses
+from wire.trust.identity import ROUTER
 from wire.typed_reader import from_json, to_json
 
 PORT = 4321
@@ -31,9 +32,9 @@ class DoorHost(LocalHost):
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         await super().start(name, config_json, timeout_s)
-        if name == ROUTER:
+        if name.startswith(ROUTER):
             self.routers.append(from_json(RouterConfig, config_json, "router"))
-            return to_json(Addresses(*[self.router_address] * 4))
+            return to_json(Addresses(*[self.router_address + name.removeprefix(f"{ROUTER}-").removeprefix(ROUTER)] * 4))
         config = from_json(GatewayConfig, config_json, "gateway")
         assert config.name == name
         self.started.append(config)
@@ -51,7 +52,7 @@ def make(host: DoorHost, run_dir: Path, number: int = 3) -> Frontends:
 
 async def started(host: DoorHost, run_dir: Path, number: int = 3) -> Frontends:
     front = make(host, run_dir, number)
-    await front.start_router()
+    await front.start_routers()
     await front.start_gateways()
     return front
 
@@ -118,6 +119,34 @@ async def test_a_router_that_dies_takes_its_ports_again_and_later_gateways_find_
     again = host.routers[1]
     assert [again.settings.grpc_port, again.local_port, again.operator_port, again.settings.metrics_port] == [1] * 4
     assert [one.address for one in host.started[3:]] == ["127.0.0.1:2"]
+
+
+async def test_each_of_several_routers_has_ports_of_its_own_and_gateways_know_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.001)
+    host, tasks, back = DoorHost(), Tasks(), asyncio.Queue[str]()
+    plan = planned(
+        ClusterConfig.load(
+            None, {"router": {"routers": 3, "grpc_port": 7000, "metrics_port": 7100}, "http": {"port": 0}}
+        )
+    )
+    front = Frontends(replace(plan, run_dir=str(tmp_path)), "head", Supervision(host, tmp_path, EventLog(lambda: 0.0)))
+    await front.start_routers()
+    await front.start_gateways()
+    ports = [(one.settings.grpc_port, one.settings.metrics_port) for one in host.routers]
+    assert ports == [(7000, 7100), (7001, 7101), (7002, 7102)]
+    each = "127.0.0.1:1,127.0.0.1:11,127.0.0.1:12"
+    assert front.addresses == Addresses(each, each, each, each, f"127.0.0.1:{PORT}")
+    assert (host.started[0].address, host.started[0].operator_address) == (each, each)
+    front.keep(tasks, on_restart=back.put_nowait)
+    host.actors["router-1"] = Liveness.DEAD
+    async with asyncio.timeout(5):
+        assert await back.get() == "router-1"
+    tasks.cancel()
+    await tasks.wait()
+    again = host.routers[3]
+    assert [again.settings.grpc_port, again.local_port, again.operator_port, again.settings.metrics_port] == [11] * 4
 
 
 async def test_a_later_controller_finds_the_doors_and_their_ports(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_public_door_without_keys_lets_no_caller_in() -> None:
 
 
 def test_each_bound_of_the_router_is_passed_on() -> None:
-    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS, "public_prefixes"}
+    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS, "routers", "public_prefixes"}
     config = ClusterConfig.load(None, {"router": {**BOUNDS, "public_prefixes": ["Once upon a time"]}})
     settings = planned(config).router.settings
     assert settings.public_prefixes == ("Once upon a time",)

@@ -145,6 +145,16 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("insecure = true\n[router]\nhost = 'localhost'", "router.host must be an IPv4 address, not 'localhost'"),
         ("[ray]\nplain_network = '10.0.0.0/24'", "ray.plain_network 10.0.0.0/24: KV and tokens cross it unencrypted"),
         ("insecure = true\n[ray]\nplain_network = '10.0.0.1/24'", "ray.plain_network must be like 10.0.0.0/24"),
+        ("[router]\nrouters = 0", "router.routers must be between 1 and 16, not 0"),
+        (
+            "[router]\nrouters = 2\ngrpc_port = 7000\nmetrics_port = 7001",
+            "router.metrics_port must be another port than router.grpc_port, of each router, not 7001",
+        ),
+        (
+            "[router]\nrouters = 3\ngrpc_port = 7000\n[http]\nport = 7002",
+            "http.port must be another port than those of the router, not 7002",
+        ),
+        ("[router]\nrouters = 2\ngrpc_port = 65535", "router.routers must be no more than there are ports"),
         ("insecure = 1", "insecure: must be true or false, not 1"),
     ],
 )

@@ -159,6 +159,18 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         inspect_model(ModelSettings(path=str(tmp_path)), "cpu")
 
 
+def test_modules_of_transformers_promise_no_tokens_and_share_no_weights(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt-neox", tmp_path / "model")
+    model = inspect_model(ModelSettings(path=str(folder)), "cpu")
+    assert not model.served.batch_invariant
+    assert (model.is_mapped, model.node_bytes) == (False, 0)
+    assert model.worker_bytes(0) == model.weight_bytes > bytes_of_matrices(folder)
+    with pytest.raises(ConfigError, match=r"speculation\.proposer: GPTNeoXForCausalLM runs by transformers' modules"):
+        inspect_model(ModelSettings(path=str(folder)), "cpu", proposer="ngram")
+    native = inspect_model(ModelSettings(path=str(make_checkpoint("llama-gqa", tmp_path / "llama"))), "cpu", "auto")
+    assert native.served.batch_invariant
+
+
 def test_what_is_known_of_a_draft(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "model")
     other = make_checkpoint("llama-mqa", tmp_path / "draft", seed=1, num_hidden_layers=1)

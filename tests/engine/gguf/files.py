@@ -21,8 +21,12 @@ from tests.harness.checkpoints import byte_level_tokenizer, make_checkpoint
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Rows of all matrices are a multiple of 256 numbers, the block of Q4_K, Q5_K and Q6_K."""
 SPREAD = 0.1
-DRAWN = ("Q4_K", "Q5_K", "Q6_K")
+DRAWN = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """The types that the package does not quantize to."""
+BY_HAND = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
+"""Model types whose tensors are named by the table below; others are named by the package."""
+_JUDGED = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+MAX_LAYERS = 8
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -62,6 +66,8 @@ def drawn_blocks(name: str, rows: int, columns: int, seed: int, spread: float = 
         case "BF16":
             return np.ascontiguousarray(drawn.view(np.uint16)[:, 1::2]).view(np.uint8)
     blocks = random.integers(0, 256, (rows * columns // kind.numbers, kind.bytes), dtype=np.uint8)
+    if name == "MXFP4":  # its first byte is an exponent
+        blocks[:, 0] = random.integers(124, 127, len(blocks)) + round(math.log2(spread))
     halves = random.normal(size=(len(blocks), len(kind.halves)))
     for factor in (1.0, spread):
         for column, at in enumerate(kind.halves):
@@ -89,9 +95,9 @@ def make_gguf(folder: Path, kind: str, arch: str = "llama-gqa", num_parts: int =
     config = json.loads((plain / "config.json").read_text())
     weights, is_stacked = load_file(plain / "model.safetensors"), config["model_type"] == "gpt_oss"
     weights = _unstacked(weights) if is_stacked else weights
-    tensors: dict[str, tuple[Stored, str]] = {}
+    tensors = longrope_factors(config)
     dequantized = {}
-    for seed, (their_name, names) in enumerate(_their_names(weights, is_stacked).items()):
+    for seed, (their_name, names) in enumerate(_their_names(config["model_type"], weights, is_stacked).items()):
         is_matrix = weights[names[0]].ndim == 2 and "ffn_gate_inp" not in their_name
         its_kind = kind if is_matrix else "F32"
         heads = _turned_heads(config, names[0])
@@ -144,6 +150,7 @@ def write_gguf(
         f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] in ("linear", "yarn") else None,
         f"{arch}.rope.scaling.factor": rope["factor"] if rope["rope_type"] in ("linear", "yarn") else None,
         f"{arch}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        **{f"{arch}.{key}": value for key, value in _own_keys(config).items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.__getitem__),
@@ -175,6 +182,47 @@ def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float3
     return np.array(divisors, np.float32)
 
 
+def _own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that llama.cpp's converter writes for one architecture or two."""
+    rope, head_dim = (
+        config["rope_parameters"],
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    )
+    part = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    match config["model_type"]:
+        case "granite":
+            return {
+                "embedding_scale": config["embedding_multiplier"],
+                "attention.scale": config["attention_multiplier"],
+                "residual_scale": config["residual_multiplier"],
+                "logit_scale": config["logits_scaling"],
+                "rope.dimension_count": part,
+            }
+        case "phi3":
+            trained_len, stretch = config["original_max_position_embeddings"], 1.0
+            if rope["rope_type"] == "longrope":
+                stretch = config["max_position_embeddings"] / trained_len
+            return {
+                "rope.dimension_count": part,
+                "rope.scaling.original_context_length": trained_len,
+                "rope.scaling.attn_factor": math.sqrt(1 + math.log(stretch) / math.log(trained_len)),
+                "attention.sliding_window": config["sliding_window"],
+            }
+        case "glm4" | "smollm3":
+            return {"rope.dimension_count": part}
+    return {}
+
+
+def longrope_factors(config: Mapping[str, Any]) -> dict[str, tuple[Stored, str]]:
+    """The tensors that llama.cpp's converter makes of LongRoPE; none for another scaling."""
+    rope = config["rope_parameters"]
+    kinds = ("short", "long") if rope["rope_type"] == "longrope" else ()
+    return {
+        f"rope_factors_{kind}.weight": (np.array(rope[f"{kind}_factor"], np.float32).view(np.uint8), "F32")
+        for kind in kinds
+    }
+
+
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
@@ -196,18 +244,21 @@ def _stored(kind: str, weight: torch.Tensor, seed: int) -> Stored:
     return np.ascontiguousarray(quantized).view(np.uint8).reshape(*weight.shape[:-1], -1)
 
 
-def _their_names(weights: Mapping[str, torch.Tensor], is_gpt_oss: bool) -> dict[str, list[str]]:
+def _their_names(arch: str, weights: Mapping[str, torch.Tensor], is_gpt_oss: bool) -> dict[str, list[str]]:
     """Groups tensors, of which experts are in their order, under llama.cpp's names."""
     grouped: dict[str, list[str]] = {}
     by_expert = sorted(weights, key=lambda name: int(name.split(".")[-3]) if ".experts." in name else 0)
     for name in by_expert:
-        theirs = _their_name(name)
+        theirs = _their_name(arch, name)
         theirs = theirs.replace("ffn_norm", "post_attention_norm") if is_gpt_oss else theirs
         grouped.setdefault(theirs, []).append(name)
     return grouped
 
 
-def _their_name(name: str) -> str:
+def _their_name(arch: str, name: str) -> str:
+    if arch not in BY_HAND:
+        names = gguf.get_tensor_name_map(_JUDGED[arch], MAX_LAYERS)
+        return str(names.get_name(name, try_suffixes=(".weight", ".bias")))
     stem, _, kind = name.rpartition(".")
     if kind == "sinks":
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
@@ -254,7 +305,7 @@ def _stacked(single: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _turned_heads(config: Mapping[str, Any], name: str) -> int:
-    if config["model_type"] not in ("llama", "mixtral"):
+    if config["model_type"] not in ("llama", "mixtral", "granite", "smollm3"):
         return 0
     if ".q_proj." in name:
         return int(config["num_attention_heads"])

@@ -84,7 +84,39 @@ def test_an_architecture_is_configured_as_its_checkpoint(arch: str, tmp_path: Pa
     assert ours == theirs
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0"])
+ROTATED_PART = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
+NEWER: dict[str, dict[str, Any]] = {
+    "phi3": {},
+    "phi3-part": {
+        "rope_parameters": ROTATED_PART | {"short_factor": [1.0 + n / 8 for n in range(24)], "long_factor": [4.0] * 24}
+    },
+    "granite": {},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "olmo2": {},
+    "glm4": {"head_dim": 64, "attention_bias": True},
+}
+"""Architectures whose tensors and keys have other names than Llama's, with the sizes that files want."""
+
+
+@pytest.mark.parametrize("arch", NEWER)
+def test_newer_architectures_are_configured_and_answer_as_their_checkpoints(arch: str, tmp_path: Path) -> None:
+    found = find_folder(str(make_gguf(tmp_path, "Q8_0", arch, **NEWER[arch])))
+    plain = tmp_path / "plain"
+    require_same_weights(found, plain)
+    ours, theirs = (
+        ModelConfig.parse(json.loads((one / "config.json").read_text()) | {"dtype": "float32", "eos_token_id": None})
+        for one in (found, plain)
+    )
+    for rope, expected in zip(ours.ropes, theirs.ropes, strict=True):
+        assert torch.equal(rope.frequencies(64), expected.frequencies(64))
+        torch.testing.assert_close(rope.factors(64), expected.factors(64), rtol=1e-7, atol=0)
+    assert replace(ours, layer_ropes=theirs.layer_ropes) == theirs
+    chosen = choose_prompt(plain, 40, num_tokens=24)
+    model = Decoder.load(found, "float32", CPU, block_size=16)
+    assert generate(model, [chosen.prompt_ids], 24) == [list(chosen.token_ids)]
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("arch", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_stacked_experts_are_the_experts_of_their_checkpoint(arch: str, kind: str, tmp_path: Path) -> None:
     """As configurations, weights and tokens; files of Qwen3-MoE have normed shares and no dense layers."""

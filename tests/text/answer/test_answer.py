@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text.answer.answer import AnswerParser, Part, Reasoning, ReasoningCount
-from text.answer.calls import MAX_HEAD_CHARS, Arguments, CallBegun
+from text.answer.answer import AnswerParser, Part, ReasoningCount
+from text.answer.calls import MAX_HEAD_CHARS, Arguments, CallBegun, Reasoning
 from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
@@ -17,6 +17,11 @@ QWEN_F, QWEN_G = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</t
 LLAMA_F, LLAMA_G = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (F, G))
 MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
 BARE = '[TOOL_CALLS]f[ARGS]{"a": 1}\n[TOOL_CALLS]g[CALL_ID]Ab1[ARGS] {}'
+ASSISTANT, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
+ANALYSIS, FINAL, TOLD = (f"{CHANNEL}{name}{MESSAGE}" for name in ("analysis", "final", "commentary"))
+HARMONY_F, HARMONY_G = (
+    f"{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}{given}<|call|>" for name, given in (F, G)
+)
 LONG = "a" * MAX_HEAD_CHARS
 NESTED = '{"a": "}\\"] </tool_call> {"}'
 Told = list[str | tuple[str, str]]
@@ -63,6 +68,16 @@ CASES: list[tuple[str, str, Told | None]] = [
     ("mistral", "[TOOL_CALLS]f[ARGS]{", [("f", "{")]),
     ("mistral", f"[TOOL_CALLS]f [ARGS]{MISTRAL}", ["[TOOL_CALLS]f [ARGS]", F, G]),
     ("qwen", "<tool_call>f[ARGS]{}", None),
+    ("harmony", HARMONY_F, [F]),
+    ("harmony", f"{HARMONY_F}{ASSISTANT}{HARMONY_G}", [F, G]),
+    ("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}{F[1]}", [F]),
+    ("harmony", f"{TOLD}Let me see.<|end|>{ASSISTANT}{HARMONY_F}", ["Let me see.", F]),
+    ("harmony", f"{FINAL}a < b <|en<|return|>", ["a < b <|en"]),
+    ("harmony", f"{FINAL}cut <|e", ["cut <|e"]),
+    ("harmony", f"{CHANNEL}commentary to=functions.h{MESSAGE}{{}}", None),
+    ("harmony", f"{CHANNEL}{LONG}{MESSAGE}", None),
+    ("harmony", "hello", None),
+    ("harmony", f"hello {HARMONY_F.removesuffix('<|call|>')}", None),
 ]
 """A format, a text, and what is found in it; None is the text itself."""
 TEXTS = [(name, text, expected or [text]) for name, text, expected in CASES]
@@ -78,9 +93,16 @@ THOUGHTS: list[tuple[str, str, str, Told]] = [
     ("think", f"<think>so</think>\n{QWEN_F}", "so", [F]),
     ("magistral", "[THINK]so[/THINK]yes", "so", ["yes"]),
     ("", "<think>so</think>", "", ["<think>so</think>"]),
+    ("harmony", f"{ANALYSIS}so<|end|>{ASSISTANT}{FINAL}yes", "so", ["yes"]),
+    ("harmony", f"{ANALYSIS}so<|end|>{ASSISTANT}{ANALYSIS} on<|end|>{ASSISTANT}{HARMONY_F}", "so on", [F]),
+    ("harmony", f"{ANALYSIS}cut <|", "cut <|", []),
+    ("harmony", f"{ANALYSIS}<|end|>{ASSISTANT}{FINAL}", "", []),
+    ("harmony", f"{CHANNEL}fin", "", []),
+    ("harmony", "yes", "", ["yes"]),
 ]
 PIECES = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>", "</think>"),
+    *(ASSISTANT, CHANNEL, MESSAGE, "analysis", "to=functions.f", "<|end|>", "<|call|>", HARMONY_F),
     *("{", "}", "[", "]", '"', "\\", ";", ",", "a", " ", LONG, " " * 9),
 )
 VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL, BARE)
@@ -125,7 +147,7 @@ def test_reasoning_and_content_split_anywhere(reasoning_format: str, text: str, 
 @settings(max_examples=400, deadline=None)
 @given(
     st.sampled_from([*CALL_FORMATS]),
-    st.sampled_from(["", "think"]),
+    st.sampled_from(["", "think", "harmony"]),
     st.lists(st.sampled_from((*PIECES, *VALID)), max_size=20),
     st.data(),
 )
@@ -135,7 +157,8 @@ def test_any_text_in_any_pieces(tool_format: str, reasoning_format: str, parts: 
     ends = [*accumulate(data.draw(st.lists(st.integers(1, 9))), initial=0), len(text)]
     assert parsed(tool_format, [text[start:end] for start, end in pairwise(ends)], reasoning_format) == whole
     assert parsed(tool_format, [*text], reasoning_format) == whole
-    if not reasoning_format and not any(isinstance(one, tuple) for one in whole[1]):
+    has_headers = "harmony" in (tool_format, reasoning_format)  # which are dropped
+    if not has_headers and not reasoning_format and not any(isinstance(one, tuple) for one in whole[1]):
         assert whole[1] == [text] * bool(text)
 
 
@@ -178,6 +201,7 @@ def test_parts_are_told_as_they_come() -> None:
         ("{{ tools }}", "", ""),
         ("{{ content.split('</think>')[-1] }}", "", "think"),
         ("{{ tools }}<tool_call></think>", "qwen", "think"),
+        (f"{{{{ tools }}}}{ANALYSIS}{{{{ thought }}}} to=functions.{{{{ name }}}}", "harmony", "harmony"),
     ],
 )
 def test_templates_tell_their_formats(template: str, tool: str, reasoning: str) -> None:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from tests.harness.checkpoints import byte_level_tokenizer
 from text.answer.answer import AnswerParser
 from text.answer.calls import CallBegun
-from text.answer.formats import CALL_FORMATS, AnswerFormats
+from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats
 from text.answer.frame import NO_FRAME, AnswerFrame, ToolUse
 from text.byte_tokenizer import ByteTokenizer
 from text.grammar import new_matcher
@@ -192,6 +192,34 @@ def test_marks_that_are_one_token_of_a_vocabulary_are_this_token(is_special: boo
         assert sum(one >= 300 for one in ids) == 6
         assert matcher.try_consume_tokens(ids) == len(ids)
         assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("is_token", [False, True])
+def test_an_answer_in_harmony_has_the_header_of_its_channel(is_token: bool) -> None:
+    """With marks spelled, and as special tokens, which a text of the content cannot have."""
+    backend = byte_level_tokenizer(300)
+    marks = CHANNELS["harmony"].marks if is_token else ()
+    backend.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer = Tokenizer(backend)
+    vocabulary = LLTokenizer(tokenizer.definition, eos_token=0)
+
+    def takes(use: ToolUse, content: ResponseFormat | None, text: str) -> bool:
+        grammar = frame_of("harmony", use, channel="harmony").grammar(content, tokenizer)
+        assert grammar is not None
+        matcher, ids = new_matcher(grammar, vocabulary), tokenizer.encode(text)
+        return int(matcher.try_consume_tokens(ids)) == len(ids) and matcher.is_accepting()
+
+    thought, final = "<|channel|>analysis<|message|>so<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    call, bad = written("harmony", F), written("harmony", BAD)
+    for before in ("", thought):
+        assert takes(ToolUse(), NUMBER, f"{before}{final}12")
+        assert not takes(ToolUse(), NUMBER, f"{before}12")
+        assert takes(REQUIRED, None, f"{before}{call}")
+        assert not takes(REQUIRED, None, f"{before}{final}hello")
+        assert takes(STRICT, None, f"{before}{call}")
+        assert takes(STRICT, None, f"{before}{final}hello")
+        assert not takes(STRICT, None, f"{before}{bad}")
+        assert takes(ToolUse(TOOLS), NUMBER, f"{before}{bad}")
 
 
 def test_reasoning_ends_at_its_budget() -> None:

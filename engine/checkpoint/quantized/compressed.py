@@ -1,4 +1,4 @@
-"""Quantized checkpoints in .safetensors files: formats of compressed-tensors (W4A16, W8A16, FP8), and `fp8`.
+"""The formats of compressed-tensors (W4A16, W8A16, FP8), and of the method `fp8`.
 
 A matrix X.weight [columns, depth] is stored as codes and scales, in tensors of these names:
 
@@ -15,90 +15,77 @@ the columns. A weight is (code - zero point) * scale, rounded once to the scale'
 decompresses it. Activations are not quantized; a checkpoint with static scales of activations is refused.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.quantized.parts import SCALE_DTYPES, read_part, require, split_words
 from engine.checkpoint.tensor_file import TensorFile
 from kernels.quantized.matrix import Quantized
 from wire.errors import ModelError
 
-FIELDS = ("quantization_config", "compression_config")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 STRATEGIES = ("tensor", "channel", "group", "block")
-SUPPORTED = "compressed-tensors (weights of 4 and 8 bits, FP8) or fp8"
 SCALES = ("weight_scale", "weight_scale_inv")
 PARTS = ("weight", "weight_packed", "weight_shape", "weight_zero_point", *SCALES)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Scheme:
+class CompressedScheme:
     """The sizes of groups, and of blocks [columns, depth], that a checkpoint declares."""
 
     groups: frozenset[int] = frozenset()
     blocks: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
-    def parse(cls, config: JsonFields) -> "Scheme | None":
-        """Reads the quantization of config.json, None if absent. Raises ModelError for an unsupported scheme."""
-        name = next((one for one in FIELDS if one in config), None)
-        if name is None:
-            return None
-        fields = config.section(name)
-        match fields.text("quant_method", "compressed-tensors"):
-            case "compressed-tensors":
-                return cls._of_compressed_tensors(fields)
-            case "fp8":
-                return cls._of_fp8(fields)
-            case "mxfp4":
-                return cls()
-        raise fields.wrong("quant_method", SUPPORTED)
-
-    @classmethod
-    def _of_fp8(cls, fields: JsonFields) -> "Scheme":
-        _require(
+    def parse_fp8(cls, fields: JsonFields) -> "CompressedScheme":
+        """Reads the quantization of the method fp8. Raises ModelError for an unsupported one."""
+        require(
             fields, "activation_scheme", "dynamic: static scales of activations are not supported", (None, "dynamic")
         )
-        _require(fields, "fmt", "e4m3", (None, "e4m3"))
+        require(fields, "fmt", "e4m3", (None, "e4m3"))
         return cls(blocks=frozenset(_block(fields, "weight_block_size")))
 
     @classmethod
-    def _of_compressed_tensors(cls, fields: JsonFields) -> "Scheme":
-        _require(fields, "format", " or ".join(FORMATS), FORMATS)
-        _require(fields, "quantization_status", "compressed", (None, "compressed"))
+    def parse(cls, fields: JsonFields) -> "CompressedScheme":
+        """Reads the quantization of the method compressed-tensors. Raises ModelError for an unsupported one."""
+        require(fields, "format", " or ".join(FORMATS), FORMATS)
+        require(fields, "quantization_status", "compressed", (None, "compressed"))
         for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            _require(fields, name, "none: it is not supported", (None, {}))
+            require(fields, name, "none: it is not supported", (None, {}))
         schemes, groups = fields.section("config_groups"), set[int]()
         blocks = set[tuple[int, int]]()
         for name, _ in schemes.items():
             scheme = schemes.section(name)
-            _require(scheme, "format", " or ".join(FORMATS), (None, *FORMATS))
-            _require(scheme, "output_activations", "none: it is not supported", (None,))
+            require(scheme, "format", " or ".join(FORMATS), (None, *FORMATS))
+            require(scheme, "output_activations", "none: it is not supported", (None,))
             if "input_activations" in scheme:
                 activations = scheme.section("input_activations")
-                _require(activations, "dynamic", "true: static scales of activations are not supported", (True,))
+                require(activations, "dynamic", "true: static scales of activations are not supported", (True,))
             weights = scheme.section("weights")
-            _require(weights, "num_bits", "4 or 8", (4, 8))
+            require(weights, "num_bits", "4 or 8", (4, 8))
             kinds = ("int", "float") if weights.count("num_bits") == 8 else ("int",)
-            _require(weights, "type", "int, or float of 8 bits", kinds)
-            _require(weights, "strategy", " or ".join(STRATEGIES), STRATEGIES)
-            _require(weights, "actorder", "static, weight or none", (None, False, "static", "weight"))
+            require(weights, "type", "int, or float of 8 bits", kinds)
+            require(weights, "strategy", " or ".join(STRATEGIES), STRATEGIES)
+            require(weights, "actorder", "static, weight or none", (None, False, "static", "weight"))
             if weights.raw("strategy") == "group":
                 groups.add(weights.count("group_size"))
             blocks |= _block(weights, "block_structure")
         return cls(frozenset(groups), frozenset(blocks))
 
+    def open(self, tensor_to_file: Mapping[str, TensorFile]) -> "CompressedCodes":
+        """Implements `Scheme.open`."""
+        return CompressedCodes(tensor_to_file, self)
+
 
 class CompressedCodes:
-    """The quantized matrices of .safetensors files; none without a scheme."""
+    """The matrices of such a checkpoint."""
 
-    def __init__(self, tensor_to_file: Mapping[str, TensorFile], scheme: Scheme | None) -> None:
+    def __init__(self, tensor_to_file: Mapping[str, TensorFile], scheme: CompressedScheme) -> None:
         self._files = tensor_to_file
         self._scheme = scheme
 
@@ -106,18 +93,18 @@ class CompressedCodes:
         """Lists the stored tensors of a matrix; empty if it is not quantized."""
         stem = name.removesuffix("weight")
         parts = [part for part in PARTS if f"{stem}{part}" in self._files]
-        return [f"{stem}{part}" for part in parts] if self._scheme and parts not in ([], ["weight"]) else []
+        return [f"{stem}{part}" for part in parts] if parts not in ([], ["weight"]) else []
 
     def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Quantized:
         """Reads a matrix; on the device `meta` without content. Raises ModelError, which names the tensor."""
         stem = name.removesuffix("weight")
-        parts = {one.removeprefix(stem): self._part(one, device) for one in self.names(name)}
+        parts = {one.removeprefix(stem): read_part(self._files, one, device) for one in self.names(name)}
         codes, bits = _codes(name, parts, shape[1])
         declared = [parts["weight_shape"].tolist()] if "weight_shape" in parts and device.type != "meta" else []
         if wrong := [one for one in (list(codes.shape), *declared) if one != list(shape)]:
             raise ModelError(f"tensor {name} has codes of {str(wrong[0])[:64]}, config.json makes it {list(shape)}")
         stored = next((parts[one] for one in SCALES if one in parts), None)
-        if stored is None or stored.dtype not in _DTYPES:
+        if stored is None or stored.dtype not in SCALE_DTYPES:
             raise ModelError(f"tensor {name} has codes without scales of float32, bfloat16 or float16")
         scales, group = self._spread(name, stored, shape)
         if "weight_zero_point" not in parts:
@@ -144,15 +131,8 @@ class CompressedCodes:
             source=scales.dtype,
         )
 
-    def _part(self, name: str, device: torch.device) -> Tensor:
-        file = self._files[name]
-        if device.type != "meta":
-            return file.read(name)
-        return torch.empty(file.entries[name].shape, dtype=file.entries[name].dtype, device=device)
-
     def _spread(self, name: str, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, int]:
         """Expands scales to [columns, groups]; returns them and the group size. Raises ModelError."""
-        assert self._scheme is not None
         columns, depth = shape
         if scales.numel() == 1:
             return scales.reshape(1, 1).expand(columns, 1), depth
@@ -185,10 +165,8 @@ def _codes(name: str, parts: Mapping[str, Tensor], depth: int) -> tuple[Tensor, 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpacks the first `count` codes of each row: 4 bits to uint8, 8 bits to int8."""
-    rows = packed.contiguous().view(torch.uint8)
-    if bits == 8:
-        return (rows ^ 128).view(torch.int8)[:, :count]
-    return torch.stack((rows & 15, rows >> 4), -1).flatten(1)[:, :count]
+    codes = split_words(packed, bits)[:, :count]
+    return (codes ^ 128).view(torch.int8) if bits == 8 else codes
 
 
 def _zeros(given: Tensor, bits: int, columns: int) -> Tensor:
@@ -196,11 +174,6 @@ def _zeros(given: Tensor, bits: int, columns: int) -> Tensor:
     if given.dtype is torch.int32 and given.dim() == 2:
         return _unpacked(given.T, bits, columns).T.to(torch.int8)
     return given.to(torch.int8) + (8 if bits == 4 else 0)
-
-
-def _require(fields: JsonFields, name: str, expected: str, served: Container[Any]) -> None:
-    if fields.raw(name) not in served:
-        raise fields.wrong(name, expected)
 
 
 def _block(fields: JsonFields, name: str) -> set[tuple[int, int]]:
