@@ -1,5 +1,6 @@
 """Products in the tiles of AMX, or in emulated ones: their order of sums; and the choice of the instruction set."""
 
+import ctypes
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, best_isa, load_library
+from kernels.selection import select_backend
 from tests.kernels.backends import EMULATED, ISAS, PRODUCTS, make_backend
 
 BLOCK = 32
 TILED = [name for name in PRODUCTS if name in (EMULATED, "amx")]
 
+needs_compiler = pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
 each_tiled = pytest.mark.parametrize("name", TILED or [pytest.param("", marks=pytest.mark.skip("needs AVX-512"))])
 
 
@@ -118,9 +122,22 @@ def test_the_caller_keeps_its_subnormal_numbers(name: str) -> None:
 
 
 @pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with AMX whose system refuses the tile registers, as it does those that no processor has."""
+def on_amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose processor has AMX."""
     monkeypatch.setattr(library, "_features", lambda: set(ISA_TO_FEATURES["amx"]))
+    select_backend.cache_clear()
+    yield
+    select_backend.cache_clear()
+
+
+@pytest.fixture
+def permitting(on_amx: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
+
+
+@pytest.fixture
+def refusing(on_amx: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its system refuses the tile registers, as it does registers that no processor has."""
     monkeypatch.setattr(library, "TILE_DATA", -1)
     library.may_use_tiles.cache_clear()
     yield
@@ -140,13 +157,32 @@ def test_amx_is_refused_by_name_where_the_system_refuses_tiles() -> None:
         load_library("amx")
 
 
-def test_amx_is_first_where_the_system_permits_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_features", lambda: set(ISA_TO_FEATURES["amx"]))
-    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
+@pytest.mark.usefixtures("permitting")
+def test_amx_is_first_where_the_system_permits_tiles() -> None:
     assert best_isa() == "amx"
 
 
-@pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
+@needs_compiler
+@pytest.mark.usefixtures("permitting")
+@pytest.mark.parametrize("weights", ["", "-int8"])
+def test_a_compiler_without_amx_leaves_avx512_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, weights: str
+) -> None:
+    monkeypatch.setattr(of_cpu, "load_library", load_without_amx)
+    backend = select_backend(torch.device("cpu"), f"auto{weights}")
+    assert backend.version.startswith("cpu-avx512-")
+    assert caplog.messages == ["no amx, avx512 takes its place: g++ failed: no option -mamx-tile"]
+    with pytest.raises(NoKernels, match="no option -mamx-tile"):
+        select_backend(torch.device("cpu"), f"amx{weights}")
+
+
+def load_without_amx(isa: str) -> ctypes.CDLL:
+    if isa == "amx":
+        raise NoKernels("g++ failed: no option -mamx-tile")
+    return load_library("portable")  # which any machine runs
+
+
+@needs_compiler
 def test_the_instructions_of_tiles_are_assembled(tmp_path: Path) -> None:
     """On any machine: nothing runs. Other units with products have the same ones, from one header."""
     [unit] = [unit for unit in library.unit_paths() if unit.name == "linear.cpp"]
