@@ -88,8 +88,9 @@ class Startup:
         require_limits()
         require_folders(self._config.model.path, self._config.speculation.draft)
         router = self._config.router
-        _require_free("--grpc-port", router.host, router.grpc_port)
-        _require_free("--metrics-port", router.host, router.metrics_port)
+        for one in map(router.at, range(router.routers)):
+            _require_free("--grpc-port", one.host, one.grpc_port)
+            _require_free("--metrics-port", one.host, one.metrics_port)
         _require_free("--http-port", router.host, self._config.http_port)
         if (problem := connection_problem(self._config.ray.address or "")) is not None:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")

@@ -342,6 +342,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkp
         ({}, "secret must hold 32 bytes"),
         ({"router": {"grpc_port": taken_port}}, f"port {taken_port} cannot be had .*give another --grpc-port"),
         ({"router": {"metrics_port": taken_port, "grpc_port": 0}}, "give another --metrics-port"),
+        ({"router": {"routers": 2, "grpc_port": taken_port - 1, "metrics_port": 0}}, "give another --grpc-port"),
         ({"insecure": True, "router": {"host": "192.0.2.9", "grpc_port": 0}}, "no address of this machine"),
         ({"ray": {"address": "127.0.0.1:1"}}, "no Ray cluster answers at 127.0.0.1:1"),
         ({"secret_file": "/no/secret"}, "/no/secret cannot be read .*make one with"),
