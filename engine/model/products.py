@@ -22,7 +22,7 @@ class Product(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         rows = states.reshape(-1, self.packed.depth).contiguous()
-        return self._backend.linear(rows, self.packed, self.bias).view(*states.shape[:-1], -1)
+        return self._backend.linear(rows, self.packed, self.bias).view(*states.shape[:-1], self.packed.columns)
 
 
 def pack_products(model: nn.Module, backend: Backend, device: torch.device) -> None:

@@ -61,6 +61,13 @@ def test_alone_in_chunks_and_handed_off_tokens_equal_transformers(checkpoint: Ch
     assert decode.stats().computed_prompt_tokens == 0
 
 
+@pytest.mark.parametrize("arch", ["gpt-neox", "olmoe"])
+def test_a_step_may_sample_nothing(checkpoint: Checkpoints, arch: str) -> None:
+    """As a lone prompt's first chunk does."""
+    model, chosen = load(checkpoint(arch)), choose_prompt(checkpoint(arch), 100, NUM_TOKENS)
+    assert generate(model, [chosen.prompt_ids], NUM_TOKENS, chunk_len=37) == [list(chosen.token_ids)]
+
+
 def test_kernels_of_torch_give_the_same_tokens(checkpoint: Checkpoints) -> None:
     chosen = choose_prompt(checkpoint("gpt-neox"), 100, NUM_TOKENS)
     model = load(checkpoint("gpt-neox"), backend=TorchBackend())
