@@ -173,6 +173,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt_neox", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "gpt_neox .*: its rotary embedding depends on a request's length",
     ),
+    "layers before they are listed": ({"model_type": "cohere2", "num_hidden_layers": 10**9}, "layers is 1000000000"),
+    "another class": (
+        {"model_type": "gpt_neox", "architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "my.My"}},
+        "gpt_neox .*: MyForCausalLM is not transformers' class GPTNeoXForCausalLM, and code of its own is never run",
+    ),
     "codes": (
         {"model_type": "gpt_neox", "quantization_config": {"quant_method": "awq"}},
         "quantization_config is read of native architectures alone",
@@ -187,6 +192,31 @@ def test_models_that_pages_cannot_serve_are_refused_with_the_reason(tmp_path: Pa
     with pytest.raises(ModelError, match=message) as refused:
         Checkpoint(tmp_path)
     assert "\n" not in refused.value.message
+
+
+def test_classes_of_a_classifier_are_not_made(tmp_path: Path) -> None:
+    make_checkpoint("gpt-neox", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_labels": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).config.architecture == "GPTNeoXForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ("experts.9.gate_proj.weight", r"the weights lack model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"),
+        ("experts.0.gate.weight", r"the weights lack model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"),
+        ("experts.0.gate_proj.weight", "olmoe is not supported: transformers .* cannot run it"),
+    ],
+)
+def test_experts_that_cannot_be_joined_are_refused(tmp_path: Path, stored: str, message: str) -> None:
+    """One that is numbered or named otherwise, or of another shape."""
+    make_checkpoint("olmoe", tmp_path)
+    tensors, part = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp"
+    tensors[f"{part}.{stored}"] = tensors.pop(f"{part}.experts.0.gate_proj.weight").T.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
 
 
 def test_code_that_mixes_tokens_by_itself_is_refused(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
