@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
@@ -66,6 +67,29 @@ def test_a_step_may_sample_nothing(checkpoint: Checkpoints, arch: str) -> None:
     """As a lone prompt's first chunk does."""
     model, chosen = load(checkpoint(arch)), choose_prompt(checkpoint(arch), 100, NUM_TOKENS)
     assert generate(model, [chosen.prompt_ids], NUM_TOKENS, chunk_len=37) == [list(chosen.token_ids)]
+
+
+def test_code_may_ask_a_product_for_its_dtype(tmp_path: Path) -> None:
+    """As the router of HunYuan's experts does."""
+    config = transformers.HunYuanMoEV1Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        moe_topk=2,
+    )
+    torch.manual_seed(0)
+    reference: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path)
+    prompt, model = list(range(2, 42)), load(tmp_path)
+    run = PagedRun(model, [prompt], 1)
+    logits = model.forward(run.batch([(run.rows[0], 40)]), KVPages(run.kv, run.scales))
+    with torch.inference_mode():
+        torch.testing.assert_close(logits[0], reference(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_kernels_of_torch_give_the_same_tokens(checkpoint: Checkpoints) -> None:

@@ -43,7 +43,7 @@ class HarmonyParser:
 
     def flush(self) -> list[Found]:
         """Returns the text held back, at the end of the answer; a header that was cut is dropped."""
-        held, self._held = self._held, ""
+        held, self._held = self._held or "{}" * self._lacks_arguments, ""
         is_header = held.lstrip().startswith(_HEADERS) and _CUT_HEADER.fullmatch(held)
         make = self._make or (None if is_header else str)
         return [make(held)] if held and make else []

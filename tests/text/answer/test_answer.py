@@ -81,7 +81,7 @@ CASES: list[tuple[str, str, Told | None]] = [
     ("harmony", f"{CHANNEL}final The answer is 4.", None),
     ("harmony", f"{ASSISTANT} hello", None),
     *(("harmony", f"{HARMONY_F}{ASSISTANT}"[:-at], [F]) for at in (1, 9)),
-    ("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}<|call|>", [("f", "{}")]),
+    *(("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}{end}", [("f", "{}")]) for end in ("<|call|>", "")),
     ("harmony", "hello", None),
     ("harmony", f"hello {HARMONY_F.removesuffix('<|call|>')}", None),
 ]
