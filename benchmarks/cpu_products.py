@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import MachineState, commit, processor
 from kernels.backend import Weight
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.library import ISA_TO_FEATURES, best_isa
+from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run
 from tests.kernels.quantized_matrices import DRAWS
 
 MODEL_TO_MATRICES = {
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--isas", nargs="+", choices=list(ISA_TO_FEATURES), help="default: the best, and avx512")
     arguments = parser.parse_args()
-    isas = arguments.isas or (["amx", "avx512"] if best_isa() == "amx" else [best_isa()])
+    isas = arguments.isas or [*(["amx"] if can_run("amx") else []), best_isa()]
     torch.set_num_threads(arguments.threads)
     backends = {isa: CpuBackend(isa) for isa in isas}
     print(f"{processor()}, {arguments.threads} threads, {MachineState.measure().describe()}, commit {commit()}")

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     """Selects an accelerator's own backend, or a CPU's by name: auto, amx, avx512, avx2, portable or torch.
 
-    `auto` takes the machine's best, avx512 where the compiler knows no AMX; without a compiler it takes torch, with a
-    warning. The suffixes -int8 and -int4
-    (auto-int8) round weights, except for torch. The first use on a machine compiles the kernels, which takes seconds.
+    `auto` takes the machine's best but amx, which is taken by name alone; without a compiler it takes torch, with a
+    warning. The suffixes -int8 and -int4 (auto-int8) round weights, except for torch. The first use on a machine
+    compiles the kernels, which takes seconds.
     Raises NoKernels for a named backend that cannot run and for devices without a backend, and the ImportError of
     `Accelerator.backend`.
     """
@@ -32,24 +32,10 @@ def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     if kernels == "torch":
         return TorchBackend()
     try:
-        return _best_backend(weights) if isa == "auto" else _make_backend(isa, weights)
+        isa = best_isa() if isa == "auto" else isa
+        return RoundingBackend(isa, weights) if weights else CpuBackend(isa)
     except NoKernels as error:
         if kernels != "auto":
             raise
         logger.warning("serving with torch, several times slower than C++ kernels: %s", error)
         return TorchBackend()
-
-
-def _best_backend(weights: str) -> CpuBackend:
-    isa = best_isa()
-    try:
-        return _make_backend(isa, weights)
-    except NoKernels as error:
-        if isa != "amx":
-            raise
-        logger.warning("no amx, avx512 takes its place: %s", error)
-        return _make_backend("avx512", weights)
-
-
-def _make_backend(isa: str, weights: str) -> CpuBackend:
-    return RoundingBackend(isa, weights) if weights else CpuBackend(isa)

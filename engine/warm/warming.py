@@ -25,12 +25,12 @@ from wire.errors import ConfigError
 from wire.layout import Window
 
 if TYPE_CHECKING:
-    from kernels.compiling import Compilations, Launches
+    from engine.warm.compiling import Compilations, Launches
 
 TRITON = "triton"
 """The name of the backend whose kernels are compiled when they are first launched."""
 ROWS = (1, 17, 65, 129)
-"""Rows of steps, a row beyond each tile of products with packed weights (kernels/tiles.toml)."""
+"""Rows of steps beside the largest one, a row beyond each tile of products with packed weights (kernels/tiles.toml)."""
 Report = Callable[[str, int, int], None]
 """Called with the part that is warmed, and how much of it is done, of how much."""
 
@@ -58,7 +58,8 @@ class Limits:
             for samples_all in (False, True)
             if num_decodes <= self.max_rows and num_rows - num_decodes <= self.max_chunk_tokens
         ]
-        return sorted(dict.fromkeys(found), key=lambda one: -one.num_rows)
+        largest = WarmStep(0, self.max_chunk_tokens, self.max_blocks, samples_all=False)
+        return [largest, *sorted(dict.fromkeys(found), key=lambda one: -one.num_rows)]
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def compile_kernels(
     if backend.name != TRITON:
         return limits.steps if model.device.type != "cpu" else ()
     # Imported here so that a machine without Triton serves on its CPU.
-    from kernels.compiling import Compilers, Launches
+    from engine.warm.compiling import Compilers, Launches
 
     launches = Launches()
     steps = note_kernels(model, kv, limits, launches)
@@ -160,7 +161,7 @@ def _num_programs(model: CausalModel) -> int:
 
 
 def _watch_compilations() -> "Compilations":
-    from kernels.compiling import Compilations
+    from engine.warm.compiling import Compilations
 
     return Compilations()
 

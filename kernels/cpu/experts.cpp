@@ -16,15 +16,18 @@ enum Shares { OF_ALL, OF_ALL_NORMED, OF_CHOSEN };
 // NaN ranks last.
 inline float rank(float logit) { return logit == logit ? logit : -std::numeric_limits<float>::infinity(); }
 
-// The largest logit behind that of `last` in the order of descending logits and, among equal ones, of experts; -1 begins.
-int32_t next_largest(const float* logits, int64_t num_experts, int32_t last) {
-    int32_t best = -1;
-    for (int32_t i = 0; i < num_experts; ++i) {
+// Lists the experts with the largest logits, in descending order; of equal logits the first expert's counts as larger.
+void choose(const float* logits, int64_t num_experts, int64_t num_chosen, int32_t* chosen) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_experts; ++i) {
         const float value = rank(logits[i]);
-        if (last >= 0 && (value > rank(logits[last]) || (value == rank(logits[last]) && i <= last))) continue;
-        if (best < 0 || value > rank(logits[best])) best = i;
+        int64_t place = count;
+        while (place > 0 && value > rank(logits[chosen[place - 1]])) --place;
+        if (place == num_chosen) continue;
+        count = std::min(count + 1, num_chosen);
+        std::copy_backward(chosen + place, chosen + count - 1, chosen + count);
+        chosen[place] = int32_t(i);
     }
-    return best;
 }
 
 // The sum of e^(logit - largest), always over the same tree.
@@ -45,8 +48,7 @@ void route(const T* row, int64_t num_experts, int64_t num_chosen, Shares kind, i
     wide.resize(num_experts);
     convert(row, wide.data(), num_experts);
     const float* logits = wide.data();
-    int32_t last = -1;
-    for (int64_t j = 0; j < num_chosen; ++j) experts[j] = last = next_largest(logits, num_experts, last);
+    choose(logits, num_experts, num_chosen, experts);
     const float largest = logits[experts[0]];
     std::sort(experts, experts + num_chosen);
     for (int64_t j = 0; j < num_chosen; ++j) shares[j] = exponential(logits[experts[j]] - largest);

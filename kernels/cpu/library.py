@@ -34,6 +34,8 @@ ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {
     "portable": (),
 }
 """Instruction sets, best first, with the features that each needs, as /proc/cpuinfo names them."""
+BY_NAME_ALONE = ("amx",)
+"""Instruction sets that no processor has run yet: they are never chosen, but taken by name."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """The system call, on x86-64, by which a process asks for the tile registers of AMX."""
 COMPILE_TIMEOUT_S = 300.0
@@ -49,11 +51,12 @@ class NoKernels(Exception):
 
 
 def best_isa() -> str:
-    """Returns the best instruction set that this machine has."""
-    return next(filter(_can_run, ISA_TO_FEATURES))
+    """Returns the best instruction set that this machine has, except sets of BY_NAME_ALONE."""
+    return next(isa for isa in ISA_TO_FEATURES if isa not in BY_NAME_ALONE and can_run(isa))
 
 
-def _can_run(isa: str) -> bool:
+def can_run(isa: str) -> bool:
+    """Tells whether this machine has an instruction set, which its system lets this process use."""
     return _features().issuperset(ISA_TO_FEATURES[isa]) and (isa != "amx" or may_use_tiles())
 
 
@@ -64,7 +67,7 @@ def may_use_tiles() -> bool:
     if libc.syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))) == 0:
         return True
     reason = os.strerror(ctypes.get_errno())
-    logger.warning("no amx, avx512 takes its place: the system refuses this process its tile registers (%s)", reason)
+    logger.warning("the system refuses this process the tile registers of AMX (%s)", reason)
     return False
 
 
@@ -89,7 +92,7 @@ def load_library(isa: str) -> ctypes.CDLL:
     Raises NoKernels if the machine lacks the instruction set or a compiler, or if the cache is not writable or another
     user's.
     """
-    if not _can_run(isa):
+    if not can_run(isa):
         raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
     if (prebuilt := _prebuilt(isa)).exists():
         return _load_prebuilt(prebuilt)
@@ -137,9 +140,12 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
         folder = own_folder("kernels")
         name = hashlib.sha256("\0".join((SEAL, version, *flags, _version_of(compiler))).encode()).hexdigest()
         path = folder / f"{name}.so"
-        with locked(folder, COMPILE_TIMEOUT_S):
-            if not _is_whole(path):
-                _compile(compiler, units, flags, path)
+        if not _is_whole(path):
+            with locked(folder, COMPILE_TIMEOUT_S):
+                if not _is_whole(path):  # nobody has made it while this process waited
+                    if path.exists():
+                        logger.warning("%s is damaged, and compiled again", path)
+                    _compile(compiler, units, flags, path)
         return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NoKernels(
@@ -195,7 +201,4 @@ def _is_whole(path: Path) -> bool:
         require_own(os.fstat(descriptor), path)
         library = file.read()
     size = hashlib.sha256().digest_size
-    if hashlib.sha256(library[:-size]).digest() == library[-size:]:
-        return True
-    logger.warning("%s is damaged, and compiled again", path)
-    return False
+    return hashlib.sha256(library[:-size]).digest() == library[-size:]

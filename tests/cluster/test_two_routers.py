@@ -29,8 +29,8 @@ from wire.sampling import SamplingParams
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 TENANTS = ("acme", "beta", "globex", "initech")
 NUM_STREAMS = int(os.environ.get("BATON_TEST_STREAMS", "8"))
-NUM_TOKENS = int(os.environ.get("BATON_TEST_TOKENS", "5000"))
-KILL_EVERY_S = float(os.environ.get("BATON_TEST_KILL_EVERY_S", "2"))
+NUM_TOKENS = int(os.environ.get("BATON_TEST_TOKENS", "3000"))
+KILL_EVERY_S = float(os.environ.get("BATON_TEST_KILL_EVERY_S", "1.5"))
 PROMPT_LEN = 100
 TIMEOUT_S = 280.0
 MAX_STALL_S = 20.0

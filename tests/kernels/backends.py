@@ -14,9 +14,10 @@ from kernels import paged_attention, reference, row_operations
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
-from kernels.cpu.library import ISA_TO_FEATURES, best_isa
+from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run
 from kernels.selection import select_backend
 from kernels.user_cache import own_folder
+from tests.pairs import RUNS_ALL
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 PagedDecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, AttentionVariant], Tensor]
@@ -27,8 +28,9 @@ ISAS = [] if torch.cuda.is_available() else list(ISA_TO_FEATURES)[list(ISA_TO_FE
 NAMES = ["torch", *ISAS]
 EMULATED = "emulated"
 """The kernels of AMX with its tile instructions in plain C++, for machines with AVX-512."""
-PRODUCTS = [*([EMULATED] if "avx512" in ISAS else []), *ISAS]
-"""The kernels that differ in the products of linear layers."""
+TILES = [EMULATED, *(["amx"] if RUNS_ALL and can_run("amx") else [])]
+PRODUCTS = [*(TILES if "avx512" in ISAS else []), *ISAS]
+"""The kernels that differ in the products of linear layers; with --all also of AMX itself, where a processor has it."""
 
 
 @cache

@@ -14,11 +14,12 @@ from torch import Tensor
 from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, best_isa, load_library
+from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, load_library
 from kernels.selection import select_backend
 from tests.kernels.backends import EMULATED, ISAS, PRODUCTS, make_backend
 
 BLOCK = 32
+CPU = torch.device("cpu")
 TILED = [name for name in PRODUCTS if name in (EMULATED, "amx")]
 
 needs_compiler = pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
@@ -131,11 +132,6 @@ def on_amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def permitting(on_amx: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
-
-
-@pytest.fixture
 def refusing(on_amx: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its system refuses the tile registers, as it does registers that no processor has."""
     monkeypatch.setattr(library, "TILE_DATA", -1)
@@ -145,41 +141,27 @@ def refusing(on_amx: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("refusing")
-def test_tiles_that_the_system_refuses_leave_avx512_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    assert [best_isa() for _ in range(3)] == ["avx512"] * 3
+def test_amx_is_refused_by_name_where_the_system_refuses_tiles(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with pytest.raises(NoKernels, match="this machine has no amx: it has avx512"):
+            load_library("amx")
     [refusal] = caplog.messages
-    assert refusal.startswith("no amx, avx512 takes its place: the system refuses this process its tile registers (")
+    assert refusal.startswith("the system refuses this process the tile registers of AMX (")
 
 
-@pytest.mark.usefixtures("refusing")
-def test_amx_is_refused_by_name_where_the_system_refuses_tiles() -> None:
-    with pytest.raises(NoKernels, match="this machine has no amx: it has avx512"):
-        load_library("amx")
+@pytest.mark.usefixtures("on_amx")
+def test_amx_is_taken_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
+    loaded: list[str] = []
 
+    def load(isa: str) -> ctypes.CDLL:
+        loaded.append(isa)
+        return load_library("portable")  # which any machine runs
 
-@pytest.mark.usefixtures("permitting")
-def test_amx_is_first_where_the_system_permits_tiles() -> None:
-    assert best_isa() == "amx"
-
-
-@needs_compiler
-@pytest.mark.usefixtures("permitting")
-@pytest.mark.parametrize("weights", ["", "-int8"])
-def test_a_compiler_without_amx_leaves_avx512_and_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, weights: str
-) -> None:
-    monkeypatch.setattr(of_cpu, "load_library", load_without_amx)
-    backend = select_backend(torch.device("cpu"), f"auto{weights}")
-    assert backend.version.startswith("cpu-avx512-")
-    assert caplog.messages == ["no amx, avx512 takes its place: g++ failed: no option -mamx-tile"]
-    with pytest.raises(NoKernels, match="no option -mamx-tile"):
-        select_backend(torch.device("cpu"), f"amx{weights}")
-
-
-def load_without_amx(isa: str) -> ctypes.CDLL:
-    if isa == "amx":
-        raise NoKernels("g++ failed: no option -mamx-tile")
-    return load_library("portable")  # which any machine runs
+    monkeypatch.setattr(of_cpu, "load_library", load)
+    for kernels in ("auto", "auto-int8", "amx"):
+        select_backend(CPU, kernels)
+    assert loaded == ["avx512", "avx512", "amx"]
 
 
 @needs_compiler

@@ -64,6 +64,16 @@ class Counts:
         return Counts(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(self)))
 
 
+@dataclass(frozen=True)
+class Exposed:
+    """What came behind the marked task in happens-before order: nothing that the device does before it can hide it."""
+
+    launches: int
+    bytes_to_device: int
+    bytes_to_host: int
+    waits: int
+
+
 class SimulatedGraph:
     """Launches that were captured on a stream of their own."""
 
@@ -133,6 +143,11 @@ def commands() -> Any:
 
 def counts() -> Counts:
     return Counts(*commands().counts())
+
+
+def exposed() -> Exposed:
+    """Counts what came behind the task that `commands().mark` has marked."""
+    return Exposed(*commands().exposed())
 
 
 def races() -> list[str]:

@@ -23,9 +23,9 @@ from engine.model.batch import Batch
 from engine.model.decoder import Decoder
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
+from engine.warm.compiling import Launches
 from engine.warm.warming import limits_of, make_programs, note_kernels
 from kernels.backend import KVPages
-from kernels.compiling import Launches
 from kernels.quantized import products
 from kernels.triton_backend import TritonBackend
 from tests.engine.gguf.files import make_gguf

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.core import EngineCore
+from engine.events import Fetched
 from engine.grammar.grammars import Grammars
 from engine.model.decoder import Decoder
 from engine.request import EngineRequest
@@ -17,10 +19,10 @@ from kv_store.device_pool import DevicePool
 from kv_store.node import arena
 from kv_store.transfers import Fetch, WriteThrough
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
-from tests.harness.engines import make_core, request, serve
+from tests.harness.engines import make_core, prefill, request, rest_of, serve
 from tests.harness.node import Node
 from tests.kv_store.names import LAYOUT, names_of
-from tests.simulated_gpu.device import SIM, Counts, commands, counts
+from tests.simulated_gpu.device import SIM, Counts, commands, counts, exposed
 from tests.simulated_gpu.triton_kernels import triton_kernels
 from text.byte_tokenizer import NUM_BYTES, ByteTokenizer
 from wire.ids import PageId
@@ -47,6 +49,11 @@ LAUNCHES_OF_INPUT = 1
 """Of the tokens that a step ahead takes."""
 LAUNCHES_BESIDE_LAYERS = 11
 """Of embedding, angles, last norm, head and sampling."""
+NUM_EXPOSED = 4
+"""Blocks of a prompt that is handed over."""
+LAUNCHES_BEHIND = 10
+"""Of the last norm, the head and the choice of a token, behind the last product of the last layer."""
+BYTES_OF_A_TOKEN = 8
 
 
 def costs_of_steps(core: EngineCore, asked: Sequence[EngineRequest]) -> Iterator[Counts]:
@@ -144,3 +151,42 @@ def test_a_hand_off_of_many_blocks_waits_twice(monkeypatch: pytest.MonkeyPatch) 
     assert fetched.reading.blocks == [Tier.HOST] * NUM_BLOCKS
     assert (asked.to_host, asked.to_device) == (NUM_BLOCKS, NUM_BLOCKS)
     assert asked.synchronizations == 2
+
+
+@pytest.mark.parametrize(("step_tokens", "num_hidden"), [(64, 0), (16, 3)])
+def test_work_behind_the_last_product_of_a_prompt_and_its_hand_off_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_tokens: int, num_hidden: int
+) -> None:
+    """Blocks of all chunks but the last are published before it; the fetch begins when all are published."""
+    monkeypatch.setattr(arena, "GPU_CONTROLS", (Path("/dev/null"),))
+    linear, folder = TritonBackend.linear, make_checkpoint("llama-gqa", tmp_path / "llama")
+
+    def marked(backend: TritonBackend, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = linear(backend, states, *args, **kwargs)
+        if states.device.index == 0 and len(args) > 2:  # a product that is added to states ends half a layer
+            commands().mark(0)
+        return rows
+
+    monkeypatch.setattr(TritonBackend, "linear", marked)
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with triton_kernels():
+        models = [Decoder.load(folder, "float32", torch.device("sim", one), 16, TritonBackend()) for one in range(2)]
+        block_bytes, node = models[0].layout.payload_bytes, Node(models[0].layout)
+        batcher = ContinuousBatcher(max_step_tokens=step_tokens, max_running=4)
+        core = make_core(models[0], node, batcher=batcher)
+        [run] = prefill(core, [choose_prompt(folder, NUM_EXPOSED * 16).prompt_ids], sampling)
+        published = exposed()
+        core = make_core(models[1], node)
+        core.add(rest_of(run))
+        with torch.accelerator.device_index(1):
+            while not any(isinstance(event, Fetched) for event in core.step().events):
+                pass
+        fetched = exposed()
+    assert published.bytes_to_host <= (NUM_EXPOSED - num_hidden) * block_bytes + BYTES_OF_A_TOKEN
+    assert published.bytes_to_device == 0
+    assert published.launches <= LAUNCHES_BEHIND
+    assert published.waits <= 2
+    assert fetched.bytes_to_host == published.bytes_to_host
+    assert fetched.bytes_to_device <= NUM_EXPOSED * block_bytes
+    assert fetched.launches <= published.launches + 1
+    assert fetched.waits - published.waits <= 1

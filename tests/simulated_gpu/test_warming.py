@@ -14,7 +14,7 @@ import torch
 from engine.model import decoder as module
 from engine.model.decoder import Decoder
 from engine.model.programs import GRAPH_BYTES, graph_bytes, program_sizes
-from engine.warm.warming import Limits, Warmth, limits_of, warm
+from engine.warm.warming import Limits, WarmStep, Warmth, limits_of, warm
 from kernels.tiles import PRODUCTS, read_table
 from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
@@ -34,6 +34,7 @@ LOADS = [
     ("qwen3", "auto", "sinks=20+44", 9),
     ("llama-gqa", "auto", "h2o=128", 9),
     ("gguf:Q8_0", "auto", "full", 20),
+    ("mixtral", "auto", "full", 13),
 ]
 """An architecture, a dtype of KV, a policy, and a bound on the kernels of its set."""
 NUM_STEPS = 6000 if RUNS_ALL else 240
@@ -60,7 +61,7 @@ def test_a_drawn_load_launches_nothing_outside_of_the_warmed_set(
 def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
     tiles = {one[0] for roles in read_table().values() for kind in roles[PRODUCTS].values() for one in kind.values()}
     rows = {step.num_rows for step in Limits(128, 2048, 64).steps}
-    assert rows == {1, *(one + 1 for one in tiles)}
+    assert rows == {1, *(one + 1 for one in tiles), 2048}
 
 
 def test_sizes_are_finite_and_the_largest_comes_first() -> None:
@@ -115,7 +116,7 @@ def test_graphs_are_there_before_requests_and_later_ones_are_counted(folder: Pat
     assert FakeProgram.captured == [(16, 64), (8, 64)]
     assert warmth.without_program == []
     for num_rows in (1, 8, 16):
-        model.forward(Limits(num_rows, 0, 4).steps[0].batch(16), pool.kv)
+        model.forward(WarmStep(num_rows, 0, 4, samples_all=True).batch(16), pool.kv)
     assert warmth.num_late == 0
     assert model.prepare(17, 4, pool.kv)
     assert warmth.num_late == 1
@@ -137,8 +138,8 @@ def test_a_size_without_memory_for_its_graph_is_served_without_and_not_tried_aga
     warmth, model, pool = warm_one(folder)
     assert warmth.without_program == [(16, 64)]
     assert "steps of 16 rows and 64 blocks run without a graph: no memory for a graph" in caplog.text
-    logits = model.forward(Limits(16, 0, 4).steps[0].batch(16), pool.kv)
-    assert len(logits) >= 1
+    logits = model.forward(WarmStep(16, 0, 4, samples_all=True).batch(16), pool.kv)
+    assert len(logits) == 16
     assert warmth.num_late == 0
 
 

@@ -241,6 +241,12 @@ def test_template_ends_sampling_and_roles_come_from_the_metadata(tmp_path: Path)
     assert tokenizer.encode_rendered("ab") == tokenizer.encode("ab")[1:]
 
 
+def test_a_file_that_names_no_end_has_none(tmp_path: Path) -> None:
+    """And not that of its architecture, which is an id of another vocabulary."""
+    found = find_folder(str(make_gguf(tmp_path, "Q8_0")))
+    assert Checkpoint(found).config.eos_token_ids == ()
+
+
 def test_an_engine_answers_from_a_file_alone(tmp_path: Path) -> None:
     path = make_gguf(tmp_path, "Q8_0")
     sampling = SamplingParams(temperature=0, max_tokens=8)

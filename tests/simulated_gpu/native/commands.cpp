@@ -71,6 +71,11 @@ TORCH_LIBRARY(simulated_gpu, m) {
   install_fault_handler();
   m.def("accessible", &accessible);
   m.def("counts", &all_counts);
+  m.def("mark", [](int64_t device) { mark(own(device).now()); });
+  m.def("exposed", [] {
+    const Exposed& all = exposed();
+    return std::vector<int64_t>{all.launches, all.bytes_to_device, all.bytes_to_host, all.waits};
+  });
   m.def("races", [] { return History::get().take_races(); });
   m.def("begin_capture", &begin_capture);
   m.def("end_capture", [](int64_t device) { own(device).end_capture(); });

@@ -89,7 +89,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   ++(!from_device ? counts().to_device : !to_device ? counts().to_host : counts().within);
   const Pushed pushed = stream.push(
       !from_device ? "a copy to the device" : !to_device ? "a copy to the host" : "a copy on the device", copy);
-  other.wait(stream.now());
+  const Moment copied = stream.now();
+  if (to_device != from_device && pushed.stamp.time && is_behind_mark(copied.clock)) {
+    (to_device ? exposed().bytes_to_device : exposed().bytes_to_host) += static_cast<int64_t>(self.nbytes());
+  }
+  other.wait(copied);
   const bool is_late = non_blocking && (piece || to_device);
   if (to_device && from_device) return target;
   if (!is_late) {

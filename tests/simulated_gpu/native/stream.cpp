@@ -33,6 +33,28 @@ std::string fault_of(int device) {
 
 const Task* running_task() { return running; }
 
+namespace {
+auto& mark_mutex = *new std::mutex;
+Stamp marked{0, 0};
+}  // namespace
+
+Exposed& exposed() {
+  static auto* all = new Exposed;
+  return *all;
+}
+
+void mark(const Moment& moment) {
+  std::lock_guard lock(mark_mutex);
+  marked = moment.stamp;
+  Exposed& all = exposed();
+  all.launches = all.bytes_to_device = all.bytes_to_host = all.waits = 0;
+}
+
+bool is_behind_mark(const Clock& clock) {
+  std::lock_guard lock(mark_mutex);
+  return marked.time && clock.covers(marked);
+}
+
 Counts& counts() {
   static auto* all_counts = new Counts;
   return *all_counts;
@@ -119,6 +141,8 @@ Pushed Stream::push(const std::string& name, Work work, std::shared_ptr<const Mo
     return {nullptr, {index_, 0}};
   }
   clock_.join(host_clock());
+  const bool is_launch = !after && name.find("copy") == std::string::npos && name.find("the allocation") != 0;
+  if (is_launch && is_behind_mark(clock_)) ++exposed().launches;
   const Stamp stamp = clock_.tick(index_);
   auto told = std::make_shared<const std::string>(
       name + " (sim:" + std::to_string(device) + ", stream " + std::to_string(id) + ")");
@@ -152,7 +176,10 @@ bool Stream::is_past(const Moment& moment) {
 
 void Stream::synchronize(const Moment& moment) {
   if (is_capturing()) throw std::runtime_error("a synchronization cannot be captured");
-  if (!host_clock().covers(moment.stamp)) ++counts().synchronizations;
+  if (!host_clock().covers(moment.stamp)) {
+    ++counts().synchronizations;
+    if (is_behind_mark(moment.clock)) ++exposed().waits;
+  }
   moment.stream->finish(moment.num_tasks);
   host_learns(moment.clock);
   require_sound(device);

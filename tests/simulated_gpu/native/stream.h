@@ -49,6 +49,12 @@ struct Counts {
 };
 Counts& counts();
 
+// What comes behind a marked task in happens-before order: launches, bytes of copies, and waits of the host.
+struct Exposed {
+  std::atomic<int64_t> launches{0}, bytes_to_device{0}, bytes_to_host{0}, waits{0};
+};
+Exposed& exposed();
+
 class Stream;
 
 // A point in a stream: what an event records.
@@ -115,6 +121,10 @@ class Stream {
   bool is_closing_ = false;
   std::thread thread_;
 };
+
+// Marks the last task of a stream, and forgets what came behind an earlier mark.
+void mark(const Moment& moment);
+bool is_behind_mark(const Clock& clock);
 
 // The host has seen all before `clock` end. Its threads count as one: what their own locks order is not seen here.
 void host_learns(const Clock& clock);

@@ -119,7 +119,7 @@ class Compilers:
     deadline_s: bound on each compilation.
     """
 
-    command: Sequence[str] = (sys.executable, "-m", "kernels.compiling")
+    command: Sequence[str] = (sys.executable, "-m", "engine.warm.compiling")
     num_children: int = len(os.sched_getaffinity(0))
     deadline_s: float = COMPILATION_S
 

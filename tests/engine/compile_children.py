@@ -13,9 +13,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from engine.warm.compiling import Compilations, Compilers, Launches
 from kernels import row_operations
 from kernels.backend import Activation
-from kernels.compiling import Compilations, Compilers, Launches
 from kernels.cpu.library import NoKernels
 from tests.kernels.no_device import NoDevice
 

@@ -13,7 +13,7 @@ import pytest
 from kernels.cpu.library import NoKernels
 
 pytest.importorskip("triton")
-from kernels.compiling import UNWRITABLE, Compilers, Signature
+from engine.warm.compiling import UNWRITABLE, Compilers, Signature
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("compile_children.py")
