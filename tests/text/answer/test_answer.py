@@ -80,8 +80,10 @@ CASES: list[tuple[str, str, Told | None]] = [
     ("harmony", "to=5", None),
     ("harmony", f"{CHANNEL}final The answer is 4.", None),
     ("harmony", f"{ASSISTANT} hello", None),
-    *(("harmony", f"{HARMONY_F}{ASSISTANT}"[:-at], [F]) for at in (1, 9)),
-    *(("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}{end}", [("f", "{}")]) for end in ("<|call|>", "")),
+    ("harmony", f"{HARMONY_F}{ASSISTANT[:-1]}", [F]),
+    ("harmony", f"{HARMONY_F}{ASSISTANT[:-9]}", [F]),
+    ("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}<|call|>", [("f", "{}")]),
+    ("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}", [("f", "{}")]),
     ("harmony", "hello", None),
     ("harmony", f"hello {HARMONY_F.removesuffix('<|call|>')}", None),
 ]
