@@ -82,7 +82,7 @@ class Checkpoint:
         return self.config
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensor_to_file or bool(self._codes.names(name))
+        return name in self._tensor_to_file or self.has_codes(name)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -133,6 +133,10 @@ class Checkpoint:
     def read_floats(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
         return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in self.floats.items()}
+
+    def has_codes(self, name: str) -> bool:
+        """Tells whether a tensor is quantized."""
+        return bool(self._codes.names(name))
 
     def read_codes(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -12,17 +12,21 @@ from wire.errors import ModelError
 
 
 class Product(nn.Module):
-    """A linear layer with its matrix as a backend packs it, in place of a module of transformers."""
+    """A linear layer with its matrix as a backend packs it, in place of a module of transformers.
+
+    weight: empty, for code that asks a layer for its dtype.
+    """
 
     def __init__(self, backend: Backend, weight: Weight, bias: Tensor | None) -> None:
         super().__init__()
         self.packed = weight
+        self.weight = torch.empty(0, dtype=weight.dtype)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._backend = backend
 
     def forward(self, states: Tensor) -> Tensor:
         rows = states.reshape(-1, self.packed.depth).contiguous()
-        return self._backend.linear(rows, self.packed, self.bias).view(*states.shape[:-1], -1)
+        return self._backend.linear(rows, self.packed, self.bias).view(*states.shape[:-1], self.packed.columns)
 
 
 def pack_products(model: nn.Module, backend: Backend, device: torch.device) -> None:

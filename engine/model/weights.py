@@ -182,8 +182,18 @@ class WeightLoader:
         """Loads matrices of a part of a layer as one, of `name_to_size` columns each."""
         names = {f"{part}.{name}": size for name, size in name_to_size.items()}
         weight = self._packed({f"{name}.weight": (size, in_size) for name, size in names.items()})
+        if not has_bias:
+            self._require_zeros({f"{name}.bias": size for name, size in names.items()})
         bias = self._stacked({f"{name}.bias": (size,) for name, size in names.items()}) if has_bias else None
         return Linear(weight, bias)
+
+    def _require_zeros(self, name_to_size: Mapping[str, int]) -> None:
+        """Reads biases that older packages write beside all codes. Raises ModelError for other numbers than zeros."""
+        for name, size in name_to_size.items():
+            if name in self._checkpoint and self._checkpoint.has_codes(f"{name.removesuffix('bias')}weight"):
+                bias = self._tensor(name, size)
+                if not bias.is_meta and bool(bias.any()):
+                    raise ModelError(f"tensor {name} is not of zeros, and the model of config.json has no such bias")
 
     def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
         return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape, self._backend.pack))

@@ -18,8 +18,8 @@ from kernels.cpu.library import best_isa
 from kernels.routing import Shares
 from kernels.triton_backend import TritonBackend
 from tests.engine.test_checkpoint import reconfigure, replaced, reweigh
-from tests.harness.checkpoints import VOCAB_SIZE
-from tests.harness.model_alone import PagedRun
+from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.model_alone import PagedRun, logits_of
 from tests.kernels.backends import make_backend
 from wire.errors import ModelError
 
@@ -220,6 +220,23 @@ def test_a_router_is_not_rounded_with_the_weights(checkpoint: Checkpoints) -> No
     router, *experts = model.weights.layers[0].feed_forward.matrices
     assert router.data.dtype is torch.float32
     assert {one.data.dtype for one in experts} == {torch.uint8}
+
+
+@pytest.mark.parametrize("kernels", ["torch", best_isa()])
+def test_a_policy_of_sinks_goes_with_learned_sinks(tmp_path: Path, kernels: str) -> None:
+    """Within its window it changes nothing; beyond, kernels agree on what it changes."""
+    make_checkpoint("gpt-oss", tmp_path, layer_types=["full_attention"] * 2)
+    prompts = torch.randint(VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def run(kernels: str, policy: str, prompts: list[list[int]]) -> torch.Tensor:
+        model = Decoder.load(tmp_path, "float32", CPU, 16, make_backend(kernels), kv_policy=policy)
+        return logits_of(model, prompts, 8, 23)
+
+    policy, short = "sinks=4+60", [one[:40] for one in prompts]
+    torch.testing.assert_close(run(kernels, policy, short), run("torch", "full", short), rtol=1e-4, atol=1e-4)
+    found = run(kernels, policy, prompts)
+    torch.testing.assert_close(found, run("torch", policy, prompts), rtol=1e-4, atol=1e-4)
+    assert (found[0] - run(kernels, "full", prompts)[0]).abs().max() > 0.1
 
 
 SCALES = f"{GATE_UP}_scales"

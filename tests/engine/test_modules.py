@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
@@ -59,6 +60,36 @@ def test_alone_in_chunks_and_handed_off_tokens_equal_transformers(checkpoint: Ch
     runs = resume(decode, prefill(make_core(model, node), prompts, GREEDY))
     assert [run.outputs[0] for run in runs] == expected
     assert decode.stats().computed_prompt_tokens == 0
+
+
+@pytest.mark.parametrize("arch", ["gpt-neox", "olmoe"])
+def test_a_step_may_sample_nothing(checkpoint: Checkpoints, arch: str) -> None:
+    """As a lone prompt's first chunk does."""
+    model, chosen = load(checkpoint(arch)), choose_prompt(checkpoint(arch), 100, NUM_TOKENS)
+    assert generate(model, [chosen.prompt_ids], NUM_TOKENS, chunk_len=37) == [list(chosen.token_ids)]
+
+
+def test_code_may_ask_a_product_for_its_dtype(tmp_path: Path) -> None:
+    """As the router of HunYuan's experts does."""
+    config = transformers.HunYuanMoEV1Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        moe_topk=2,
+    )
+    torch.manual_seed(0)
+    reference: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path)
+    prompt, model = list(range(2, 42)), load(tmp_path)
+    run = PagedRun(model, [prompt], 1)
+    logits = model.forward(run.batch([(run.rows[0], 40)]), KVPages(run.kv, run.scales))
+    with torch.inference_mode():
+        torch.testing.assert_close(logits[0], reference(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_kernels_of_torch_give_the_same_tokens(checkpoint: Checkpoints) -> None:
@@ -166,6 +197,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt_neox", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "gpt_neox .*: its rotary embedding depends on a request's length",
     ),
+    "layers before they are listed": ({"model_type": "cohere2", "num_hidden_layers": 10**9}, "layers is 1000000000"),
+    "another class": (
+        {"model_type": "gpt_neox", "architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "my.My"}},
+        "gpt_neox .*: MyForCausalLM is not transformers' class GPTNeoXForCausalLM, and code of its own is never run",
+    ),
     "codes": (
         {"model_type": "gpt_neox", "quantization_config": {"quant_method": "awq"}},
         "quantization_config is read of native architectures alone",
@@ -180,6 +216,31 @@ def test_models_that_pages_cannot_serve_are_refused_with_the_reason(tmp_path: Pa
     with pytest.raises(ModelError, match=message) as refused:
         Checkpoint(tmp_path)
     assert "\n" not in refused.value.message
+
+
+def test_classes_of_a_classifier_are_not_made(tmp_path: Path) -> None:
+    make_checkpoint("gpt-neox", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_labels": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).config.architecture == "GPTNeoXForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ("experts.9.gate_proj.weight", r"the weights lack model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"),
+        ("experts.0.gate.weight", r"the weights lack model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"),
+        ("experts.0.gate_proj.weight", "olmoe is not supported: transformers .* cannot run it"),
+    ],
+)
+def test_experts_that_cannot_be_joined_are_refused(tmp_path: Path, stored: str, message: str) -> None:
+    """One that is numbered or named otherwise, or of another shape."""
+    make_checkpoint("olmoe", tmp_path)
+    tensors, part = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp"
+    tensors[f"{part}.{stored}"] = tensors.pop(f"{part}.experts.0.gate_proj.weight").T.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
 
 
 def test_code_that_mixes_tokens_by_itself_is_refused(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,17 @@ def test_logits_have_the_bits_of_the_widened_checkpoint(tmp_path: Path, kind: st
     assert_equal_logits(*make_pair(tmp_path, kind), kind)
 
 
+def test_biases_of_zeros_beside_codes_are_none(tmp_path: Path) -> None:
+    """As older packages write them of each matrix."""
+    quantized, plain = make_pair(tmp_path, "GPTQ of 4 bits")
+    change(quantized, {"bias": torch.zeros(256, dtype=torch.float16)})
+    check_weights(Checkpoint(quantized))
+    assert_equal_logits(quantized, plain, "GPTQ of 4 bits")
+    change(quantized, {"bias": torch.eye(256, dtype=torch.float16)[7]})
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.bias is not of zeros"):
+        Decoder.load(quantized, "float32", CPU, 16)
+
+
 @pytest.mark.parametrize("isa", ISAS[1:])
 @pytest.mark.parametrize("kind", ["AWQ", "GPTQ of 8 bits", "MXFP4"])
 def test_other_instruction_sets_have_the_same_bits(tmp_path: Path, kind: str, isa: str) -> None:

@@ -61,6 +61,10 @@ class Channel:
         """The marks by the special tokens that some vocabularies have for them."""
         return self.tokens or (self.opener, self.closer)
 
+    def is_closed_by(self, prompt: str) -> bool:
+        """Tells whether a prompt has closed the channel; with a lead, every answer begins where a closer ends."""
+        return not self.lead and prompt.endswith(self.closer)
+
     @property
     def sign(self) -> str:
         """A text that the chat templates of models with this channel have."""

@@ -83,7 +83,7 @@ class AnswerFrame:
         """Returns the frame of the answer to a rendered prompt; it has no channel if the prompt has closed it."""
         calls = CALL_FORMATS.get(formats.tool) if tool_use.tools else None
         channel, end = CHANNELS.get(formats.reasoning), prompt.rstrip()
-        if channel is None or end.endswith(channel.closer):
+        if channel is None or channel.is_closed_by(end):
             return cls(calls, tool_use)
         return cls(calls, tool_use, channel, end.endswith(channel.opener), max_reasoning_tokens)
 

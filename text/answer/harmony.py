@@ -16,6 +16,11 @@ _HEADERS = ("<|start|>", "<|channel|>", "to=")
 """The beginnings of headers; the chat template may have written the first."""
 _FUNCTION = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,128})")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_CUT_HEADER = re.compile(
+    r"\s*(?:<\|start\|>\w*\s*(?:to=[\w.-]*)?|to=functions\.[\w-]*)?\s*"
+    r"(?:<\|channel\|>\w*\s*(?:to?(?:=[\w.-]*)?)?\s*(?:<\|constrain\|>\w*|json)?)?\s*(?:<[|a-z]*)?"
+)
+"""Matches a header that ends before its body, or within a mark; any other text is content."""
 
 
 class HarmonyParser:
@@ -25,6 +30,7 @@ class HarmonyParser:
         self._names = names
         self._held = ""
         self._make: Callable[[str], Found] | None = None  # the parts of a body; None in a header
+        self._lacks_arguments = False
 
     def feed(self, text: str) -> list[Found]:
         """Feeds text; returns the parts that no later text can change, in order."""
@@ -37,8 +43,9 @@ class HarmonyParser:
 
     def flush(self) -> list[Found]:
         """Returns the text held back, at the end of the answer; a header that was cut is dropped."""
-        held, self._held = self._held, ""
-        make = self._make or (None if held.lstrip().startswith(_HEADERS) else str)
+        held, self._held = self._held or "{}" * self._lacks_arguments, ""
+        is_header = held.lstrip().startswith(_HEADERS) and _CUT_HEADER.fullmatch(held)
+        make = self._make or (None if is_header else str)
         return [make(held)] if held and make else []
 
     def _take_header(self) -> list[Found] | None:
@@ -55,7 +62,7 @@ class HarmonyParser:
         self._held = behind
         function, channel = _FUNCTION.search(header), _CHANNEL.search(header)
         if function and function[1] in self._names:
-            self._make = Arguments
+            self._make, self._lacks_arguments = Arguments, True
             return [CallBegun(function[1])]
         self._make = Reasoning if channel and channel[1] == "analysis" else str
         return [header + mark] if function else []
@@ -63,7 +70,10 @@ class HarmonyParser:
     def _take_body(self, make: Callable[[str], Found]) -> list[Found] | None:
         if end := _END.search(self._held):
             body, self._held, self._make = self._held[: end.start()], self._held[end.end() :], None
+            body = body or "{}" * self._lacks_arguments
+            self._lacks_arguments = False
             return [make(body)] if body else []
         certain = len(self._held) - max(overlap(self._held, one) for one in _ENDS)
         body, self._held = self._held[:certain], self._held[certain:]
+        self._lacks_arguments = self._lacks_arguments and not body
         return [make(body)] if body else None

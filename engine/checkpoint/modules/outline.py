@@ -5,7 +5,9 @@ is refused before any weight is read, with its reason.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +32,9 @@ UNREAD = (
     "_attn_implementation",
     "dtype",
     "torch_dtype",
+    "num_labels",
 )
-"""Fields of config.json that choose code or numbers which are ours to choose."""
+"""Fields of config.json that choose code or numbers which are ours to choose, or the classes of a classifier."""
 DECODERS = ("ForCausalLM", "LMHeadModel")
 REASONS = {
     "bloom": "its positions are biases of scores (ALiBi)",
@@ -41,6 +44,7 @@ REASONS = {
 """Reasons by `model_type` where the code would fail with less clear ones."""
 NO_KV = "state that is not KV (docs/models-beyond-kv.md)"
 DRY_TOKENS = 5
+_EXPERT = re.compile(r"(.+\.experts\.)(\d{1,9})(\..+)", re.ASCII)
 
 transformers.AttentionInterface.register(ATTENTION, attend)
 transformers.logging.disable_progress_bar()
@@ -60,6 +64,7 @@ class Outline:
                 self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(
                     self._config, attn_implementation=ATTENTION
                 ).eval()
+            _require_class(self.model, fields)
             _refuse_other_state(self.model, self._config)
             calls, logits = dry_run(self.model)
             windows = _windows(calls, self._config)
@@ -80,15 +85,17 @@ class Outline:
         """Makes the model with tensors in host memory. Raises ModelError for missing, wrong or unknown tensors."""
         self._config._experts_implementation = "eager"
         made: Any = type(self.model)
-        model, info = made.from_pretrained(
-            None,
-            config=self._config,
-            state_dict=tensors,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        _require_all_experts(tensors)
+        with self.refusing():
+            model, info = made.from_pretrained(
+                None,
+                config=self._config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
         for kind, problem in (
             ("missing", "lack"),
             ("mismatched", "have another shape of"),
@@ -118,6 +125,8 @@ def _parse(model_type: str, fields: JsonFields) -> Any:
         code = ", and code of its own (auto_map) is never run" if "auto_map" in fields else ""
         raise ModelError(f"transformers {transformers.__version__} does not know it{code}")
     kind = transformers.CONFIG_MAPPING[model_type]
+    for name in {"num_hidden_layers", kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")}:
+        fields.count(name, 1, MAX_LAYERS)  # before transformers lists the layers
     config = kind.from_dict({name: one for name, one in fields.items() if name not in UNREAD})
     parts, rope = sorted({*kind.sub_configs} - {"text_config"}), str(getattr(config, "rope_parameters", None))
     architecture = str((fields.raw("architectures") or DECODERS)[0])[:64]
@@ -191,6 +200,24 @@ def _windows(calls: Sequence[Call], config: Any) -> Windows:
         }
     )
     return found
+
+
+def _require_class(model: nn.Module, fields: JsonFields) -> None:
+    """Raises ModelError if config.json names another class than transformers' own of this kind of model."""
+    made = type(model).__name__
+    named = str((fields.raw("architectures") or [made])[0])[:64]
+    refuse({f"{named} is not transformers' class {made}, and code of its own is never run": named != made})
+
+
+def _require_all_experts(names: Iterable[str]) -> None:
+    """Raises ModelError for an expert that is missing below another: transformers would join them without a gap."""
+    stem_to_experts = defaultdict[tuple[str, str], set[int]](set)
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            stem_to_experts[match[1], match[3]].add(int(match[2]))
+    for (stem, kind), experts in stem_to_experts.items():
+        if missing := {*range(len(experts))} - experts:
+            raise ModelError(f"the weights lack {stem}{min(missing)}{kind}"[:256])
 
 
 def _refuse_other_state(model: Any, config: Any) -> None:

@@ -76,6 +76,14 @@ CASES: list[tuple[str, str, Told | None]] = [
     ("harmony", f"{FINAL}cut <|e", ["cut <|e"]),
     ("harmony", f"{CHANNEL}commentary to=functions.h{MESSAGE}{{}}", None),
     ("harmony", f"{CHANNEL}{LONG}{MESSAGE}", None),
+    ("harmony", "to=be or not to be", None),
+    ("harmony", "to=5", None),
+    ("harmony", f"{CHANNEL}final The answer is 4.", None),
+    ("harmony", f"{ASSISTANT} hello", None),
+    ("harmony", f"{HARMONY_F}{ASSISTANT[:-1]}", [F]),
+    ("harmony", f"{HARMONY_F}{ASSISTANT[:-9]}", [F]),
+    ("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}<|call|>", [("f", "{}")]),
+    ("harmony", f" to=functions.f{CHANNEL}commentary json{MESSAGE}", [("f", "{}")]),
     ("harmony", "hello", None),
     ("harmony", f"hello {HARMONY_F.removesuffix('<|call|>')}", None),
 ]
@@ -97,6 +105,8 @@ THOUGHTS: list[tuple[str, str, str, Told]] = [
     ("harmony", f"{ANALYSIS}so<|end|>{ASSISTANT}{ANALYSIS} on<|end|>{ASSISTANT}{HARMONY_F}", "so on", [F]),
     ("harmony", f"{ANALYSIS}cut <|", "cut <|", []),
     ("harmony", f"{ANALYSIS}<|end|>{ASSISTANT}{FINAL}", "", []),
+    *(("harmony", HARMONY_F[:at], "", []) for at in range(len(CHANNEL), HARMONY_F.index(MESSAGE))),
+    ("harmony", f" to=functions.f{CHANNEL}commentary", "", []),
     ("harmony", f"{CHANNEL}fin", "", []),
     ("harmony", "yes", "", ["yes"]),
 ]

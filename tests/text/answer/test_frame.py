@@ -222,6 +222,17 @@ def test_an_answer_in_harmony_has_the_header_of_its_channel(is_token: bool) -> N
         assert takes(ToolUse(TOOLS), NUMBER, f"{before}{bad}")
 
 
+def test_a_prompt_in_harmony_opens_an_answer_with_channels() -> None:
+    """A prompt ends as a closed channel does, and the answer's marks are still to come."""
+    for before in ("", "<|start|>assistant<|channel|>analysis<|message|>so"):
+        prompt = f"{before}<|end|><|start|>user<|message|>hi<|end|><|start|>assistant"
+        frame = frame_of("", ToolUse(), prompt, "harmony")
+        assert {"<|channel|>", "<|message|>", "<|end|>", "<|start|>"} <= {*frame.marks}
+        assert frame.channel is CHANNELS["harmony"]
+        assert not frame.is_open
+    assert frame_of("", ToolUse(), "<think></think>\n", "think").channel is None
+
+
 def test_reasoning_ends_at_its_budget() -> None:
     frame = frame_of("qwen", ToolUse(), "<think>", "think", 4)
     assert takes_tokens(frame, "so", 258, "\nyes")
