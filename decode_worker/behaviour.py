@@ -12,7 +12,16 @@ from functools import partial
 
 from engine.events import Drafted, Failed, Fetched, Finished, Jumped, Scored
 from engine.request import EngineRequest
-from engine.schedule.batcher import Candidate, Pages, Phase, Plan, fit_running
+from engine.schedule.batcher import (
+    FIRST_CHUNK_TOKENS,
+    UNLEARNED,
+    Candidate,
+    Pages,
+    Phase,
+    Plan,
+    StepCosts,
+    fit_running,
+)
 from wire.journal import Kind
 from wire.pb import worker_pb2
 from wire.pools import Role
@@ -25,24 +34,32 @@ class DecodeBatcher:
     """A batcher that decodes first, then runs prompt tokens without KV, in chunks that do not delay decoding much.
 
     max_step_tokens: the most tokens of one step, at least max_running + max_chunk_tokens. max_running: the most
-    sequences with pages. max_chunk_tokens: the most tokens of chunks in a step that also decodes; bounds the
-    inter-token latency.
+    sequences with pages. max_chunk_tokens: the most tokens of chunks in a step that also decodes. max_gap_s: the most
+    seconds of such a step, by learned costs; None without a bound. Both bound the inter-token latency.
     """
 
     max_step_tokens: int = 2048
     max_running: int = 128
-    max_chunk_tokens: int = 256
+    max_chunk_tokens: int = FIRST_CHUNK_TOKENS
+    max_gap_s: float | None = None
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
-        step = fit_running(running, pages, self._num_step_tokens(running))
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan:
+        step = fit_running(running, pages, self._num_step_tokens(running, pages.block_size, costs))
         num_slots = self.max_running - len(running)
         return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))
 
-    def _num_step_tokens(self, running: Sequence[Candidate]) -> int:
+    def _num_step_tokens(self, running: Sequence[Candidate], block_size: int, costs: StepCosts) -> int:
         num_decoding = sum(candidate.phase is Phase.DECODE for candidate in running)
         if not num_decoding:
             return self.max_step_tokens
-        return min(self.max_step_tokens, num_decoding + self.max_chunk_tokens)
+        most = min(self.max_chunk_tokens, self.max_step_tokens - num_decoding)
+        return num_decoding + (most if self.max_gap_s is None else costs.chunk_tokens(self.max_gap_s, most, block_size))
 
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
@@ -116,5 +133,5 @@ class DecodeJob(Job):
 
 def decode_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
     """Puts a decode worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
-    batcher = DecodeBatcher(batch.max_step_tokens, batch.max_running, batch.max_chunk_tokens)
+    batcher = DecodeBatcher(batch.max_step_tokens, batch.max_running, batch.most_chunk_tokens, batch.max_gap_s)
     return Behaviour(Role.DECODE, batcher, EngineRequest, partial(DecodeJob, block_size=block_size))

@@ -46,6 +46,7 @@ from engine.step.prefill_meter import PrefillMeter
 from engine.step.runner import Launched, Runner
 from engine.step.work import Gains, PromptChunk, Work
 from kv_store.device_pool import DevicePool
+from kv_store.prefix.costs import Costs
 from kv_store.transfers import Transfers
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, RequestExists
@@ -80,7 +81,7 @@ class EngineCore:
         self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
         self._decoding = Decoding(self._rows, self._speculator, self._cache.allocator)
-        self._meter = meter or PrefillMeter()
+        self._meter = meter or PrefillMeter(Costs(model.layout.block_size))
         self._table = SequenceTable()
         self._num_held: dict[AttemptId, int] = {}
         self._events: list[Event] = []
@@ -219,7 +220,7 @@ class EngineCore:
             self._events.append(jump)
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
-        plan = self._batcher.plan(waiting, running, self._cache.allocator.available)
+        plan = self._batcher.plan(waiting, running, self._cache.allocator.available, self._meter.costs)
         held_up = {candidate.handle for candidate in waiting}.difference(plan.admit)
         for sequence in map(self._table.__getitem__, held_up):
             if sequence.gate is not plan.gate:

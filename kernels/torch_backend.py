@@ -67,7 +67,9 @@ class TorchBackend:
         return _given(product, out) if residual is None else torch.add(product, residual, out=out)
 
     def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
-        return _given(capped(self.linear(states, weight, None).float(), cap), out)
+        product = self.linear(states, weight, None)
+        rows = product.float() if out is None else out.copy_(product)
+        return rows if cap is None else _given(capped(rows, cap), out)
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor

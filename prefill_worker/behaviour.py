@@ -12,7 +12,7 @@ from functools import partial
 
 from engine.events import Failed, Finished, HandedOff, Scored
 from engine.request import EngineRequest, HandOff
-from engine.schedule.batcher import Candidate, Pages, Plan, fit_running
+from engine.schedule.batcher import UNLEARNED, Candidate, Pages, Plan, StepCosts, fit_running
 from wire.errors import BatonError
 from wire.journal import Kind
 from wire.pb import worker_pb2
@@ -37,7 +37,13 @@ class PrefillBatcher:
     max_running: int = 128
     patience_tokens: int = 512
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan:
         step = fit_running(self._by_urgency(running), pages, self.max_step_tokens)
         num_slots = self.max_running - len(running)
         num_spare = _num_unclaimed(running, pages)

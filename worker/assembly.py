@@ -203,7 +203,7 @@ def assemble_on(
     transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()
     speculator = Speculator(proposer, config.speculation.max_draft_len, threads.stopwatch)
-    meter = PrefillMeter(store.costs.note_prefill, threads.stopwatch)
+    meter = PrefillMeter(store.costs, threads.stopwatch)
     engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator, meter=meter)
     info = _describe(config, model, tiers.arena.num_slots)
     grammars = Grammars(definition, model.vocab_size, model.eos_token_ids)

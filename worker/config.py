@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from engine.schedule.batcher import FIRST_CHUNK_TOKENS
 from kv_store.frame import MAC_KEY_BYTES
 from wire.errors import require_setting
 from wire.kv_policy import parse_kv_policy
@@ -78,18 +79,35 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Bounds of a step; see PrefillBatcher and DecodeBatcher."""
+    """Bounds of a step; see PrefillBatcher and DecodeBatcher.
+
+    max_chunk_tokens: None for what max_gap_ms allows or, without it, FIRST_CHUNK_TOKENS.
+    """
 
     max_step_tokens: int = 2048
     max_running: int = 128
-    max_chunk_tokens: int = 256
+    max_gap_ms: float | None = None
+    max_chunk_tokens: int | None = None
     patience_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_chunk_tokens", "patience_tokens"):
-            require_setting(getattr(self, name) > 0, f"batch.{name}", "positive")
-        is_wide = self.max_step_tokens >= self.max_running + self.max_chunk_tokens
-        require_setting(is_wide, "batch.max_step_tokens", "at least batch.max_running + batch.max_chunk_tokens")
+        for name in ("max_running", "max_gap_ms", "max_chunk_tokens", "patience_tokens"):
+            value = getattr(self, name)
+            require_setting(value is None or value > 0, f"batch.{name}", "positive")
+        chunk_tokens = self.max_chunk_tokens or FIRST_CHUNK_TOKENS
+        words = "at least batch.max_running + batch.max_chunk_tokens"
+        words += "" if self.max_chunk_tokens else f", which is {chunk_tokens} if left out"
+        require_setting(self.max_step_tokens >= self.max_running + chunk_tokens, "batch.max_step_tokens", words)
+
+    @property
+    def most_chunk_tokens(self) -> int:
+        """The most tokens of chunks beside decoding sequences, whatever time they take."""
+        by_default = FIRST_CHUNK_TOKENS if self.max_gap_ms is None else self.max_step_tokens
+        return self.max_chunk_tokens or by_default
+
+    @property
+    def max_gap_s(self) -> float | None:
+        return None if self.max_gap_ms is None else self.max_gap_ms / 1000
 
     def num_open(self, block_size: int) -> int:
         """Counts the blocks that running sequences and a step's chunks can write at once."""

@@ -27,7 +27,7 @@ from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Re
 from cli.bench.schedule import read_trace
 from engine.kv.retention import Retention, Tokens
 from engine.model.decoder import Decoder
-from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
+from engine.schedule.batcher import UNLEARNED, Batcher, Candidate, Pages, Plan, StepCosts
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from wire.block_names import BlockName
 from wire.ids import PageId
@@ -72,7 +72,13 @@ class StaticBatcher:
 
     max_running: int
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan:
         return ContinuousBatcher(max_running=self.max_running).plan(() if running else waiting, running, pages)
 
 

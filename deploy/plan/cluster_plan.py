@@ -24,6 +24,7 @@ from worker.config import MAX_SILENCE_S, CheckpointSettings, ServerSettings, Sto
 
 CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0
+MAX_GAP_ON_GPU_MS = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,10 @@ class ClusterPlan:
         """Returns the configuration of a worker on a node. Raises the errors of `node_config`."""
         settings, sizes = self.config.model, self.sizes(worker.role, baseline)
         # On a GPU no step takes a second: kernels are compiled before the worker is ready.
-        default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
+        default_silence_s, batch = MAX_SILENCE_S, self.config.batch
+        if self.model.device != "cpu":
+            default_silence_s = MAX_SILENCE_ON_GPU_S
+            batch = replace(batch, max_gap_ms=batch.max_gap_ms or MAX_GAP_ON_GPU_MS)
         host = LOOPBACK if baseline.node.is_head else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
@@ -173,7 +177,7 @@ class ClusterPlan:
             num_blocks=sizes.num_pool_blocks,
             store=replace(self._store(baseline), node_id=baseline.node.name, block_address=baseline.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
-            batch=self.config.batch,
+            batch=batch,
             speculation=replace(self.config.speculation, draft=self._model_of(worker.role).draft.folder),
             num_threads=sizes.num_threads,
             max_silence_s=self.config.worker.max_silence_s or default_silence_s,

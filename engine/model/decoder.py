@@ -61,6 +61,7 @@ class Decoder:
         self._far_angles = self._make_far_angles() if num_sinks else None
         self._programs: dict[tuple[int, int], StepProgram | None] = {}
         self._programs_kv = 0
+        self._captured_logits = torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
 
     @classmethod
     def load(
@@ -219,14 +220,21 @@ class Decoder:
         )
 
     def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> StepProgram | None:
-        """Captures a step with one row for each sequence; None if the device has no memory for it."""
+        """Captures a step with one row for each sequence; None if the device has no memory for it.
+
+        All captures write one tensor of logits, which are read before the next graph runs.
+        """
         angles = self.angles_for(kv)
         assert isinstance(angles, Angles), "sinks are not captured"
 
-        def forward(batch: Batch, angles: Angles) -> torch.Tensor:
-            return self.run(self._backend, batch, angles, kv, NO_BUFFERS)
-
         try:
+            if len(self._captured_logits) < num_rows:
+                self._captured_logits = self._captured_logits.new_empty(num_rows, self.vocab_size)
+            buffers = Buffers(logits=self._captured_logits[:num_rows])
+
+            def forward(batch: Batch, angles: Angles) -> torch.Tensor:
+                return self.run(self._backend, batch, angles, kv, buffers)
+
             return CapturedProgram(forward, angles, num_rows, num_blocks, self.device)
         except RuntimeError as failure:
             log.warning("steps of %d rows and %d blocks run without a graph: %s", num_rows, num_blocks, failure)

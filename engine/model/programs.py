@@ -18,7 +18,8 @@ from kernels.backend import Angles, Recorder
 
 MIN_ROWS = 8
 MIN_BLOCKS = 64
-LOGIT_BYTES = 4
+LOGIT_BYTES = 8
+"""A float32, and the product before it in as much at most."""
 GRAPH_BYTES = 4 << 20
 """Memory of a graph's launches, at a guess: no device has told."""
 _COLUMNS = ("token_ids", "positions", "slot_mapping", "context_lens", "cu_query_lens")
@@ -196,12 +197,12 @@ def program_sizes(max_rows: int, max_blocks: int) -> Sequence[tuple[int, int]]:
 
 
 def graph_bytes(sizes: Sequence[tuple[int, int]], vocab_size: int, row_bytes: int) -> int:
-    """Sums the memory of graphs, which share all but their logits: the rest is the largest graph's.
+    """Sums the memory of graphs, which share all but their launches: the rest is the largest graph's.
 
     row_bytes: memory of one row beside its logits.
     """
-    logits = sum(num_rows for num_rows, _ in sizes) * vocab_size * LOGIT_BYTES
-    return logits + max(num_rows for num_rows, _ in sizes) * row_bytes + len(sizes) * GRAPH_BYTES
+    most_rows = max(num_rows for num_rows, _ in sizes)
+    return most_rows * (vocab_size * LOGIT_BYTES + row_bytes) + len(sizes) * GRAPH_BYTES
 
 
 def _up_to(most: int, least: int, factor: int) -> list[int]:

@@ -83,6 +83,30 @@ class Pages:
         return (candidate.num_blocks + num_pages) * self.block_size - candidate.num_computed
 
 
+FIRST_CHUNK_TOKENS = 256
+"""Tokens of chunks beside decoding sequences before the cost of a token is learned."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Learned costs in seconds. decode_s: a step without chunks. token_s: a token of a chunk; None before the first."""
+
+    decode_s: float = 0.0
+    token_s: float | None = None
+
+    def chunk_tokens(self, max_step_s: float, most: int, block_size: int) -> int:
+        """Returns the tokens of chunks that fit beside decoding sequences into a step of `max_step_s`.
+
+        Whole blocks, at least one, and at most `most`, whatever that is.
+        """
+        fitting = FIRST_CHUNK_TOKENS if self.token_s is None else int((max_step_s - self.decode_s) / self.token_s)
+        num_blocks = max(1, min(fitting, most) // block_size)
+        return min(most, num_blocks * block_size)
+
+
+UNLEARNED = StepCosts()
+
+
 class Gate(Enum):
     """The reason of a wait in the queue: too many sequences with pages, or too few free pages."""
 
@@ -111,7 +135,13 @@ class Batcher(Protocol):
     decode and have pages needs no plan: each runs its token.
     """
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan: ...
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan: ...
 
 
 @dataclass(frozen=True)

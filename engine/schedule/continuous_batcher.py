@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.schedule.batcher import Candidate, Pages, Plan, StepFit, fit_running
+from engine.schedule.batcher import UNLEARNED, Candidate, Pages, Plan, StepCosts, StepFit, fit_running
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,13 @@ class ContinuousBatcher:
     max_step_tokens: int = 2048
     max_running: int = 128
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan:
         step = fit_running(running, pages, self.max_step_tokens)
         num_slots = self.max_running - len(running)
         return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, step))

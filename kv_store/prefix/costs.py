@@ -16,7 +16,8 @@ from kv_store.tiers.cold_tier import BlockSource
 from wire.ids import BlockKey
 from wire.tier import Duration
 
-_MIN_TOKENS = 64
+MIN_TOKENS = 64
+"""Least tokens of a run that tells what a token costs."""
 _PREFILL_PRIOR_S = 0.0006
 _READ_PRIOR_S = 0.001
 _FOUND_WEIGHT = 0.2
@@ -88,7 +89,7 @@ class Costs:
 
     def note_prefill(self, num_tokens: int, took_s: float) -> None:
         """Learns from a run of the model, unless it has few tokens or no time."""
-        if num_tokens >= _MIN_TOKENS and took_s > 0:
+        if num_tokens >= MIN_TOKENS and took_s > 0:
             self._prefill.learn(took_s / num_tokens)
 
     @property

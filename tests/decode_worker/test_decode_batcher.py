@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.behaviour import DecodeBatcher
-from engine.schedule.batcher import Candidate, Gate, Phase
+from engine.schedule.batcher import Candidate, Gate, Phase, StepCosts
 from tests.harness.candidates import BLOCK, decoding, fetching, pages, prompt
 
 BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)
@@ -23,6 +23,17 @@ BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)
 )
 def test_decode_comes_first_and_chunks_are_bounded(running: list[Candidate], run: dict[int, int]) -> None:
     assert BATCHER.plan((), running, pages(100)).run == run
+
+
+@given(st.integers(1, 8), st.integers(1, 2000), st.floats(0, 0.2), st.floats(1e-7, 0.01))
+def test_a_bound_of_time_gives_no_step_that_is_not_warmed(
+    num_decoding: int, num_known: int, decode_s: float, token_s: float
+) -> None:
+    """Workers compile for max_step_tokens."""
+    by_time = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=100, max_gap_s=0.05)
+    running = [*(decoding(handle, 30) for handle in range(num_decoding)), prompt(8, num_known)]
+    run = by_time.plan((), running, pages(500), StepCosts(decode_s, token_s)).run
+    assert min(BLOCK, num_known) <= run[8] <= 100 - num_decoding
 
 
 def test_names_what_the_queue_waits_for() -> None:

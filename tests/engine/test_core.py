@@ -9,7 +9,7 @@ from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, PromptTo
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.schedule.batcher import Candidate, Gate, Pages, Plan
+from engine.schedule.batcher import UNLEARNED, Candidate, Gate, Pages, Plan, StepCosts
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
@@ -372,9 +372,15 @@ class Counting(ContinuousBatcher):
 
     num_plans = 0
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan:
         Counting.num_plans += 1
-        return super().plan(waiting, running, pages)
+        return super().plan(waiting, running, pages, costs)
 
 
 def test_steps_of_decoding_alone_have_no_plan(model: HashModel) -> None:

@@ -122,7 +122,7 @@ class Worker:
         cold = [self.tier] if has_tier else []
         self.store = NodeStore(layout, self.arena, Directory(1, self.lane_clock), cold, pool, self.lane_clock)
         self.lane = Lane(self.store, self.engine_clock, self.lane_clock)
-        meter = PrefillMeter(self.store.costs.note_prefill, self.engine_clock)
+        meter = PrefillMeter(self.store.costs, self.engine_clock)
         self.core = EngineCore(self.model, pool, ContinuousBatcher(), self.lane, meter=meter)
 
     def teach(self) -> "Worker":

@@ -9,9 +9,11 @@ import torch
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
+from engine.warm.warming import WarmStep
 from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
+from kv_store.device_pool import DevicePool
 from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, request
@@ -63,6 +65,21 @@ def test_bfloat16_gives_the_same_tokens_on_any_schedule(tmp_path: Path, kv_dtype
         commands().set_lazy(is_lazy)
         outputs.append(tokens(make_core(load(folder, SIM, "bfloat16", kv_dtype)), folder))
     assert outputs[0] == outputs[1]
+
+
+def test_graphs_of_all_sizes_write_one_tensor_of_logits(tmp_path: Path) -> None:
+    """Each graph's logits are read before the next one runs."""
+    model = load(make_checkpoint("llama-gqa", tmp_path, num_hidden_layers=1), SIM, "bfloat16", "auto")
+    pool = DevicePool(model.layout, 1, SIM)
+    pool.kv.data.zero_()
+    found, read = [], []
+    for num_rows in (9, 3):
+        found.append(model.forward(WarmStep(num_rows, 0, 1, samples_all=True).batch(16), pool.kv))
+        read.append(found[-1][0].cpu())
+    assert model.num_programs == 2
+    assert found[0].data_ptr() == found[1].data_ptr()
+    assert torch.equal(*read)
+    assert read[0].any()
 
 
 def test_packed_weights_give_transformers_tokens_of_the_dequantized_ones(

@@ -73,10 +73,10 @@ def test_sizes_are_finite_and_the_largest_comes_first() -> None:
     assert program_sizes(8, 4) == [(8, 64)]
 
 
-def test_graphs_share_all_but_their_logits() -> None:
+def test_graphs_share_all_but_their_launches() -> None:
     sizes = program_sizes(16, 256)
     assert sizes == [(16, 256), (16, 64), (8, 256), (8, 64)]
-    assert graph_bytes(sizes, 1000, 50) == 48 * 1000 * 4 + 16 * 50 + 4 * GRAPH_BYTES
+    assert graph_bytes(sizes, 1000, 50) == 16 * 1000 * 8 + 16 * 50 + 4 * GRAPH_BYTES
 
 
 @pytest.fixture(scope="module")

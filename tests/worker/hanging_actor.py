@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decode_worker.actor import DecodeActor
-from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
+from engine.schedule.batcher import UNLEARNED, Batcher, Candidate, Pages, Plan, StepCosts
 from worker.config import WorkerConfig
 from worker.job import Behaviour
 
@@ -16,10 +16,16 @@ class HangingBatcher:
 
     batcher: Batcher
 
-    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+    def plan(
+        self,
+        waiting: Sequence[Candidate],
+        running: Sequence[Candidate],
+        pages: Pages,
+        costs: StepCosts = UNLEARNED,
+    ) -> Plan:
         if waiting:
             threading.Event().wait()
-        return self.batcher.plan(waiting, running, pages)
+        return self.batcher.plan(waiting, running, pages, costs)
 
 
 class HangingActor(DecodeActor):

@@ -68,7 +68,12 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("role", "judge", "worker.role: must be one of prefill, decode"),
         ("num_threads", 0, "worker.num_threads: must be between 1 and"),
         ("max_silence_s", 2, "worker.max_silence_s: must be between 3"),
-        ("batch.max_step_tokens", 300, "batch.max_step_tokens must be at least batch.max_running"),
+        (
+            "batch.max_step_tokens",
+            300,
+            "batch.max_step_tokens must be at least batch.max_running + batch.max_chunk_tokens, which is 256 if left",
+        ),
+        ("batch.max_gap_ms", 0, "batch.max_gap_ms must be positive"),
     ],
 )
 def test_refuses_what_is_wrong_and_names_it(path: str, value: Any, said: str) -> None:

@@ -101,7 +101,13 @@ def test_where_and_how_the_router_listens_is_passed_on() -> None:
 
 
 def test_each_bound_of_a_batch_is_passed_on() -> None:
-    bounds = {"max_step_tokens": 100, "max_running": 21, "max_chunk_tokens": 22, "patience_tokens": 23}
+    bounds = {
+        "max_step_tokens": 100,
+        "max_running": 21,
+        "max_chunk_tokens": 22,
+        "patience_tokens": 23,
+        "max_gap_ms": 24.0,
+    }
     config = ClusterConfig.load(None, {"batch": bounds})
     assert asdict(worker_of(planned(config)).batch) == bounds
 
@@ -122,6 +128,25 @@ def test_how_long_a_step_may_take_depends_on_the_device(device: str, asked_s: fl
     config = ClusterConfig.load(None, {} if asked_s is None else {"worker": {"max_silence_s": asked_s}})
     plan = planned(config, replace(MODEL, device=device), GPU_MACHINE)
     assert worker_of(plan, replace(HEAD, machine=GPU_MACHINE)).max_silence_s == given_s
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "max_gap_s", "most"),
+    [
+        pytest.param("cpu", {}, None, 256, id="a CPU: tokens"),
+        pytest.param("cpu", {"max_chunk_tokens": 100}, None, 100, id="a CPU: given tokens"),
+        pytest.param("cpu", {"max_gap_ms": 200}, 0.2, 2048, id="a CPU: given time"),
+        pytest.param("cuda", {}, 0.05, 2048, id="a GPU: time"),
+        pytest.param("cuda", {"max_gap_ms": 20.0}, 0.02, 2048, id="a GPU: given time"),
+        pytest.param("cuda", {"max_chunk_tokens": 512}, 0.05, 512, id="a GPU: time, and given tokens"),
+    ],
+)
+def test_what_bounds_chunks_beside_decoding_depends_on_the_device(
+    device: str, asked: dict[str, float], max_gap_s: float | None, most: int
+) -> None:
+    plan = planned(ClusterConfig.load(None, {"batch": asked}), replace(MODEL, device=device), GPU_MACHINE)
+    batch = worker_of(plan, replace(HEAD, machine=GPU_MACHINE)).batch
+    assert (batch.max_gap_s, batch.most_chunk_tokens) == (max_gap_s, most)
 
 
 def test_a_lone_node_is_reached_by_no_other() -> None:
