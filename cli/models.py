@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def native_rows() -> Rows:
     """Makes a row of each native architecture; what all of them refuse stands apart."""
-    from engine.checkpoint.families import FAMILIES
+    from engine.checkpoint.families.table import FAMILIES
     from engine.checkpoint.gguf.config import ARCHITECTURES, architecture_of
     from engine.checkpoint.text_part import TEXT_PARTS
 
@@ -91,7 +91,7 @@ def other_rows() -> Rows:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from engine.checkpoint.families import FAMILIES
+    from engine.checkpoint.families.table import FAMILIES
     from engine.checkpoint.text_part import TEXT_PARTS
 
     rows, reasons = [], defaultdict[str, list[str]](list)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.config import ModelConfig, ServedConfig, parse_eos
-from engine.checkpoint.families import FAMILIES, find_architecture
+from engine.checkpoint.families.table import FAMILIES, find_architecture
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.checkpoint.gguf import TABLE_FILE, VERSION
 from engine.checkpoint.gguf.table import GgufCodes, GgufPart, read_table

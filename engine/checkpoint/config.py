@@ -1,6 +1,6 @@
 """A model's configuration, from its config.json.
 
-One decoder serves the architectures of engine/checkpoint/families.py, which differ in data only. Keys are read as
+One decoder serves the architectures of engine/checkpoint/families/table.py, which differ in data only. Keys are read as
 transformers 4 and 5 spell them; an absent key has the default of transformers' configuration class.
 """
 
@@ -8,17 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from engine.checkpoint.families import (
-    FAMILIES,
-    Family,
-    Ropes,
-    Scalars,
-    Windows,
-    parse_architecture,
-    refuse_fields_of_others,
-)
+from engine.checkpoint.families.family import Family, Ropes, Scalars, Windows
+from engine.checkpoint.families.mixture import MixtureConfig
+from engine.checkpoint.families.table import FAMILIES, parse_architecture, refuse_fields_of_others
 from engine.checkpoint.json_fields import JsonFields
-from engine.checkpoint.mixture import MixtureConfig
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT
 from kernels.backend import Activation
 from wire.errors import ConfigError, ModelError

@@ -1,6 +1,6 @@
 """Checkpoints that see pictures, of which the text part is served: its configuration, and the names of its tensors.
 
-The text part is whole: a decoder of engine/checkpoint/families.py under `text_config`, and its tensors behind a prefix.
+The text part is whole: a decoder of engine/checkpoint/families under `text_config`, and its tensors behind a prefix.
 What belongs to pictures is left unread.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.checkpoint.families import FAMILIES
+from engine.checkpoint.families.table import FAMILIES
 from engine.checkpoint.json_fields import JsonFields
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The native decoder, of the architectures in engine/checkpoint/families.py, which differ in data only.
+"""The native decoder, of the architectures in engine/checkpoint/families/table.py, which differ in data only.
 
 Numerics follow transformers step by step (norms, angles and softmax in float32, the rest in the model's dtype), so that
 greedy tokens in float32 are the same.

@@ -8,7 +8,7 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
-from engine.checkpoint.mixture import MixtureConfig
+from engine.checkpoint.families.mixture import MixtureConfig
 from engine.model.feed_forward import DenseLayer, ExpertLinear, FeedForward, Linear, MixtureLayer
 from kernels.backend import Backend, Heads, Weight
 from kernels.cpu.library import NoKernels

@@ -8,7 +8,7 @@ import transformers
 from cli import models
 from cli.__main__ import main
 from engine.checkpoint.config import ModelConfig
-from engine.checkpoint.families import FAMILIES
+from engine.checkpoint.families.table import FAMILIES
 from engine.checkpoint.gguf.blocks import TYPES
 from engine.checkpoint.gguf.config import ARCHITECTURES
 from engine.checkpoint.text_part import TEXT_PARTS

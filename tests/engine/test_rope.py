@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.checkpoint.families import one_rope
+from engine.checkpoint.families.family import one_rope
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import RopeConfig, RopeScaling
 from engine.model.angles import FarAngles, make_angles

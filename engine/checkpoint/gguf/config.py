@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.checkpoint.families import FAMILIES, Norms
+from engine.checkpoint.families.family import Norms
+from engine.checkpoint.families.mixture import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES
+from engine.checkpoint.families.table import FAMILIES
 from engine.checkpoint.gguf.blocks import Floats, StoredTensor
 from engine.checkpoint.json_fields import JsonFields
-from engine.checkpoint.mixture import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES
 from wire.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"

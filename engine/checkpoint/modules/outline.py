@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from engine.checkpoint.config import MAX_LAYERS, AttentionShape, ServedConfig, parse_dtype, parse_eos
-from engine.checkpoint.families import FULL, SLIDING, Windows
+from engine.checkpoint.families.family import FULL, SLIDING, Windows
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.modules.trace import ATTENTION, Call, Trace, attend, refuse
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT

@@ -1,0 +1,1 @@
+"""The families of models of the native decoder."""
