@@ -29,6 +29,8 @@ OUT_S = 1.0
 MAX_OUT_S = 16.0
 LOSSES = (Unreachable, RouterLeaving)
 PAUSE_S = 0.1
+"""Time until a resumption that was refused is tried again; doubled for each time in a row, up to MAX_PAUSE_S."""
+MAX_PAUSE_S = 1.6
 MAX_DARK_S = 15.0
 """Bound on the time without an answer of any router after which a stream ends."""
 RECONNECT_OPTIONS = (
@@ -127,6 +129,7 @@ class Resumption:
         self._known = pb.Resume(choices=[pb.ResumedChoice() for _ in range(min(num_choices, MAX_CHOICES))])
         self._lost_s: float | None = None
         self._is_silent = True
+        self._pause_s = PAUSE_S
 
     @property
     def left_s(self) -> float:
@@ -136,7 +139,7 @@ class Resumption:
     def accept(self, response: pb.GenerateResponse) -> None:
         """Notes what a message brings."""
         if self._is_silent:
-            self._lost_s, self._is_silent = None, False
+            self._lost_s, self._is_silent, self._pause_s = None, False, PAUSE_S
             self._routers.note(self.address, answers=True)
         event, chunk = response.WhichOneof("event"), response.chunk
         if event == "prompt":
@@ -151,13 +154,18 @@ class Resumption:
         """Turns to the next router; returns the seconds to wait before, None if the answer ends with this error."""
         now_s, self._is_silent = self._clock(), True
         self._lost_s = now_s if self._lost_s is None else self._lost_s
+        left_s = min(self._lost_s + MAX_DARK_S, self._ends_s) - now_s
         is_again = self.request.HasField("resume")
-        is_refused = isinstance(error, RequestExists) or (isinstance(error, Overloaded) and error.retry_after_s)
+        retry_after_s = (isinstance(error, Overloaded) and error.retry_after_s) or 0.0
+        is_refused = retry_after_s or isinstance(error, RequestExists)
         is_lost = isinstance(error, LOSSES)
-        if not (is_lost or (is_again and is_refused)) or now_s >= min(self._lost_s + MAX_DARK_S, self._ends_s):
+        if not (is_lost or (is_again and is_refused)) or left_s <= 0:
             return None
         if is_lost:
             self._routers.note(self.address, answers=False)
         self.address = self._routers.order(self._place)[0]
         self.request.resume.CopyFrom(self._known)
-        return PAUSE_S if is_refused or self._routers.is_out(self.address) else 0.0
+        if not is_refused:
+            return PAUSE_S if self._routers.is_out(self.address) else 0.0
+        pause_s, self._pause_s = max(retry_after_s, self._pause_s), min(2 * self._pause_s, MAX_PAUSE_S)
+        return min(pause_s, left_s)

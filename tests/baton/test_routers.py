@@ -11,7 +11,7 @@ import pytest
 
 import baton.routers
 from baton import Client
-from baton.routers import MAX_OUT_S, OUT_S, Resumption, Routers
+from baton.routers import MAX_OUT_S, OUT_S, PAUSE_S, Resumption, Routers
 from tests.baton.scripted_service import WAIT_S, ScriptedService, Step, served
 from tests.baton.test_clients import CLIENTS, chunk, complete
 from tests.harness.fake_clock import FakeClock
@@ -84,6 +84,29 @@ def test_a_request_that_waited_long_for_its_first_token_goes_on_and_gives_up_in_
     clock.now += 500.0
     resumption.accept(pb.GenerateResponse())
     assert resumption.lost(Unreachable("gone")) is None, "the caller's deadline has passed"
+
+
+def test_a_refused_resumption_is_tried_again_when_the_router_says_or_ever_later() -> None:
+    clock = FakeClock()
+    resumption = Resumption(pb.GenerateRequest(text="hi"), Routers(",".join(NAMES[:2]), clock), "", 600.0)
+    assert resumption.lost(Unreachable("gone")) == 0.0
+    assert resumption.lost(Overloaded("full", 2.5)) == 2.5
+    pauses_s = list[float]()
+    while (pause_s := resumption.lost(RequestExists("it runs there yet"))) is not None:
+        pauses_s.append(pause_s)
+        clock.now += pause_s
+    assert pauses_s == sorted(pauses_s[:-1]) + pauses_s[-1:], "the last one ends with the bound"
+    assert len(pauses_s) < 25
+    assert clock.now == pytest.approx(FakeClock().now + baton.routers.MAX_DARK_S)
+
+
+def test_a_pause_before_a_refused_resumption_ends_by_the_bounds() -> None:
+    clock = FakeClock()
+    resumption = Resumption(pb.GenerateRequest(text="hi"), Routers(",".join(NAMES[:2]), clock), "", 9.0)
+    assert resumption.lost(Unreachable("gone")) == 0.0
+    assert resumption.lost(Overloaded("full", 60.0)) == 9.0
+    resumption.accept(pb.GenerateResponse())
+    assert resumption.lost(RequestExists("it runs there yet")) == PAUSE_S, "pauses begin anew behind an answer"
 
 
 @dataclass
