@@ -39,7 +39,7 @@ from baton.results import (
     read_page,
     read_tokens,
 )
-from baton.routers import RECONNECT_OPTIONS, Resumption, Routers
+from baton.routers import RECONNECT_OPTIONS, Resumption, Routers, Try
 from wire.errors import BatonError, RouterLeaving
 from wire.ids import TRACEPARENT, TraceContext
 from wire.pb import cluster_pb2, worker_pb2
@@ -61,7 +61,8 @@ class _Connection:
     """A connection to a cluster's public port, HOST:PORT, or to several routers', with commas between.
 
     `timeout_s` bounds each call. Of several routers the key's own is asked, and another if that does not answer: a
-    stream then goes on there. Connections that are given one `Routers` leave out a router together.
+    stream then goes on there, and each has an equal part of the time of any other call. Connections that are given one
+    `Routers` leave out a router together.
 
     api_key: None takes it from BATON_API_KEY, if that is set. tls: result of `grpc.ssl_channel_credentials`, if the
     port speaks TLS; with key and certificate if the port requires them.
@@ -112,8 +113,8 @@ class _Connection:
         stub = self._stubs[self._routers.addresses[0]]
         return stub.Generate(request, timeout=timeout_s, metadata=self._metadata), timeout_s, self._proxy, None
 
-    def _call_one(self, method: str, request: message.Message, address: str) -> Any:
-        return getattr(self._stubs[address], method)(request, timeout=self._timeout_s, metadata=self._metadata)
+    def _call_one(self, method: str, request: message.Message, one: Try) -> Any:
+        return getattr(self._stubs[one.address], method)(request, timeout=one.timeout_s, metadata=self._metadata)
 
 
 class _Again:
@@ -255,9 +256,9 @@ class Client(_Connection, AbstractContextManager["Client"]):
         self.close()
 
     def _call(self, method: str, request: message.Message) -> Any:
-        for one in self._routers.tries(self._place):
+        for one in self._routers.tries(self._place, self._timeout_s):
             with one, typed_errors(self._timeout_s, self._proxy):
-                return self._call_one(method, request, one.address)
+                return self._call_one(method, request, one)
         raise AssertionError("the last router's error is raised")
 
 
@@ -378,13 +379,14 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         shared._metadata = credentials(api_key) + (() if trace is None else ((TRACEPARENT, str(trace)),))
         return shared
 
-    async def require_ready(self) -> None:
-        """Raises BatonError unless the router serves. Wants no key."""
+    async def require_ready(self, timeout_s: float | None = None) -> None:
+        """Raises BatonError unless the router serves. Wants no key. timeout_s: in place of the client's own."""
         request = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["Inference"].full_name)
-        for one in self._routers.tries(self._place):
-            with one, typed_errors(self._timeout_s, self._proxy):
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        for one in self._routers.tries(self._place, timeout_s):
+            with one, typed_errors(timeout_s, self._proxy):
                 stub = health_pb2_grpc.HealthStub(self._channels[one.address])
-                answer = await stub.Check(request, timeout=self._timeout_s)
+                answer = await stub.Check(request, timeout=one.timeout_s)
                 if answer.status != health_pb2.HealthCheckResponse.SERVING:
                     raise RouterLeaving("the router is stopping")
                 return
@@ -398,7 +400,7 @@ class AsyncClient(_Connection, AbstractAsyncContextManager["AsyncClient"]):
         await self.close()
 
     async def _call(self, method: str, request: message.Message) -> Any:
-        for one in self._routers.tries(self._place):
+        for one in self._routers.tries(self._place, self._timeout_s):
             with one, typed_errors(self._timeout_s, self._proxy):
-                return await self._call_one(method, request, one.address)
+                return await self._call_one(method, request, one)
         raise AssertionError("the last router's error is raised")

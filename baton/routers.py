@@ -13,6 +13,7 @@ from types import TracebackType
 
 from wire.errors import (
     BatonError,
+    DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     RequestExists,
@@ -83,21 +84,24 @@ class Routers:
             number = self._num_failures[address] = self._num_failures.get(address, 0) + 1
             self._back_s[address] = self.clock() + min(OUT_S * 2 ** (number - 1), MAX_OUT_S)
 
-    def tries(self, place: str) -> Iterator["Try"]:
-        """Yields the context of a call to each router in turn. The caller returns from within it."""
-        order = self.order(place)
-        for address in order:
-            yield Try(self, address, is_last=address == order[-1])
+    def tries(self, place: str, timeout_s: float) -> Iterator["Try"]:
+        """Yields the context of a call to each router in turn, with an equal part of the time that is left.
+
+        The caller returns from within it.
+        """
+        order, ends_s = self.order(place), self.clock() + timeout_s
+        for num_left, address in zip(range(len(order), 0, -1), order, strict=True):
+            yield Try(self, address, max(0.001, ends_s - self.clock()) / num_left, is_last=num_left == 1)
 
 
 class Try(AbstractContextManager["Try"]):
-    """A call to one router. Suppresses the error of a router that does not answer, leaves, or has no such request.
+    """A call to one router. Suppresses the error of a router that is gone, leaves, is late, or has no such request.
 
     The last router's error is raised.
     """
 
-    def __init__(self, routers: Routers, address: str, is_last: bool) -> None:
-        self.address = address
+    def __init__(self, routers: Routers, address: str, timeout_s: float, is_last: bool) -> None:
+        self.address, self.timeout_s = address, timeout_s
         self._routers = routers
         self._is_last = is_last
 
@@ -107,7 +111,7 @@ class Try(AbstractContextManager["Try"]):
         is_gone = isinstance(error, LOSSES)
         if error is None or is_gone:
             self._routers.note(self.address, not is_gone)
-        return (is_gone or isinstance(error, RequestNotFound)) and not self._is_last
+        return (is_gone or isinstance(error, RequestNotFound | DeadlineExceeded)) and not self._is_last
 
 
 class Resumption:

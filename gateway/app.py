@@ -28,7 +28,7 @@ from gateway.responses import ResponsesDialect
 from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
-from wire.errors import InvalidRequest, ModelNotFound, Unavailable, Unreachable
+from wire.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.ids import TRACEPARENT, TraceContext
 from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -261,9 +261,8 @@ class Gateway:
     async def _ready(self, _: Request) -> bytes:
         """Raises Unavailable while the router does not answer."""
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await next(self._clients).require_ready()
-        except TimeoutError as error:
+            await next(self._clients).require_ready(READY_TIMEOUT_S)
+        except DeadlineExceeded as error:
             raise Unavailable("the router does not answer") from error
         return b"{}"
 

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from baton.request import API_KEY, typed_errors
+from baton.routers import RECONNECT_OPTIONS
 from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
 from wire.errors import BatonError, RequestNotFound, Unauthenticated, Unavailable, Unreachable, WorkerNotFound
@@ -67,13 +68,14 @@ def explained(state: ClusterState) -> Iterator[None]:
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
     """Calls a method of the operator's service, and blocks until its answer. Raises BatonError.
 
-    Asks one router after another, until one answers and knows the request or worker that is named.
+    Asks one router after another, until one answers and knows the request or worker that is named. A router that is
+    stopped takes no connection, and costs the 2 s of RECONNECT_OPTIONS.
     """
     *others, last = state.addresses.operator.split(",")
     with explained(state):
         for address in others:
             with suppress(Unreachable, RequestNotFound, WorkerNotFound):
-                return _call(state, address, method, request, timeout_s)
+                return _call(state, address, method, request, timeout_s, RECONNECT_OPTIONS)
         return _call(state, last, method, request, timeout_s)
 
 
@@ -83,12 +85,19 @@ def call_each(state: ClusterState, method: str, request: Message, timeout_s: flo
     for address in state.addresses.operator.split(","):
         answers[address] = None
         with suppress(BatonError):
-            answers[address] = _call(state, address, method, request, timeout_s)
+            answers[address] = _call(state, address, method, request, timeout_s, RECONNECT_OPTIONS)
     return answers
 
 
-def _call(state: ClusterState, address: str, method: str, request: Message, timeout_s: float) -> Any:
-    channel = grpc.insecure_channel(address, options=(*CHANNEL_OPTIONS, *NO_PROXY))
+def _call(
+    state: ClusterState,
+    address: str,
+    method: str,
+    request: Message,
+    timeout_s: float,
+    options: tuple[tuple[str, int], ...] = (),
+) -> Any:
+    channel = grpc.insecure_channel(address, options=(*CHANNEL_OPTIONS, *NO_PROXY, *options))
     with typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)

@@ -46,7 +46,9 @@ class ScriptedService(InferenceServicer):
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
         self.aborted.append(request.request_id)
         for step in self.script:
-            if isinstance(step, BatonError):
+            if isinstance(step, threading.Event):
+                step.wait(6 * WAIT_S)
+            elif isinstance(step, BatonError):
                 _refuse(context, step)
         return pb.AbortResponse()
 

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tests.baton.scripted_service import WAIT_S, ScriptedService, Step, served
 from tests.baton.test_clients import CLIENTS, chunk, complete
 from tests.harness.fake_clock import FakeClock
 from wire.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     RequestExists,
@@ -123,7 +125,7 @@ class Pair:
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[Sequence[Step], Sequence[Step]], Pair]]:
     with ExitStack() as stack:
 
-        def start(first: Sequence[Step], second: Sequence[Step]) -> Pair:
+        def start(first: Sequence[Step], second: Sequence[Step], timeout_s: float = WAIT_S) -> Pair:
             by_address, ends = dict[str, ScriptedService](), dict[str, Callable[[], None]]()
             for _ in range(2):
                 service, own = ScriptedService(), stack.enter_context(ExitStack())
@@ -131,7 +133,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[Sequence[Step], S
                 by_address[address], ends[address] = service, own.close
             one, other = Routers(",".join(by_address)).order("")
             by_address[one].script, by_address[other].script = first, second
-            client = request.param(",".join(by_address), timeout_s=WAIT_S, api_key="")
+            client = request.param(",".join(by_address), timeout_s=timeout_s, api_key="")
             stack.callback(client.close)
             return Pair(by_address[one], by_address[other], ends[one], client)
 
@@ -194,6 +196,24 @@ def test_a_request_is_aborted_at_whichever_router_has_it(make: Any) -> None:
     pair = make([RequestNotFound("not here")], [])
     pair.client.abort("r1")
     assert pair.second.aborted == ["r1"]
+
+
+def test_a_router_that_hangs_leaves_time_for_the_next_one(make: Any) -> None:
+    may_end = threading.Event()
+    pair = make([may_end], [], timeout_s=2.0)
+    pair.client.abort("r1")
+    may_end.set()
+    assert pair.second.aborted == ["r1"]
+
+
+def test_two_routers_that_hang_are_told_within_the_callers_own_time(make: Any) -> None:
+    may_end = threading.Event()
+    pair = make([may_end], [may_end], timeout_s=0.6)
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"within the timeout of 0\.6 s"):
+        pair.client.abort("r1")
+    assert time.monotonic() - began_s == pytest.approx(0.6, abs=0.5)
+    may_end.set()
 
 
 @pytest.mark.parametrize(

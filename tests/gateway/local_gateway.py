@@ -59,7 +59,7 @@ class LocalClient(AsyncClient):
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return self._router.dispatcher.detokenize(make_detokenize_request(token_ids)).text
 
-    async def require_ready(self) -> None:
+    async def require_ready(self, timeout_s: float | None = None) -> None:
         """The router is in this process."""
 
     async def list_models(self) -> tuple[Model, ...]:

@@ -5,12 +5,15 @@ import gc
 import json
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import Distribution, PackageNotFoundError
 from typing import Any
 from unittest.mock import Mock
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, Chunk
 from baton.client import AsyncStream
@@ -347,7 +350,7 @@ async def test_metrics_of_a_router_that_answers_no_http(gateway: LocalGateway) -
 
 
 async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def away() -> None:
+    async def away(_: float) -> None:
         raise Unavailable("the router is away")
 
     monkeypatch.setattr(gateway.client, "require_ready", away)
@@ -373,6 +376,30 @@ async def test_a_router_that_is_down_is_told_without_its_address(gateway: LocalG
             assert answer.error["message"] == app_module.NO_ROUTER
             assert answer.error["message"].startswith("this gateway answers, but its router does not")
             assert answer.error["code"] == "unavailable"
+
+
+@asynccontextmanager
+async def health_after(delay_s: float) -> AsyncIterator[str]:
+    """The address of a server that says after a delay that it serves."""
+
+    async def check(_: object, __: object) -> health_pb2.HealthCheckResponse:
+        await asyncio.sleep(delay_s)
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(Mock(Check=check), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield address
+    await server.stop(0)
+
+
+async def test_a_router_that_hangs_leaves_time_for_the_next_one(gateway: LocalGateway) -> None:
+    async with health_after(60.0) as one, health_after(0.0) as other:
+        for addresses in ((one, other), (other, one)):
+            async with AsyncClient(",".join(addresses)) as client:
+                gateway.app = Gateway([client], KeyRing(), Metrics())
+                assert (await gateway.get("/ready")).status == 200
 
 
 async def test_a_router_that_goes_amid_a_stream_is_told_as_its_last_event(
