@@ -1,5 +1,6 @@
 """The progress of a worker that is warming, in a file beside its node's socket, for the command that starts it."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +19,8 @@ class Progress:
 
     @classmethod
     def beside(cls, socket: Path, worker_id: str) -> "Progress":
-        """Returns the progress of a worker in the folder of its node's socket."""
-        return cls(socket.with_name(f"{worker_id}{SUFFIX}"))
+        """Returns the progress of a worker in the folder of its node's socket. Its name tells the process, too."""
+        return cls(socket.with_name(f"{worker_id}.{os.getpid()}{SUFFIX}"))
 
     def __enter__(self) -> "Progress":
         return self

@@ -59,11 +59,14 @@ def arenas(folder: Path) -> list[Path]:
 
 
 def warming(folder: Path) -> dict[str, str]:
-    """Returns what workers on this machine have warmed so far, in words, by worker."""
+    """Returns what workers on this machine have warmed so far, in words, by worker. Passes over files of dead ones."""
     found = {}
-    for path in ROOT.glob(f"{folder.name}.*/*{WARMING}"):
-        with suppress(OSError):  # it is warm by now
-            found[path.name.removesuffix(WARMING)] = path.read_text()
+    for node in ROOT.glob(f"{folder.name}.*"):
+        for path in node.glob(f"*{WARMING}") if _is_own(node, stat.S_ISDIR) else ():
+            worker_id, _, pid = path.name.removesuffix(WARMING).rpartition(".")
+            if _is_own(path, stat.S_ISREG) and Path("/proc", pid).exists():
+                with suppress(OSError):  # it is warm by now
+                    found[worker_id] = path.read_text(errors="replace")
     return found
 
 

@@ -1,8 +1,13 @@
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from deploy.local import run_dir
+from worker.progress import Progress
 
 LONG_AGO = (1.0, 1.0)
 
@@ -32,3 +37,36 @@ def test_a_run_folder_that_is_gone_is_not_made_again(run_folder: Path) -> None:
     run_folder.rmdir()
     run_dir.renew(run_folder)
     assert not run_folder.exists()
+
+
+def test_only_files_of_this_users_living_workers_tell_of_warming(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/tmp is open to all: a pipe would block its reader."""
+    node, foreign = Path(f"{run_folder}.n1"), Path(f"{run_folder}.n2")
+    node.mkdir()
+    with Progress.beside(node / "directory.sock", "decode-0") as progress:
+        progress.note("graphs", 3, 15)
+        (written,) = node.iterdir()
+        os.mkfifo(node / written.name.replace("decode-0", "pipe-0"))
+        (node / written.name.replace("decode-0", "link-0")).symlink_to(written)
+        foreign.symlink_to(node)
+        assert run_dir.warming(run_folder) == {"decode-0": "graphs 3 of 15"}
+        monkeypatch.setattr(os, "getuid", lambda: written.stat().st_uid + 1)
+        assert run_dir.warming(run_folder) == {}
+        monkeypatch.undo()
+    foreign.unlink()
+
+
+def test_a_worker_that_was_killed_while_it_warmed_warms_no_more(run_folder: Path) -> None:
+    node = Path(f"{run_folder}.n1")
+    node.mkdir()
+    code = f"""
+import os, pathlib, worker.progress
+progress = worker.progress.Progress.beside(pathlib.Path({str(node)!r}, "directory.sock"), "decode-0")
+progress.note("graphs", 3, 15)
+os._exit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+    assert len(list(node.iterdir())) == 1
+    assert run_dir.warming(run_folder) == {}
