@@ -19,10 +19,12 @@ from wire.errors import (
     RequestExists,
     RequestNotFound,
     RouterLeaving,
+    Unavailable,
     Unreachable,
 )
 from wire.ids import SEED_BITS
 from wire.pb import inference_pb2 as pb
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.sampling import MAX_CHOICES
 
 OUT_S = 1.0
@@ -155,7 +157,10 @@ class Resumption:
                 choice.ended.CopyFrom(chunk.ended)
 
     def lost(self, error: BatonError) -> float | None:
-        """Turns to the next router; returns the seconds to wait before, None if the answer ends with this error."""
+        """Turns to the next router; returns the seconds to wait before, None if the answer ends with this error.
+
+        Raises Unavailable if the answer so far is too long for a message to that router.
+        """
         now_s, self._is_silent = self._clock(), True
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         left_s = min(self._lost_s + MAX_DARK_S, self._ends_s) - now_s
@@ -169,6 +174,9 @@ class Resumption:
             self._routers.note(self.address, answers=False)
         self.address = self._routers.order(self._place)[0]
         self.request.resume.CopyFrom(self._known)
+        if (num_bytes := self.request.ByteSize()) > MAX_MESSAGE_BYTES:
+            needed = f"the request and its answer so far have {num_bytes} bytes, at most {MAX_MESSAGE_BYTES}"
+            raise Unavailable(f"resume: {needed} can go on at another router") from error
         if not is_refused:
             return PAUSE_S if self._routers.is_out(self.address) else 0.0
         pause_s, self._pause_s = max(retry_after_s, self._pause_s), min(2 * self._pause_s, MAX_PAUSE_S)

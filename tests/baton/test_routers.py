@@ -27,6 +27,7 @@ from wire.errors import (
     Unreachable,
 )
 from wire.pb import inference_pb2 as pb
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import Allowance, make_key, place_of
 
 NAMES = [f"10.0.0.{number}:1" for number in range(5)]
@@ -147,6 +148,14 @@ REST = [chunk(" c", token_ids=[7]), complete(STOP, pb.Choice(index=1))]
 
 def text_of(stream: Any) -> str:
     return "".join(one.text for one in stream if one.index == 0)
+
+
+def test_an_answer_too_long_for_a_message_is_named_when_its_router_is_lost(make: Any) -> None:
+    parts = [chunk("", token_ids=[1 << 20] * (MAX_MESSAGE_BYTES // 8)) for _ in range(3)]
+    pair = make([*parts, RouterLeaving("it stops")], REST)
+    with pytest.raises(Unavailable, match=r"^resume: .* bytes, at most 4194304"), pair.client.stream("hello") as stream:
+        text_of(stream)
+    assert pair.second.requests == []
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["killed", "stopping"])
