@@ -150,5 +150,5 @@ def test_no_stream_is_lost_or_differs(tmp_path: Path, monkeypatch: pytest.Monkey
         wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
         wait_until(cluster.is_sound, "all invariants hold")
     finally:
-        cluster.run("down")
-    assert cluster.left_behind() == []
+        down = cluster.run("down")
+    assert cluster.left_behind() == [], down
