@@ -121,7 +121,7 @@ def kill_until(cluster: ServedCluster, streams: Sequence[Future[None]]) -> int:
 def test_no_stream_is_lost_or_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: ForkServer) -> None:
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     checkpoint = make_checkpoint("llama-gqa", tmp_path / "model", max_position_embeddings=8192)
-    cluster = ServedCluster(f"r{os.getpid()}", tmp_path, forks=forks)
+    cluster = ServedCluster(f"y{os.getpid()}", tmp_path, forks=forks)
     config = tmp_path / "config.toml"
     config.write_text("[router]\nrouters = 2\n")
     keys = [cluster.do("key create", "--tenant", tenant).strip() for tenant in TENANTS]

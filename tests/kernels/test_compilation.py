@@ -28,7 +28,7 @@ WANTED_PROGRAMS = {"decode": 2, "prompts": 1}
 """At once on a processor: decoding waits for memory, and a second program loads meanwhile."""
 WANTED_PRODUCTS = {"few": 2, "some": 1, "many": 1}
 """Likewise."""
-FORMATS_OF_BITS = {"4": 1, "5": 1, "6": 1, "8": 2}
+FORMATS_OF_BITS = {"4": 2, "5": 1, "6": 1, "8": 2}
 Compiled = list[dict[str, Any]]
 
 
