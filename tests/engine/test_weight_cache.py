@@ -41,11 +41,11 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import weight_cache, weights
 from kernels.selection import select_backend
 packed, pack = [], weights.WeightLoader._pack
-def counted(self, names):
+def counted(self, names, *how):
     if len(packed) == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     packed.append(names)
-    return pack(self, names)
+    return pack(self, names, *how)
 weights.WeightLoader._pack, weight_cache.count_bytes = counted, lambda *model: 1000
 cpu = torch.device("cpu")
 cache = weight_cache.WeightCache(1 << 30)
