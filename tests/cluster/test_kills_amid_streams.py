@@ -23,8 +23,6 @@ from wire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_TOKENS = 2_400
-NUM_OF_SINKS = 4_800
-"""Tokens of an answer where each step is short: it must not end before a kill on a machine with other work."""
 NUM_AFTER_RESTART = 200
 """Tokens of each answer that the restarted gateway streams."""
 NUM_STREAMS = 8
@@ -79,16 +77,16 @@ class Asked:
         return False
 
 
-def ask(checkpoint: Path, served: dict[str, Any], num_tokens: int) -> list[Asked]:
+def ask(checkpoint: Path, served: dict[str, Any]) -> list[Asked]:
     """Prompts, greedy and seeded in turns, with what an engine in this process answers to them."""
-    engine = Engine.load(str(checkpoint), num_blocks=NUM_STREAMS * (PROMPT_LEN + num_tokens) // 16, **served)
+    engine = Engine.load(str(checkpoint), num_blocks=NUM_STREAMS * (PROMPT_LEN + NUM_TOKENS) // 16, **served)
     prompts = [
         tuple((number * 101 + place * place * 7 + place // 3) % VOCAB_SIZE for place in range(PROMPT_LEN))
         for number in range(NUM_STREAMS)
     ]
     asked = []
     for temperature, some in enumerate((prompts[::2], prompts[1::2])):
-        settings: dict[str, Any] = {"temperature": temperature, "seed": 7, "ignore_eos": True, "max_tokens": num_tokens}
+        settings: dict[str, Any] = {"temperature": temperature, "seed": 7, "ignore_eos": True, "max_tokens": NUM_TOKENS}
         right = engine.generate(some, SamplingParams(logit_bias=tuple(BIAS.items()), **settings))
         asked.append([Asked(one.prompt_ids, {**settings, "logit_bias": BIAS}, one.choices[0]) for one in right])
     return [one for pair in zip(*asked, strict=True) for one in pair]
@@ -114,7 +112,7 @@ def num_spans(answers: Sequence[Completion], names: set[str]) -> int:
 def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path, forks: ForkServer) -> None:
     arch, settings, flags = SERVED[served]
     checkpoint = make_checkpoint(arch, tmp_path / "model", max_position_embeddings=CONTEXT_LEN)
-    asked = ask(checkpoint, settings, NUM_OF_SINKS if served == "sinks" else NUM_TOKENS)
+    asked = ask(checkpoint, settings)
     over_grpc, over_http = asked[: NUM_STREAMS // 2], asked[NUM_STREAMS // 2 :]
     cluster = ServedCluster(f"k{os.getpid()}", tmp_path, forks=forks)
     try:
