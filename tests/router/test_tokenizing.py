@@ -5,7 +5,7 @@ import weakref
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -231,6 +231,7 @@ TOKENIZER = make_tokenizer()
 SAID = st.lists(st.sampled_from(["<start>", "<end>", "<", "<s>", "the fox", " ", "€", "\ufdd0"])).map("".join)
 
 
+@settings(deadline=None)
 @given(conversations=st.lists(st.tuples(st.sampled_from([ROOT, OTHER]), st.lists(SAID, max_size=4)), max_size=12))
 def test_tokens_are_as_without_a_cache(conversations: list[tuple[NamespaceRoot, list[str]]]) -> None:
     known = PieceCache(max_bytes=3000, max_tenant_bytes=2000)
