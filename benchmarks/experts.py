@@ -27,7 +27,7 @@ from benchmarks.engine import READ_BYTES
 from benchmarks.machine import MachineState, commit, processor
 from kernels.backend import Activation, Backend, Recorder, Weight
 from kernels.quantized.matrix import Quantized
-from kernels.routing import Shares
+from kernels.routing import Gating
 from kernels.selection import select_backend
 from tests.kernels.quantized_matrices import DRAWS
 
@@ -68,9 +68,9 @@ class Mixture:
                 torch.randn(num_rows, NUM_EXPERTS),
             )
             gate_up, gated, rows = (numbers(*chosen, size) for size in (2 * WIDTH, WIDTH, HIDDEN))
-            routing = backend.route(logits, NUM_CHOSEN, Shares.OF_ALL_NORMED)
+            routing = backend.route(logits, NUM_CHOSEN, Gating.OF_ALL_NORMED)
             up, down = (backend.experts(own) for own in matrices)
-            to.route(logits, NUM_CHOSEN, Shares.OF_ALL_NORMED, routing)
+            to.route(logits, NUM_CHOSEN, Gating.OF_ALL_NORMED, routing)
             to.expert_linear(states, up, routing, None, gate_up)
             to.gate(gate_up, Activation.SILU, gated)
             to.expert_linear(gated, down, routing, None, rows)

@@ -1,6 +1,6 @@
-"""`baton models`: the architectures that are served, how each runs, from which files, and what is refused of it.
+"""`baton models`: the table of served architectures, with the way each runs, its files, and the fields it refuses.
 
-A fold over the tables of the readers; what is refused is what `parse_config` refuses of a small configuration.
+A fold over the tables of the readers. A field is refused if `parse_config` refuses a small configuration with it.
 """
 
 import argparse

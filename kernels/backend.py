@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantized.matrix import Quantized
-from kernels.routing import Routing, Shares
+from kernels.routing import Gating, Routing
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Quantized dtypes with one code an item, with their largest code; int4 has two codes in a uint8."""
@@ -273,7 +273,7 @@ class Backend(Protocol):
     def experts(self, weights: Sequence[Weight]) -> Experts:
         """Lists a layer's matrices, one for each expert; copies none. Raises ValueError for unlike ones."""
 
-    def route(self, logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None = None) -> Routing:
+    def route(self, logits: Tensor, num_chosen: int, shares: Gating, out: Routing | None = None) -> Routing:
         """Chooses the experts of rows, as `kernels.routing.route` does."""
 
     def expert_linear(

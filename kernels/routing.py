@@ -19,7 +19,7 @@ class Routing:
         return self.experts.shape[1]
 
 
-class Shares(Enum):
+class Gating(Enum):
     """The shares of chosen experts in a row: from a softmax over all experts, or over the chosen ones alone.
 
     OF_ALL: as they are (Qwen3-MoE without `norm_topk_prob`). OF_ALL_NORMED: divided by their sum (Mixtral, Qwen3-MoE).
@@ -31,7 +31,7 @@ class Shares(Enum):
     OF_CHOSEN = 2
 
 
-def route(logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None = None) -> Routing:
+def route(logits: Tensor, num_chosen: int, shares: Gating, out: Routing | None = None) -> Routing:
     """Chooses the experts with the largest logits [T, experts] of each row; the softmax is in float32.
 
     Of equal logits the first expert's counts as larger. NaN counts as the smallest; a softmax over it is NaN.
@@ -39,9 +39,9 @@ def route(logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None =
     wide = logits.float()
     ranked = wide.where(~wide.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     experts = ranked[:, :num_chosen].sort(dim=-1).values
-    is_alone = shares is Shares.OF_CHOSEN
+    is_alone = shares is Gating.OF_CHOSEN
     chosen = wide.gather(1, experts).softmax(-1) if is_alone else wide.softmax(-1).gather(1, experts)
-    if shares is Shares.OF_ALL_NORMED:
+    if shares is Gating.OF_ALL_NORMED:
         chosen = chosen / chosen.sum(-1, keepdim=True)
     if out is None:
         return Routing(experts.int(), chosen)

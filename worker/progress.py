@@ -9,7 +9,7 @@ SUFFIX = ".warming"
 
 
 class Progress:
-    """A file that says what is done of how much; it is there while the worker is warming.
+    """A file with the part that is warmed, its count done and its count in all; present while the worker is warming.
 
     A disk that is full hides the progress, and stops no worker.
     """

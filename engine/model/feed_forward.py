@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.model.buffers import Buffers
 from kernels.backend import Activation, Backend, Experts, Weight
-from kernels.routing import Shares
+from kernels.routing import Gating
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class MixtureLayer:
 
     router: Linear
     num_chosen: int
-    shares: Shares
+    shares: Gating
     gate_up: ExpertLinear
     down: ExpertLinear
     activation: Activation

@@ -94,8 +94,8 @@ class ModulesModel:
         kv_policy: str = "full",
     ) -> "ModulesModel":
         """Loads a checkpoint folder, with weights of this process alone. Arguments and errors as of `Decoder.load`."""
-        check_numbers(checkpoint := Checkpoint(folder))
-        outline = Outline(checkpoint.values)
+        checkpoint = Checkpoint(folder)
+        check_numbers(checkpoint, outline := Outline(checkpoint.values))
         backend = backend or select_backend(device)
         check_kv_dtype(device, kv_dtype)
         resolved = compute_dtype(dtype, checkpoint.config, backend)

@@ -37,9 +37,9 @@ def pack_products(model: nn.Module, backend: Backend, device: torch.device) -> N
             model.set_submodule(name, Product(backend, weight, module.bias))
 
 
-def check_numbers(checkpoint: Checkpoint) -> None:
+def check_numbers(checkpoint: Checkpoint, outline: Outline) -> None:
     """Raises ModelError if weights have fewer numbers than the model of config.json; reads no content."""
-    needed = sum(one.numel() for one in Outline(checkpoint.values).model.parameters())
+    needed = sum(one.numel() for one in outline.model.parameters())
     if needed > (found := sum(math.prod(one.shape) for one in checkpoint.floats.values())):
         raise ModelError(f"the weights have {found} numbers, config.json makes a model of {needed}: some are missing")
 

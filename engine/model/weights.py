@@ -277,9 +277,10 @@ def check_weights(checkpoint: Checkpoint) -> None:
         WeightLoader(checkpoint, torch.float32, META, _Outlines()).load()
         checkpoint.refuse_unread()
     else:
+        from engine.checkpoint.modules.outline import Outline
         from engine.model.products import check_numbers
 
-        check_numbers(checkpoint)
+        check_numbers(checkpoint, Outline(checkpoint.values))
 
 
 def count_bytes(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> int:

@@ -40,7 +40,7 @@ def ignore_progress(part: str, num_done: int, num_all: int) -> None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepBounds:
     """Bounds of the steps of an engine: decoding rows, tokens of prompts beside them, and blocks of a sequence."""
 
     max_rows: int
@@ -114,7 +114,9 @@ class Warmth:
         return num_kernels + (_num_programs(self._model) - self._num_programs) * on_gpu
 
 
-def warm(model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, report: Report = ignore_progress) -> Warmth:
+def warm(
+    model: CausalModel, backend: Backend, kv: KVPages, limits: StepBounds, report: Report = ignore_progress
+) -> Warmth:
     """Makes a model's programs on a pool without sequences, and compiles and runs its other kernels. Blocks.
 
     A size of steps that cannot be captured is served without a program. Raises ConfigError, naming the kernel or step,
@@ -127,7 +129,7 @@ def warm(model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, repo
 
 
 def compile_kernels(
-    model: CausalModel, backend: Backend, kv: KVPages, limits: Limits, report: Report = ignore_progress
+    model: CausalModel, backend: Backend, kv: KVPages, limits: StepBounds, report: Report = ignore_progress
 ) -> Sequence[WarmStep]:
     """Compiles the kernels of all steps in child processes; returns steps that together launch each of them.
 
@@ -166,14 +168,14 @@ def _watch_compilations() -> "Compilations":
     return Compilations()
 
 
-def limits_of(model: CausalModel, kv: KVPages, max_rows: int, max_chunk_tokens: int) -> Limits:
+def limits_of(model: CausalModel, kv: KVPages, max_rows: int, max_chunk_tokens: int) -> StepBounds:
     """Returns the limits of an engine on a pool, from its batcher's bounds."""
     num_positions = Window(model.layout).max_len(len(kv.data), model.max_context_len)
-    return Limits(max_rows, max_chunk_tokens, model.layout.num_blocks(num_positions))
+    return StepBounds(max_rows, max_chunk_tokens, model.layout.num_blocks(num_positions))
 
 
 def make_programs(
-    model: CausalModel, kv: KVPages, limits: Limits, report: Report = ignore_progress
+    model: CausalModel, kv: KVPages, limits: StepBounds, report: Report = ignore_progress
 ) -> list[tuple[int, int]]:
     """Records or captures all sizes of a model that has programs; returns sizes for which the device had no memory."""
     without: list[tuple[int, int]] = []
@@ -189,7 +191,7 @@ def make_programs(
     return without
 
 
-def note_kernels(model: CausalModel, kv: KVPages, limits: Limits, launches: "Launches") -> list[WarmStep]:
+def note_kernels(model: CausalModel, kv: KVPages, limits: StepBounds, launches: "Launches") -> list[WarmStep]:
     """Notes the kernels of all steps, without running them; returns the steps that needed one more kernel."""
     needed = []
     for step in limits.steps:

@@ -27,7 +27,7 @@ from kernels.backend import (
 from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
-from kernels.routing import Routing, Shares
+from kernels.routing import Gating, Routing
 from kernels.torch_backend import list_experts
 
 
@@ -241,7 +241,7 @@ class CpuBackend:
 
     experts = staticmethod(list_experts)
 
-    def route(self, logits: Tensor, num_chosen: int, shares: Shares, out: Routing | None = None) -> Routing:
+    def route(self, logits: Tensor, num_chosen: int, shares: Gating, out: Routing | None = None) -> Routing:
         sizes = len(logits), num_chosen
         out = (
             Routing(logits.new_empty(sizes, dtype=torch.int32), torch.empty(sizes, dtype=torch.float32))

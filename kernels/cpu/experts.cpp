@@ -11,7 +11,7 @@
 namespace {
 
 // As kernels/routing.py numbers them.
-enum Shares { OF_ALL, OF_ALL_NORMED, OF_CHOSEN };
+enum Gating { OF_ALL, OF_ALL_NORMED, OF_CHOSEN };
 
 // NaN ranks last.
 inline float rank(float logit) { return logit == logit ? logit : -std::numeric_limits<float>::infinity(); }
@@ -43,7 +43,7 @@ float sum_of_powers(const float* logits, int64_t count, float largest) {
 }
 
 template <class T>
-void route(const T* row, int64_t num_experts, int64_t num_chosen, Shares kind, int32_t* experts, float* shares) {
+void route(const T* row, int64_t num_experts, int64_t num_chosen, Gating kind, int32_t* experts, float* shares) {
     thread_local std::vector<float> wide;
     wide.resize(num_experts);
     convert(row, wide.data(), num_experts);
@@ -160,7 +160,7 @@ struct ExpertLinear {
 extern "C" void baton_route(int dtype, int shares, const void* logits, int64_t num_rows, int64_t num_experts, int64_t num_chosen, int32_t* experts,
                             float* of_experts) {
     FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
-                  route((const T*)logits + row * num_experts, num_experts, num_chosen, Shares(shares), experts + row * num_chosen, of_experts + row * num_chosen);
+                  route((const T*)logits + row * num_experts, num_experts, num_chosen, Gating(shares), experts + row * num_chosen, of_experts + row * num_chosen);
               }))
 }
 

@@ -191,7 +191,7 @@ class Claims:
         self._asked.expire()
 
     def share_room(self, router: str, num_blocks: int, ttl_s: float) -> HoldRoom:
-        """Notes what a router's holds take or will take, for `ttl_s`; returns what is left to it by the others."""
+        """Notes the slots that a router's holds take or will take, for `ttl_s`; returns the others' slots."""
         self._asked.pop(router)
         others = [taken for _, taken in self._asked.items()]
         if num_blocks:

@@ -15,7 +15,7 @@ from engine.model.batch import CausalModel
 from engine.model.decoder import Decoder
 from engine.model.weights import check_weights, count_bytes
 from kernels.cpu.library import best_isa
-from kernels.routing import Shares
+from kernels.routing import Gating
 from kernels.triton_backend import TritonBackend
 from tests.engine.test_checkpoint import reconfigure, replaced, reweigh
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -57,7 +57,7 @@ def test_shares_follow_the_family_and_its_switch() -> None:
     configs = (MIXTRAL, QWEN3, QWEN3 | {"norm_topk_prob": True}, GPT_OSS)
     mixtures = [ModelConfig.parse(one).mixture for one in configs]
     shares = [one and one.shares for one in mixtures]
-    assert shares == [Shares.OF_ALL_NORMED, Shares.OF_ALL, Shares.OF_ALL_NORMED, Shares.OF_CHOSEN]
+    assert shares == [Gating.OF_ALL_NORMED, Gating.OF_ALL, Gating.OF_ALL_NORMED, Gating.OF_CHOSEN]
     assert [one and (one.num_experts, one.num_chosen) for one in mixtures] == [(8, 2), (128, 8), (128, 8), (128, 4)]
 
 

@@ -15,7 +15,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.text_part import TEXT_PARTS
 from engine.engine import Engine
 from engine.model.weights import check_weights
-from tests.harness.checkpoints import ARCHITECTURES, VOCAB_SIZE, byte_level_tokenizer
+from tests.harness.checkpoints import ARCHITECTURES, SHAPE, byte_level_tokenizer
 from wire.errors import ModelError
 from wire.sampling import SamplingParams
 
@@ -27,22 +27,9 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 WHOLES: dict[str, Callable[[], Any]] = {
     "Gemma3ForConditionalGeneration": lambda: transformers.Gemma3Config(
-        text_config={**TEXT, **ARCHITECTURES["gemma3"][1]},
+        text_config={**SHAPE, **ARCHITECTURES["gemma3"][1]},
         vision_config={**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
         mm_tokens_per_image=4,
         image_token_index=255,
@@ -51,7 +38,7 @@ WHOLES: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
     ),
     "Mistral3ForConditionalGeneration": lambda: transformers.Mistral3Config(
-        text_config={**TEXT, "model_type": "mistral", "sliding_window": 64},
+        text_config={**SHAPE, "model_type": "mistral", "sliding_window": 64},
         vision_config={**VISION, "head_dim": 16, "model_type": "pixtral"},
         image_token_index=255,
         tie_word_embeddings=False,

@@ -23,7 +23,7 @@ from wire.kv_policy import Sinks, parse_kv_policy
 VOCAB_SIZE = 256
 MIN_VARIETY = 6
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -210,7 +210,7 @@ def make_checkpoint(arch: str, folder: Path, seed: int = 0, **overrides: Any) ->
     overrides: keys of the architecture's configuration.
     """
     config_class, settings = (ARCHITECTURES | MODULES)[arch]
-    fields = {**_SHAPE, **settings, **overrides}
+    fields = {**SHAPE, **settings, **overrides}
     config = config_class(**fields)
     config.eos_token_id = fields["eos_token_id"]  # some classes have a token of their own in place of none
     torch.manual_seed(seed)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.backend import Activation, Backend, Experts
 from kernels.cpu.backend import CpuBackend
-from kernels.routing import Routing, Shares
+from kernels.routing import Gating, Routing
 from tests.kernels.backends import NAMES, PRODUCTS, make_backend
 from tests.kernels.quantized_matrices import DRAWS
 from tests.kernels.test_operations import close, each_dtype
@@ -35,9 +35,9 @@ def draw_routing(num_rows: int, num_experts: int, num_chosen: int) -> Routing:
 
 @each_shape
 @each_dtype
-@pytest.mark.parametrize("shares", Shares)
+@pytest.mark.parametrize("shares", Gating)
 def test_a_routing(
-    backend: Backend, dtype: torch.dtype, shares: Shares, num_rows: int, num_experts: int, num_chosen: int
+    backend: Backend, dtype: torch.dtype, shares: Gating, num_rows: int, num_experts: int, num_chosen: int
 ) -> None:
     logits = (torch.randn(num_rows, num_experts) * 3).to(dtype)
     routing = backend.route(logits, num_chosen, shares)
@@ -46,9 +46,9 @@ def test_a_routing(
     experts = ranked.sort(1).values
     assert torch.equal(routing.experts.long(), experts)
     expected = logits.double().softmax(1).gather(1, experts)
-    if shares is Shares.OF_ALL_NORMED:
+    if shares is Gating.OF_ALL_NORMED:
         expected = expected / expected.sum(1, keepdim=True)
-    if shares is Shares.OF_CHOSEN:
+    if shares is Gating.OF_CHOSEN:
         expected = logits.double().gather(1, experts).softmax(1)
     close(routing.shares, expected, torch.float32)
     into = Routing(torch.empty_like(routing.experts), torch.empty_like(routing.shares))
@@ -68,14 +68,14 @@ def test_ties_and_numbers_that_are_none_have_a_choice(backend: Backend, dtype: t
         ([-inf] * 5, [0, 1]), ([1, inf, 2, inf, inf], [1, 3]), ([-inf, nan, 0, nan, -inf], [0, 2]),
     ]  # fmt: skip
     logits = torch.tensor([row for row, _ in rows]).to(dtype)
-    for shares in Shares:
+    for shares in Gating:
         routing = backend.route(logits, 2, shares)
         assert routing.experts.tolist() == [experts for _, experts in rows]
         assert routing.shares[0].isfinite().all()
         assert routing.shares[2].isnan().all()
-    assert backend.route(logits, 2, Shares.OF_CHOSEN).shares[1].isfinite().all()
-    assert backend.route(logits, 2, Shares.OF_ALL).shares[1].isnan().all()
-    assert backend.route(logits[:0], 2, Shares.OF_ALL).experts.shape == (0, 2)
+    assert backend.route(logits, 2, Gating.OF_CHOSEN).shares[1].isfinite().all()
+    assert backend.route(logits, 2, Gating.OF_ALL).shares[1].isnan().all()
+    assert backend.route(logits[:0], 2, Gating.OF_ALL).experts.shape == (0, 2)
 
 
 def check_products(backend: Backend, experts: Experts, num_rows: int, num_chosen: int, dtype: torch.dtype) -> None:
@@ -139,8 +139,8 @@ def test_no_bit_depends_on_the_number_of_threads(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("shares", Shares)
-def test_a_program_runs_experts_on_its_first_rows(isa: str, is_packed: bool, shares: Shares) -> None:
+@pytest.mark.parametrize("shares", Gating)
+def test_a_program_runs_experts_on_its_first_rows(isa: str, is_packed: bool, shares: Gating) -> None:
     backend, dtype, bias = make_backend(isa), torch.bfloat16, torch.randn(6, 96).bfloat16()
     draw = DRAWS["Q4_K" if is_packed else "Q8_0"]
 

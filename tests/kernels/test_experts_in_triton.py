@@ -5,7 +5,7 @@ import torch
 
 from kernels import experts as operations
 from kernels.cpu.library import NoKernels
-from kernels.routing import Routing, Shares
+from kernels.routing import Gating, Routing
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
 from tests.kernels.quantized_matrices import DRAWS
@@ -77,7 +77,7 @@ def test_no_row_depends_on_the_others(device: torch.device, dtype: torch.dtype) 
 @pytest.mark.parametrize(("columns", "num_chosen"), [(7, 1), (600, 4)])
 def test_rows_of_experts_are_added_up(device: torch.device, dtype: torch.dtype, columns: int, num_chosen: int) -> None:
     rows, residual = (torch.randn(*sizes, columns, device=device).to(dtype) for sizes in ((9, num_chosen), (9,)))
-    routing = BACKEND.route(torch.randn(9, 5, device=device), num_chosen, Shares.OF_CHOSEN)
+    routing = BACKEND.route(torch.randn(9, 5, device=device), num_chosen, Gating.OF_CHOSEN)
     for added in (None, residual):
         assert torch.equal(BACKEND.combine(rows, routing, added), TorchBackend().combine(rows, routing, added))
     assert BACKEND.combine(rows[:0], Routing(routing.experts[:0], routing.shares[:0])).shape == (0, columns)

@@ -14,7 +14,7 @@ import torch
 from engine.model import decoder as module
 from engine.model.decoder import Decoder
 from engine.model.programs import GRAPH_BYTES, graph_bytes, program_sizes
-from engine.warm.warming import Limits, WarmStep, Warmth, limits_of, warm
+from engine.warm.warming import StepBounds, WarmStep, Warmth, limits_of, warm
 from kernels.tiles import PRODUCTS, read_table
 from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
@@ -38,7 +38,7 @@ LOADS = [
 ]
 """An architecture, a dtype of KV, a policy, and a bound on the kernels of its set."""
 NUM_STEPS = 6000 if RUNS_ALL else 240
-LIMITS = Limits(16, 32, 64)
+LIMITS = StepBounds(16, 32, 64)
 NUM_BLOCKS = 64
 
 
@@ -60,7 +60,7 @@ def test_a_drawn_load_launches_nothing_outside_of_the_warmed_set(
 
 def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
     tiles = {one[0] for roles in read_table().values() for kind in roles[PRODUCTS].values() for one in kind.values()}
-    rows = {step.num_rows for step in Limits(128, 2048, 64).steps}
+    rows = {step.num_rows for step in StepBounds(128, 2048, 64).steps}
     assert rows == {1, *(one + 1 for one in tiles), 2048}
 
 
@@ -124,7 +124,7 @@ def test_graphs_are_there_before_requests_and_later_ones_are_counted(folder: Pat
 
 def test_limits_follow_from_the_pool(folder: Path) -> None:
     model = Decoder.load(folder, "float32", SIM, 16)
-    assert limits_of(model, DevicePool(model.layout, 8, SIM).kv, 4, 32) == Limits(4, 32, 8)
+    assert limits_of(model, DevicePool(model.layout, 8, SIM).kv, 4, 32) == StepBounds(4, 32, 8)
 
 
 def test_a_size_without_memory_for_its_graph_is_served_without_and_not_tried_again(

@@ -7,7 +7,7 @@ token's shares. Shared experts, which see every token, are not supported.
 from dataclasses import dataclass
 
 from engine.checkpoint.json_fields import JsonFields
-from kernels.routing import Shares
+from kernels.routing import Gating
 from wire.errors import ModelError
 
 COUNTS = ("num_experts", "num_local_experts")
@@ -47,7 +47,7 @@ class MixtureConfig:
     num_experts: int
     num_chosen: int
     intermediate_size: int
-    shares: Shares
+    shares: Gating
     layers: tuple[bool, ...]
     names: MixtureNames
     has_bias: bool = False
@@ -63,7 +63,7 @@ def no_mixture(fields: JsonFields, _num_layers: int) -> MixtureConfig | None:
 
 def mixtral_mixture(fields: JsonFields, num_layers: int) -> MixtureConfig:
     """Implements `Family.mixture`."""
-    return _mixture(fields, 8, "intermediate_size", Shares.OF_ALL_NORMED, (True,) * num_layers, MIXTRAL_NAMES)
+    return _mixture(fields, 8, "intermediate_size", Gating.OF_ALL_NORMED, (True,) * num_layers, MIXTRAL_NAMES)
 
 
 def qwen_mixture(fields: JsonFields, num_layers: int) -> MixtureConfig:
@@ -72,7 +72,7 @@ def qwen_mixture(fields: JsonFields, num_layers: int) -> MixtureConfig:
     if not isinstance(dense, list) or any(type(one) is not int or not 0 <= one < num_layers for one in dense):
         raise fields.wrong("mlp_only_layers", f"a list of layers below {num_layers}")
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-    shares = Shares.OF_ALL_NORMED if fields.flag("norm_topk_prob", False) else Shares.OF_ALL
+    shares = Gating.OF_ALL_NORMED if fields.flag("norm_topk_prob", False) else Gating.OF_ALL
     return _mixture(fields, 128, "moe_intermediate_size", shares, layers, QWEN_NAMES)
 
 
@@ -82,14 +82,14 @@ def gpt_oss_mixture(fields: JsonFields, num_layers: int) -> MixtureConfig:
         if fields.number(name, 0.0, 1e4, constant) != constant:
             raise fields.wrong(name, f"{constant}: the kernels have no other")
     layers = (True,) * num_layers
-    return _mixture(fields, 128, "intermediate_size", Shares.OF_CHOSEN, layers, GPT_OSS_NAMES, has_bias=True)
+    return _mixture(fields, 128, "intermediate_size", Gating.OF_CHOSEN, layers, GPT_OSS_NAMES, has_bias=True)
 
 
 def _mixture(
     fields: JsonFields,
     default: int,
     width: str,
-    shares: Shares,
+    shares: Gating,
     layers: tuple[bool, ...],
     names: MixtureNames,
     has_bias: bool = False,

@@ -25,7 +25,7 @@ class Expected:
 
 
 def require(fields: JsonFields, name: str, expected: str, served: Container[Any]) -> None:
-    """Raises ModelError, which says what is expected, for a field whose value is not served."""
+    """Raises ModelError, which names the expected value, for a field whose value is not served."""
     if fields.raw(name) not in served:
         raise fields.wrong(name, expected)
 
