@@ -20,7 +20,7 @@ from engine.model.feed_forward import DenseLayer, Linear
 from engine.model.weights import DecoderWeights, LayerWeights
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from kernels.backend import Activation, Heads
+from kernels.backend import Activation, Backend, Heads
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
@@ -86,9 +86,9 @@ LOADS = [(SMALL, 1, 512), (SMALL, 32, 512), (LARGE, 1, 1024), (LARGE, 16, 1024),
 PROMPTS = [(SMALL, 2048), (LARGE, 2048), (LARGE, 8192)]
 
 
-def make_decoder(shape: Shape) -> Decoder:
+def make_decoder(shape: Shape, backend: Backend | None = None) -> Decoder:
     """Makes a decoder of a shape with random weights."""
-    backend = TritonBackend()
+    backend = backend or TritonBackend()
 
     def weight(columns: int, depth: int) -> Linear:
         numbers = torch.empty(columns, depth, dtype=torch.bfloat16, device=DEVICE).normal_(std=depth**-0.5)

@@ -19,7 +19,7 @@ from engine.model.buffers import NO_BUFFERS, Buffers
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
 from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
 from kernels.accelerator import accelerator_of
-from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Scores, Tables
+from kernels.backend import TRITON_EXACT, Angles, AttentionVariant, Backend, KVPages, Scores, Tables
 from kernels.reference import weigh
 from kernels.selection import select_backend
 from wire.errors import ConfigError
@@ -50,6 +50,7 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
         self.eos_token_ids = config.eos_token_ids
+        self.keeps_phases = backend.name == TRITON_EXACT
         self._backend = backend
         self._angles = make_angles(config.ropes, config.attention.head_dim, 1, self.device)
         scale = config.attention.scale
@@ -187,8 +188,8 @@ class Decoder:
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
         """Finds or makes the program for a batch."""
         on_cpu = self.device.type == "cpu"
-        if not on_cpu and not (batch.is_one_each and batch.positions.is_cpu):
-            return None  # guesses and columns that are on the device already are not captured
+        if not on_cpu and not (batch.num_decodes == len(batch.token_ids) and batch.positions.is_cpu):
+            return None  # chunks, guesses and columns that are on the device already are not captured
         return self._find_program(len(batch.token_ids), batch.block_tables.shape[1], kv)
 
     def _find_program(self, num_rows: int, num_blocks: int, kv: KVPages) -> StepProgram | None:
