@@ -20,7 +20,9 @@ SHARES_OF_A_GPU = 10_000
 GPU_RESERVE_BYTES = 2 << 30
 """Memory of a GPU for a worker's activations and libraries."""
 UNUSABLE_OF_A_GPU = 50
-"""One part in so many is the driver's, or lies between allocations: an H200 tells 140.4 GiB free, and gives 139.8."""
+"""The divisor for the memory that the driver keeps, or that lies between allocations: an H200 tells 140.4 GiB free, and
+gives 139.8.
+"""
 WORKER_BYTES = 256 << 20
 """Memory of a worker's process besides weights and pages: 190 MiB as measured on a CPU, and room for activations."""
 MIN_BLOCKS = 8

@@ -120,9 +120,9 @@ class DraftLength:
         self._num_tried = self._num_true = 1.0
 
     def worthwhile(self, guess_cost: float) -> int:
-        """Returns how many guesses, at least one, are worth their time: each comes true only with those before it.
+        """Returns how many guesses, at least one, are worth their time: a guess comes true only if all before it do.
 
-        guess_cost: what a guess costs, in steps without drafts, of which a guess that comes true saves one.
+        guess_cost: plain steps that a guess takes; one that comes true saves a step.
         """
         chance = min(self._num_true / self._num_tried, MAX_CHANCE)
         return max(1, int(math.log(max(guess_cost, MIN_COST)) / math.log(chance)))
@@ -156,7 +156,7 @@ class Payoff:
     """
 
     guess_cost = 0.0
-    """What a guess of each row costs, in plain steps: 1 at most, where none is worth it."""
+    """Plain steps that a guess of each row takes: 1 at most, where no guess is worth it."""
 
     def __init__(self) -> None:
         self._plain_s = self._gain = self._num_lost = 0.0
