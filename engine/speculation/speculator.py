@@ -122,7 +122,7 @@ class DraftLength:
     def worthwhile(self, guess_cost: float) -> int:
         """Returns how many guesses, at least one, are worth their time: a guess comes true only if all before it do.
 
-        guess_cost: plain steps that a guess takes; one that comes true saves a step.
+        guess_cost: plain steps that a guess takes; a true guess saves a step.
         """
         chance = min(self._num_true / self._num_tried, MAX_CHANCE)
         return max(1, int(math.log(max(guess_cost, MIN_COST)) / math.log(chance)))
