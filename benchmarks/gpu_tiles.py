@@ -21,7 +21,7 @@ from triton.runtime.errors import TritonError
 from benchmarks.gpu_kernels import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, make_pool, make_random
 from benchmarks.gpu_products import DEPTH, make_weights, multiply_in_turn
 from benchmarks.gpu_timing import time_in_turn
-from kernels import paged_attention
+from kernels.attention import decode, paged, prompts
 from kernels.backend import AttentionVariant, KVPages, Scores
 from kernels.quantized import products
 from kernels.tiles import PRODUCTS, TABLE, Table, Tile, read_table
@@ -150,10 +150,11 @@ class Launches:
 def try_on_device(row: Row, tile: Tile) -> Trial:
     """Times a tile on the current GPU, where it may fail to compile or fit, and so not start."""
     is_product = row.role == PRODUCTS
-    module, kernel = (products, "multiply") if is_product else (paged_attention, "attend")
+    module, kernel = (products, "multiply") if is_product else (paged, "attend")
+    chooser = products if is_product else decode if row.role == "decode" else prompts
     choice = "choose_product_tile" if is_product else "choose_tile"
     work, launches = make_work(row), Launches(getattr(module, kernel))
-    with mock.patch.object(module, kernel, launches), mock.patch.object(module, choice, return_value=tile):
+    with mock.patch.object(module, kernel, launches), mock.patch.object(chooser, choice, return_value=tile):
         try:
             seconds = time_in_turn({"work": work})["work"]
         except TritonError:
@@ -175,10 +176,10 @@ def make_work(row: Row) -> Callable[[], object]:
     lens = torch.full((num_seqs,), length, dtype=torch.int32, device="cuda")
     if is_decode:
         query = make_random(num_seqs, NUM_HEADS, row.size)
-        return lambda: paged_attention.paged_decode_attention(query, pages, tables, lens, variant)
+        return lambda: decode.paged_decode_attention(query, pages, tables, lens, variant)
     query = make_random(num_seqs * length, NUM_HEADS, row.size)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
-    return lambda: paged_attention.paged_prefill_attention(query, pages, tables, lens, starts, variant)
+    return lambda: prompts.paged_prefill_attention(query, pages, tables, lens, starts, variant)
 
 
 def make_int4_pages(num_pages: int, head_dim: int) -> KVPages:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SPLITS = 32
-"""As kernels/paged_attention.py has it, whose import needs Triton."""
+"""As kernels/attention/paged.py has it, whose import needs Triton."""
 BYTES_OF_A_NUMBER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
