@@ -44,7 +44,7 @@ from kernels.tiles import Tile
 ROOT = Path(__file__).resolve().parents[1]
 PREPARING_S, MEASURING_S, ENDING_S = 40.0, 10.0, 5.0
 WORKING_SET_BYTES = 1 << 28
-PROMPTS = [(0, 2048), (0, 8192), (8192, 2048)]
+PROMPTS = [(333, 1000), (0, 2048), (0, 8192), (8192, 2048)]
 """Tokens before a prompt, and of it."""
 PROMPT_TILES = {
     "contiguous": PromptTile(128, 128, 8, 2, False),

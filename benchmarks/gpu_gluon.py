@@ -1,6 +1,6 @@
 """Attention of prompts for Hopper in Gluon, a candidate: one warp group loads, two attend with 64 rows each.
 
-Gluon has no interpreter. tests/benchmarks/test_gpu_gluon.py reads the order of waits and products in the compiled code;
+Gluon has no interpreter. tests/benchmarks/test_gpu_gluon.py reads the order of waits and products in the machine code;
 numbers are compared on a device by benchmarks/gpu_lab.py. Nothing of the product imports this. Shape and order of
 the loop: J. Shah et al., "FlashAttention-3", arXiv 2407.08608.
 """
@@ -67,6 +67,77 @@ def weigh(scores, running_max, running_sum, log2_scale):
 
 
 @gluon.jit
+def hold(sums):
+    """Returns sums, none of which is negative, behind a barrier of their warp, which no later wait is moved before."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 lanes;
+        mov.b32 lanes, $1;
+        shr.s32 lanes, lanes, 31;
+        not.b32 lanes, lanes;
+        bar.warp.sync lanes;
+        mov.b32 $0, $1;
+        }
+        """,
+        "=f,f",
+        [sums],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def add_tile(
+    query,
+    key_tiles,
+    value_tiles,
+    barriers,
+    tile,
+    positions,
+    state,
+    log2_scale,
+    HALF: gl.constexpr,
+    SLOTS: gl.constexpr,
+    IN_TURNS: gl.constexpr,
+    KEYS: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+):
+    """Weighs a tile, and adds the values of the tile before, whose weights `state` has."""
+    _query_ready, key_ready, value_ready, key_free, value_free, turns = barriers
+    attended, weights, running_max, running_sum = state
+    of_scores: gl.constexpr = positions.type.layout.parent
+    slot, phase = tile % SLOTS, tile // SLOTS & 1
+    before, phase_before = (tile - 1) % SLOTS, (tile - 1) // SLOTS & 1
+    nothing = gl.zeros([64, KEYS], gl.float32, of_scores)
+    mbarrier.wait(key_ready.index(slot), phase)
+    if IN_TURNS:
+        # The first half's first turn is free: each then waits for the other's products of a tile.
+        mbarrier.wait(turns.index(HALF), (tile - 1 & 1) ^ (1 - HALF))
+    scores = warpgroup_mma(query, key_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(value_ready.index(before), phase_before)
+    attended = warpgroup_mma(weights, value_tiles.index(before), attended, is_async=True)
+    if IN_TURNS:
+        BARRIER()
+        mbarrier.arrive(turns.index(1 - HALF), count=1)
+    scores = warpgroup_mma_wait(num_outstanding=1, deps=[scores])
+    BARRIER()
+    mbarrier.arrive(key_free.index(slot), count=1)
+    if IS_MASKED:
+        columns = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, of_scores))
+        scores = gl.where(positions[:, None] >= columns[None, :], scores, float("-inf"))
+    wide, running_max, running_sum, correction = weigh(scores, running_max, running_sum, log2_scale)
+    running_sum = hold(running_sum)
+    attended, weights = warpgroup_mma_wait(num_outstanding=0, deps=[attended, weights])
+    BARRIER()
+    mbarrier.arrive(value_free.index(before), count=1)
+    attended *= gl.convert_layout(correction, gl.SliceLayout(1, attended.type.layout))[:, None]
+    weights = gl.convert_layout(wide.to(gl.bfloat16), weights.type.layout)
+    return attended, weights, running_max, running_sum
+
+
+@gluon.jit
 def attend_rows(
     output_ptr,
     tiles,
@@ -82,7 +153,7 @@ def attend_rows(
     # A computing warp group: the product of a tile's keys is under way while the tile before is weighed and added.
     row, num_rows, num_before, query_column, num_tiles, log2_scale = shape
     query_tiles, key_tiles, value_tiles = tiles
-    query_ready, key_ready, value_ready, key_free, value_free, turns = barriers
+    query_ready, key_ready, value_ready, key_free, _value_free, _turns = barriers
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     of_weights: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
@@ -105,30 +176,40 @@ def attend_rows(
     wide, running_max, running_sum, _ = weigh(scores, running_max, running_sum, log2_scale)
     weights = gl.convert_layout(wide.to(gl.bfloat16), of_weights)
 
-    for tile in range(1, num_tiles):
-        slot, phase = tile % SLOTS, tile // SLOTS & 1
-        before, phase_before = (tile - 1) % SLOTS, (tile - 1) // SLOTS & 1
-        mbarrier.wait(key_ready.index(slot), phase)
-        if IN_TURNS:
-            # The first half's first turn is free: each then waits for the other's products of a tile.
-            mbarrier.wait(turns.index(HALF), (tile - 1 & 1) ^ (1 - HALF))
-        scores = warpgroup_mma(query, key_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(value_ready.index(before), phase_before)
-        attended = warpgroup_mma(weights, value_tiles.index(before), attended, is_async=True)
-        if IN_TURNS:
-            BARRIER()
-            mbarrier.arrive(turns.index(1 - HALF), count=1)
-        scores = warpgroup_mma_wait(num_outstanding=1, deps=[scores])
-        BARRIER()
-        mbarrier.arrive(key_free.index(slot), count=1)
-        if tile == num_tiles - 1:
-            scores = gl.where(positions[:, None] >= tile * KEYS + columns[None, :], scores, float("-inf"))
-        wide, running_max, running_sum, correction = weigh(scores, running_max, running_sum, log2_scale)
-        attended, weights = warpgroup_mma_wait(num_outstanding=0, deps=[attended, weights])
-        BARRIER()
-        mbarrier.arrive(value_free.index(before), count=1)
-        attended *= gl.convert_layout(correction, gl.SliceLayout(1, of_sums))[:, None]
-        weights = gl.convert_layout(wide.to(gl.bfloat16), of_weights)
+    # Tiles with a mask have a loop of their own, and others no branch.
+    num_clear = gl.minimum(gl.maximum((num_before + row + 1) // KEYS, 1), num_tiles)
+    for tile in range(1, num_clear):
+        attended, weights, running_max, running_sum = add_tile(
+            query,
+            key_tiles,
+            value_tiles,
+            barriers,
+            tile,
+            positions,
+            (attended, weights, running_max, running_sum),
+            log2_scale,
+            HALF,
+            SLOTS,
+            IN_TURNS,
+            KEYS,
+            False,
+        )
+    for tile in range(num_clear, num_tiles):
+        attended, weights, running_max, running_sum = add_tile(
+            query,
+            key_tiles,
+            value_tiles,
+            barriers,
+            tile,
+            positions,
+            (attended, weights, running_max, running_sum),
+            log2_scale,
+            HALF,
+            SLOTS,
+            IN_TURNS,
+            KEYS,
+            True,
+        )
 
     last = (num_tiles - 1) % SLOTS
     mbarrier.wait(value_ready.index(last), (num_tiles - 1) // SLOTS & 1)
@@ -228,13 +309,11 @@ def constants_of(num_heads: int, num_kv_heads: int, head_dim: int, tile: GroupTi
 
 
 def attend_by_groups(query: Tensor, key: Tensor, value: Tensor, tile: GroupTile, num_before: int = 0) -> Tensor:
-    """Attends causally behind `num_before` keys, a multiple of the tile's, which are the first of `key` and `value`.
+    """Attends causally behind `num_before` keys, which are the first of `key` and `value`.
 
-    bfloat16 [tokens, heads, 128]. Raises ValueError where the last tile alone would not hold all that a mask hides.
+    All are bfloat16 [tokens, heads, 128].
     """
     num_rows, num_heads, head_dim = query.shape
-    if num_before % tile.keys or tile.keys != 2 * ROWS:
-        raise ValueError(f"{num_before} keys before a prompt in tiles of {tile.keys}: a mask is for the last tile")
     constants = constants_of(num_heads, key.shape[1], head_dim, tile)
     out = torch.empty_like(query)
     described = [

@@ -199,7 +199,7 @@ class PromptTile:
 
 
 def attend_contiguous(query: Tensor, key: Tensor, value: Tensor, tile: PromptTile, num_before: int = 0) -> Tensor:
-    """Attends causally behind `num_before` keys. The tile's rows and keys divide both numbers of tokens."""
+    """Attends causally behind `num_before` keys, which are the first of `key` and `value`."""
     num_rows, num_heads, head_dim = query.shape
     out = torch.empty_like(query)
     attend_prompt[(num_heads, triton.cdiv(num_rows, tile.rows))](

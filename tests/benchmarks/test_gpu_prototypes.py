@@ -34,15 +34,16 @@ def test_more_sums_than_there_is_memory_for_are_refused() -> None:
         OrderedProduct(weight, 2)(states, SOME, True)
 
 
-@pytest.mark.parametrize("num_before", [0, 256])
+@pytest.mark.parametrize(("num_before", "num_rows"), [(0, 256), (77, 200)])
 @pytest.mark.parametrize("tile", PROMPT_TILES.values(), ids=PROMPT_TILES)
-def test_prompts_over_contiguous_keys(tile: PromptTile, num_before: int) -> None:
+def test_prompts_over_contiguous_keys(tile: PromptTile, num_before: int, num_rows: int) -> None:
+    num_keys = num_before + num_rows
     query, key, value = (
         torch.randn(length, heads, 64, device=DEVICE).half()
-        for length, heads in ((256, 4), (256 + num_before, 2), (256 + num_before, 2))
+        for length, heads in ((num_rows, 4), (num_keys, 2), (num_keys, 2))
     )
     heads = [one.float().transpose(0, 1) for one in (query, key, value)]
-    seen = torch.ones(256, 256 + num_before, dtype=torch.bool, device=DEVICE).tril(num_before)
+    seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=DEVICE).tril(num_before)
     expected = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=seen, enable_gqa=True)
     out = attend_contiguous(query, key, value, tile, num_before)
     torch.testing.assert_close(out.float(), expected.transpose(0, 1), rtol=2e-2, atol=2e-3)

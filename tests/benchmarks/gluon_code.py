@@ -1,10 +1,13 @@
-"""Compiles the candidates in Gluon for a device that is not there; prints each one's PTX, registers and spills as JSON.
+"""Compiles the candidates in Gluon for a device that is not there; prints machine code, spills and memory as JSON.
 
 A script, as Triton's interpreter cannot be left again in a process that has entered it.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import triton
@@ -31,9 +34,22 @@ def compile_tile(tile: GroupTile) -> dict[str, Any]:
     source = GluonASTSource(attend_in_groups, signature, constants)
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    registers, spilled = usage_of_cubin(compiled.asm["cubin"])
-    shared = compiled.metadata.shared
-    return {"ptx": compiled.asm["ptx"], "registers": registers, "spilled": spilled, "shared_bytes": shared}
+    _, spilled = usage_of_cubin(compiled.asm["cubin"])
+    return {
+        "code": disassemble(compiled.asm["cubin"]),
+        "spilled": spilled,
+        "shared_bytes": compiled.metadata.shared,
+        "registers": re.findall(r"setmaxnreg\S*\s+(\d+);", compiled.asm["ptx"]),
+    }
+
+
+def disassemble(cubin: bytes) -> str:
+    """Lists a program's instructions as ptxas has ordered them, which is not the order of the PTX."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 if __name__ == "__main__":
