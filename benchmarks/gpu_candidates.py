@@ -33,7 +33,7 @@ from benchmarks.gpu_kernels import (
     make_pool,
     make_random,
 )
-from benchmarks.gpu_prototypes import PromptTile, attend_contiguous
+from benchmarks.gpu_prototypes import PromptTile, attend_contiguous, gather
 from benchmarks.gpu_timing import time_in_turn
 from kernels.attention import decode, paged
 from kernels.attention.decode import paged_decode_attention
@@ -52,7 +52,7 @@ PROMPT_TILES = {
     "split over warps": PromptTile(128, 128, 4, 2, True),
 }
 GROUP_TILES = {"Gluon": GroupTile(128, 2, False), "Gluon in turns": GroupTile(128, 2, True)}
-PAGED, HEADS_FIRST, CUDNN = "paged", "paged, heads first", "cuDNN"
+PAGED, HEADS_FIRST, CUDNN, GATHERED = "paged", "paged, heads first", "cuDNN", "Gluon behind a gather"
 DECODES = [(16, 8192), (64, 2048)]
 DECODE_TILES = ["16 128 4 1", "16 64 4 1", "16 64 2 1", "16 32 4 1", "16 32 2 1", "16 64 2 2", "16 64 2 3", "16 64 4 2"]
 DECODE_TILES += ["16 128 4 2", "16 128 8 1"]
@@ -91,7 +91,7 @@ class Prompt:
 
 def attention() -> Iterator[str]:
     """Times attention of prompts by each candidate, launched and as a graph, and compares it with cuDNN's."""
-    yield from ask_in_turn("attention", [PAGED, HEADS_FIRST, CUDNN, *PROMPT_TILES, *GROUP_TILES])
+    yield from ask_in_turn("attention", [PAGED, HEADS_FIRST, CUDNN, *PROMPT_TILES, *GROUP_TILES, GATHERED])
 
 
 def small_kv() -> Iterator[str]:
@@ -168,12 +168,22 @@ def choose_prompt_work(candidate: str, prompt: Prompt) -> Attend:
     if candidate in GROUP_TILES:
         return lambda: attend_by_groups(*contiguous, GROUP_TILES[candidate], prompt.num_before)
 
+    if candidate == GATHERED:
+        return partial(attend_gathered, prompt)
+
     def attend() -> Tensor:
         with mock.patch.object(paged, "HEAD_AXIS", 0 if candidate == HEADS_FIRST else 1):
             tables = prompt.tables, prompt.lens, prompt.starts
             return paged_prefill_attention(prompt.query, prompt.pages, *tables, VARIANT)
 
     return attend
+
+
+def attend_gathered(prompt: Prompt) -> Tensor:
+    """Attends as the product would: copies all of the prompt's pages first."""
+    key, value = gather(prompt.pages.data, prompt.tables[0])
+    num_keys = prompt.num_before + len(prompt.query)
+    return attend_by_groups(prompt.query, key[:num_keys], value[:num_keys], GROUP_TILES["Gluon"], prompt.num_before)
 
 
 def make_prompt(num_before: int, num_rows: int) -> Prompt:

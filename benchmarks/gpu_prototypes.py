@@ -1,4 +1,4 @@
-"""Triton kernels that are candidates: products of one order, prompts with descriptors in the kernel, sums of blocks.
+"""Triton kernels that are candidates: products of one order, prompts over contiguous keys, sums of blocks.
 
 Their numbers are tested in the interpreter; benchmarks/gpu_lab.py times them. Nothing of the product imports them.
 """
@@ -220,6 +220,41 @@ def attend_contiguous(query: Tensor, key: Tensor, value: Tensor, tile: PromptTil
         num_stages=tile.num_stages,
     )
     return out
+
+
+@triton.jit
+def gather_pages(
+    kv_ptr,  # [num_pages, 2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM]
+    table_ptr,  # [num_blocks] int32
+    key_ptr,  # [num_blocks * BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
+    value_ptr,  # as keys
+    kv_page_stride,
+    kv_plane_stride,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    # One program copies the keys and values of all heads of one page.
+    block = tl.program_id(0).to(tl.int64)
+    page_ptr = kv_ptr + tl.load(table_ptr + block).to(tl.int64) * kv_page_stride
+    rows, dims = tl.arange(0, NUM_HEADS * BLOCK_SIZE), tl.arange(0, HEAD_DIM)
+    from_rows = rows % NUM_HEADS * BLOCK_SIZE + rows // NUM_HEADS
+    places = from_rows[:, None] * HEAD_DIM + dims[None, :]
+    targets = block * (NUM_HEADS * BLOCK_SIZE * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(key_ptr + targets, tl.load(page_ptr + places))
+    tl.store(value_ptr + targets, tl.load(page_ptr + kv_plane_stride + places))
+
+
+def gather(pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies the keys and values of a sequence's pages [num_pages, 2, heads, block_size, head_dim] to [tokens, ...].
+
+    table: int32 [num_blocks]. Heads times block_size, and head_dim, are powers of two.
+    """
+    num_heads, block_size, head_dim = pages.shape[2:]
+    key, value = (pages.new_empty(len(table) * block_size, num_heads, head_dim) for _ in range(2))
+    sizes = {"NUM_HEADS": num_heads, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim}
+    gather_pages[(len(table),)](pages, table, key, value, *pages.stride()[:2], **sizes, num_warps=8)
+    return key, value
 
 
 @triton.jit
