@@ -141,11 +141,12 @@ class OrderedProduct:
 
 @triton.jit
 def attend_prompt(
-    query_ptr,  # [n, num_heads, head_dim]
-    key_ptr,  # [n, num_kv_heads, head_dim]
+    query_ptr,  # [num_rows, num_heads, head_dim]
+    key_ptr,  # [num_before + num_rows, num_kv_heads, head_dim]
     value_ptr,  # as keys
     output_ptr,  # as queries
-    num_tokens,
+    num_rows,
+    num_before,
     log2_scale,
     NUM_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -155,12 +156,13 @@ def attend_prompt(
     IS_SPECIALIZED: tl.constexpr,
 ):
     # One program attends with ROWS tokens in one head, over contiguous keys; the last rows, which see the most, first.
+    num_keys = num_before + num_rows
     width: tl.constexpr = NUM_HEADS * HEAD_DIM
     kv_width: tl.constexpr = NUM_HEADS // GROUP_SIZE * HEAD_DIM
-    queries = tl.make_tensor_descriptor(query_ptr, [num_tokens, width], [width, 1], [ROWS, HEAD_DIM])
-    keys = tl.make_tensor_descriptor(key_ptr, [num_tokens, kv_width], [kv_width, 1], [KEYS, HEAD_DIM])
-    values = tl.make_tensor_descriptor(value_ptr, [num_tokens, kv_width], [kv_width, 1], [KEYS, HEAD_DIM])
-    outputs = tl.make_tensor_descriptor(output_ptr, [num_tokens, width], [width, 1], [ROWS, HEAD_DIM])
+    queries = tl.make_tensor_descriptor(query_ptr, [num_rows, width], [width, 1], [ROWS, HEAD_DIM])
+    keys = tl.make_tensor_descriptor(key_ptr, [num_keys, kv_width], [kv_width, 1], [KEYS, HEAD_DIM])
+    values = tl.make_tensor_descriptor(value_ptr, [num_keys, kv_width], [kv_width, 1], [KEYS, HEAD_DIM])
+    outputs = tl.make_tensor_descriptor(output_ptr, [num_rows, width], [width, 1], [ROWS, HEAD_DIM])
     head = tl.program_id(0)
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     kv_column = head // GROUP_SIZE * HEAD_DIM
@@ -168,11 +170,13 @@ def attend_prompt(
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    rows, columns = start + tl.arange(0, ROWS), tl.arange(0, KEYS)
+    # Not from `start`: where Triton 3.6 splits rows over warps, it moves the coordinate of a load for all its readers.
+    first = num_before + (tl.num_programs(1) - 1) * ROWS - tl.program_id(1) * ROWS
+    positions, columns = first + tl.arange(0, ROWS), tl.arange(0, KEYS)
     # One loop with a mask throughout: Triton 3.6 splits no loop over warps that another one stands beside.
-    for begin in tl.range(0, start + ROWS, KEYS, warp_specialize=IS_SPECIALIZED):
+    for begin in tl.range(0, num_before + start + ROWS, KEYS, warp_specialize=IS_SPECIALIZED):
         scores = tl.dot(query, keys.load([begin, kv_column]).T)
-        scores = tl.where(rows[:, None] >= begin + columns[None, :], scores, -1.0e6)
+        scores = tl.where(positions[:, None] >= begin + columns[None, :], scores, -1.0e6)
         tile_max = tl.maximum(running_max, tl.max(scores, 1) * log2_scale)
         weights = tl.exp2(scores * log2_scale - tile_max[:, None])
         correction = tl.exp2(running_max - tile_max)
@@ -194,16 +198,17 @@ class PromptTile:
     is_specialized: bool
 
 
-def attend_contiguous(query: Tensor, key: Tensor, value: Tensor, tile: PromptTile) -> Tensor:
-    """Attends causally, of a number of tokens that the tile's rows and keys divide."""
-    num_tokens, num_heads, head_dim = query.shape
+def attend_contiguous(query: Tensor, key: Tensor, value: Tensor, tile: PromptTile, num_before: int = 0) -> Tensor:
+    """Attends causally behind `num_before` keys. The tile's rows and keys divide both numbers of tokens."""
+    num_rows, num_heads, head_dim = query.shape
     out = torch.empty_like(query)
-    attend_prompt[(num_heads, triton.cdiv(num_tokens, tile.rows))](
+    attend_prompt[(num_heads, triton.cdiv(num_rows, tile.rows))](
         query,
         key,
         value,
         out,
-        num_tokens,
+        num_rows,
+        num_before,
         head_dim**-0.5 * LOG2_E,
         NUM_HEADS=num_heads,
         GROUP_SIZE=num_heads // key.shape[1],

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.gpu_lab import PRODUCT_TILES, PROMPT_TILES, describe_layers
+from benchmarks.gpu_candidates import PROMPT_TILES
+from benchmarks.gpu_lab import PRODUCT_TILES, describe_layers
 from benchmarks.gpu_prototypes import NUM_KEYS, OrderedProduct, ProductTile, PromptTile, attend_contiguous, sum_and_copy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,12 +34,17 @@ def test_more_sums_than_there_is_memory_for_are_refused() -> None:
         OrderedProduct(weight, 2)(states, SOME, True)
 
 
-@pytest.mark.parametrize("tile", PROMPT_TILES, ids=str)
-def test_prompts_over_contiguous_keys(tile: PromptTile) -> None:
-    query, key, value = (torch.randn(256, heads, 64, device=DEVICE).half() for heads in (4, 2, 2))
+@pytest.mark.parametrize("num_before", [0, 256])
+@pytest.mark.parametrize("tile", PROMPT_TILES.values(), ids=PROMPT_TILES)
+def test_prompts_over_contiguous_keys(tile: PromptTile, num_before: int) -> None:
+    query, key, value = (
+        torch.randn(length, heads, 64, device=DEVICE).half()
+        for length, heads in ((256, 4), (256 + num_before, 2), (256 + num_before, 2))
+    )
     heads = [one.float().transpose(0, 1) for one in (query, key, value)]
-    expected = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
-    out = attend_contiguous(query, key, value, tile)
+    seen = torch.ones(256, 256 + num_before, dtype=torch.bool, device=DEVICE).tril(num_before)
+    expected = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=seen, enable_gqa=True)
+    out = attend_contiguous(query, key, value, tile, num_before)
     torch.testing.assert_close(out.float(), expected.transpose(0, 1), rtol=2e-2, atol=2e-3)
 
 
