@@ -247,10 +247,9 @@ def _time_prompts(load: Load, prompt_len: int) -> float:
 
 
 if __name__ == "__main__":
-    from benchmarks.gpu import describe
-
     for row in measure():
-        print(describe(row), flush=True)
+        print(row.name, row.shape, f"{row.seconds * 1e6:.1f} us", f"{row.of_ceiling:.2f} of {row.ceiling}", end=" ")
+        print(f"{row.over_peer:.2f} x {row.peer}" if row.peer else "", flush=True)
     for one in (SMALL, LARGE):
         print(capture_all(one), flush=True)
         torch.cuda.empty_cache()

@@ -138,7 +138,8 @@ def _describe(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 def splits() -> Iterator[str]:
     """Times attention of decoding rows whose splits are fewer or more."""
     from benchmarks.gpu_kernels import BYTES_PER_TOKEN, HEAD_DIM, NUM_HEADS, VARIANT, make_pool, make_random
-    from kernels import paged_attention
+    from kernels.attention import paged
+    from kernels.attention.decode import paged_decode_attention
 
     for num_seqs, context_len in DECODES:
         num_bytes = num_seqs * context_len * BYTES_PER_TOKEN
@@ -148,9 +149,9 @@ def splits() -> Iterator[str]:
 
         def decode(most: int, least: int, layers: Sequence[KVPages], *rows: Tensor) -> None:
             query, tables, lens = rows
-            with mock.patch.multiple(paged_attention, MAX_SPLITS=most, MIN_SPLIT_LEN=least):
+            with mock.patch.multiple(paged, MAX_SPLITS=most, MIN_SPLIT_LEN=least):
                 for layer in layers:
-                    paged_attention.paged_decode_attention(query, layer, tables, lens, VARIANT)
+                    paged_decode_attention(query, layer, tables, lens, VARIANT)
 
         works = {
             f"{most} of {least}": _bind(decode, most, least, layers, query, tables, lens) for most, least in SPLITS
@@ -211,7 +212,7 @@ def _run(ordered: Sequence[OrderedProduct], rows: Tensor, tile: ProductTile, at_
 def attention() -> Iterator[str]:
     """Times attention of prompts without graphs, each work alone: such a graph read illegal memory once."""
     from benchmarks.gpu_kernels import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VARIANT, make_pool, make_random
-    from kernels import paged_attention
+    from kernels.attention.prompts import paged_prefill_attention
 
     for length in PROMPT_LENS:
         query = make_random(length, NUM_HEADS, HEAD_DIM)
@@ -220,7 +221,7 @@ def attention() -> Iterator[str]:
         lens = torch.full((1,), length, dtype=torch.int32, device="cuda")
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
         paged = query, pages, tables, lens, starts, VARIANT
-        works: dict[str, Work] = {"paged": _bind(paged_attention.paged_prefill_attention, *paged)}
+        works: dict[str, Work] = {"paged": _bind(paged_prefill_attention, *paged)}
         works["cuDNN"] = _bind(_attend_by_cudnn, query, key, value)
         works |= {str(tile): _bind(attend_contiguous, query, key, value, tile) for tile in PROMPT_TILES}
         expected = _attend_by_cudnn(query, key, value).float()

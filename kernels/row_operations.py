@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.int4_pages import flaws
 from kernels.backend import LARGEST_CODE, Activation, Angles, Heads, KVPages
-from kernels.int4_pages import flaws
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 HEADS_AT_ONCE = 8

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SPLITS = 32
-"""As kernels/paged_attention.py has it, whose import needs Triton."""
+"""As kernels/attention/paged.py has it, whose import needs Triton."""
 BYTES_OF_A_NUMBER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -106,12 +106,13 @@ def inspect_model(
     # torch takes a second to import, which the other commands need not wait for.
     import torch
 
-    from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
+    from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.fingerprint import DigestCache
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
     from engine.model.programs import captured_tokens
     from engine.model.weights import check_weights, count_bytes
+    from engine.speculation.draft_folder import naming_the_draft, open_draft
     from kernels.cpu.library import NoKernels
     from kernels.selection import select_backend
 

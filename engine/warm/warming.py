@@ -213,6 +213,8 @@ def _naming(what: object, device: torch.device) -> Iterator[None]:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"{what} does not fit into the memory of {device}: lower worker.pool_bytes") from error
+        told = ". ".join(str(error).split(". ")[1:3])  # what it tried to allocate, and what was free
+        advice = "lower worker.pool_bytes" + (f" ({told})" if told else "")
+        raise ConfigError(f"{what} does not fit into the memory of {device}: {advice}") from error
     except RuntimeError as error:
         raise ConfigError(f"{device} failed at {what}: {error}") from error

@@ -10,8 +10,9 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
 from engine.warm.warming import limits_of, make_programs
-from kernels import paged_attention
 from kernels.accelerator import CudaGraph
+from kernels.attention.decode import paged_decode_attention
+from kernels.attention.prompts import paged_prefill_attention
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
@@ -139,13 +140,11 @@ def test_a_decoding_row_has_the_same_bits_alone_and_among_others(dtype: torch.dt
     lens = [1, 100, 128, 129, 1000, 5000, 20_000]
     batch = make_paged_batch(Heads(32, 8, 128), lens, 16, dtype, DEVICE)
     query, variant = batch.random_query(len(lens)), batch.variant()
-    together = paged_attention.paged_decode_attention(
-        query, batch.pages, batch.block_tables, batch.context_lens, variant
-    )
+    together = paged_decode_attention(query, batch.pages, batch.block_tables, batch.context_lens, variant)
     for row, length in enumerate(lens):
         one = slice(row, row + 1)
         table = batch.block_tables[one, : -(-length // 16)]
-        alone = paged_attention.paged_decode_attention(query[one], batch.pages, table, batch.context_lens[one], variant)
+        alone = paged_decode_attention(query[one], batch.pages, table, batch.context_lens[one], variant)
         assert torch.equal(alone, together[one])
 
 
@@ -158,9 +157,7 @@ def test_a_row_of_a_prompt_has_the_same_bits_in_any_chunk(dtype: torch.dtype) ->
     def attend(start: int, end: int) -> torch.Tensor:
         lens = torch.tensor([end], dtype=torch.int32, device=DEVICE)
         starts = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
-        return paged_attention.paged_prefill_attention(
-            query[start:end], batch.pages, batch.block_tables, lens, starts, variant
-        )
+        return paged_prefill_attention(query[start:end], batch.pages, batch.block_tables, lens, starts, variant)
 
     whole = attend(0, length)
     for start, end in [(0, 1), (0, 333), (333, 340), (340, 341), (341, 700)]:

@@ -20,10 +20,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import experts, int4_pages, paged_attention, row_operations
+from kernels import experts, row_operations
+from kernels.attention import decode, int4_pages, paged
+from kernels.attention.prompts import tokens_of
 from kernels.quantized import products
 from kernels.quantized.codebook import Codebook
-from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile, tokens_of
+from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -174,10 +176,10 @@ def compile_attention(
     constants["cu_query_lens_ptr" if role == "decode" else "log_sum_ptr"] = None
     constants |= {"GROUP_SIZE": GROUP_SIZE, "BLOCK_SIZE": BLOCK_SIZE, "TOKENS": tokens, "ROWS": tile.rows}
     constants |= {"KEYS": tile.width, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
-    constants |= {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged_attention.FUSING}
+    constants |= {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged.FUSING}
     name = f"{role} {kind}"
-    return compile_kernel(architecture, paged_attention.attend, name, dtype, options, CODES.get(kind), **constants)
+    return compile_kernel(architecture, paged.attend, name, dtype, options, CODES.get(kind), **constants)
 
 
 def compile_products(
@@ -231,7 +233,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
         constants |= {"LARGEST": 127.0, **shape}
         kernel = row_operations.rotate_and_write_heads
         yield compiled(kernel, f"rotate_and_write_heads{name}", rows, pages, **constants)
-    splits: dict[str, Any] = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
+    splits: dict[str, Any] = {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
     padded = triton.next_power_of_2(head_dim)
     widening = {"num_warps": 1, **products_options(architecture)}
     merging = {"num_warps": 4, **products_options(architecture)}
@@ -239,7 +241,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     yield compile_kernel(architecture, products.embed_rows, "embed_rows", dtype, widening, None, types, **formats)
     at_once = {"COLUMNS": products.MERGED_AT_ONCE}
     yield compile_kernel(architecture, products.add_splits, "add_splits", dtype, merging, None, types, **at_once)
-    yield compiled(paged_attention.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
+    yield compiled(decode.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
 
 
 def compile_case(case: str) -> Iterator[Compiled]:
