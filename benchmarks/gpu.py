@@ -82,6 +82,8 @@ def main() -> int:
     if not head["device"] and not options.rehearse:
         print("no CUDA device here: nothing to measure")
         return 0
+    if folder := os.environ.get("OUT"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as name:
         known = make_steps(options, Path(name))
         try:
