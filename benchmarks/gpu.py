@@ -50,6 +50,8 @@ ORDER = (
 MODEL = Path("/dev/shm/baton-8B")
 HEAD_TIMEOUT_S = 90.0
 AFTER_TIMEOUT_S = 40.0
+GRACE_S = 20.0
+"""For the end of steps, where the run is interrupted."""
 MAX_LINE = 600
 
 
@@ -82,6 +84,7 @@ def main() -> int:
     if not head["device"] and not options.rehearse:
         print("no CUDA device here: nothing to measure")
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if folder := os.environ.get("OUT"):
         Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as name:
@@ -233,17 +236,22 @@ class Run:
         self._begun_s = time.monotonic()
         self._steps: dict[str, str] = {}
         self._printing = threading.Lock()
+        self._running: dict[str, subprocess.Popen[str]] = {}
 
     def run(self) -> int:
-        """Runs the stages in order; returns 1 if a step failed."""
+        """Runs the stages in order; returns 1 if a step failed. Interrupted, ends the steps under way."""
         self._say(", ".join(f"{name} {value}" for name, value in self._head.items()))
-        for place, stage in enumerate(self._stages):
-            seconds = seconds_for_first(self._stages[place:], self._seconds - self._passed_s)
-            if seconds:
-                self._run_stage(stage, seconds)
-            else:
-                self._skip(stage)
-            self._keep()
+        try:
+            for place, stage in enumerate(self._stages):
+                seconds = seconds_for_first(self._stages[place:], self._seconds - self._passed_s)
+                if seconds:
+                    self._run_stage(stage, seconds)
+                else:
+                    self._skip(stage)
+                self._keep()
+        finally:
+            for process in [*self._running.values()]:
+                _stop(process, GRACE_S)
         self._report()
         return int(any(how.startswith(("failed", "stopped")) for how in self._steps.values()))
 
@@ -280,6 +288,7 @@ class Run:
             errors="replace",
             start_new_session=True,
         )
+        self._running[step.name] = process
         assert process.stdout is not None
         reader = threading.Thread(target=self._relay, args=(process.stdout, prefix), daemon=True)
         reader.start()
@@ -288,6 +297,7 @@ class Run:
         if process.returncode and step.after:
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(step.after, cwd=ROOT, timeout=AFTER_TIMEOUT_S, check=False)
+        del self._running[step.name]
         how = "ended" if not process.returncode else f"failed with {process.returncode}"
         how = how if is_in_time else "stopped at its limit"
         self._steps[step.name] = f"{how} after {time.monotonic() - begun_s:.0f} s"
