@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -241,17 +242,13 @@ class Run:
     def run(self) -> int:
         """Runs the stages in order; returns 1 if a step failed. Interrupted, ends the steps under way."""
         self._say(", ".join(f"{name} {value}" for name, value in self._head.items()))
-        try:
-            for place, stage in enumerate(self._stages):
-                seconds = seconds_for_first(self._stages[place:], self._seconds - self._passed_s)
-                if seconds:
-                    self._run_stage(stage, seconds)
-                else:
-                    self._skip(stage)
-                self._keep()
-        finally:
-            for process in [*self._running.values()]:
-                _stop(process, GRACE_S)
+        for place, stage in enumerate(self._stages):
+            seconds = seconds_for_first(self._stages[place:], self._seconds - self._passed_s)
+            if seconds:
+                self._run_stage(stage, seconds)
+            else:
+                self._skip(stage)
+            self._keep()
         self._report()
         return int(any(how.startswith(("failed", "stopped")) for how in self._steps.values()))
 
@@ -265,14 +262,16 @@ class Run:
             self._say(f"SKIPPED for time: {step.name}")
 
     def _run_stage(self, stage: Stage, seconds: float) -> None:
-        threads = [
-            threading.Thread(target=self._run_step, args=(step, min(seconds, limit_s((step,))), len(stage) > 1))
-            for step in stage
-        ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        is_beside = len(stage) > 1
+        with ThreadPoolExecutor(len(stage)) as threads:
+            tasks = [threads.submit(self._run_step, step, min(seconds, limit_s((step,))), is_beside) for step in stage]
+            try:
+                for one in tasks:
+                    one.result()
+            except BaseException:
+                for process in [*self._running.values()]:
+                    _stop(process, GRACE_S)
+                raise
 
     def _run_step(self, step: Step, seconds: float, is_beside: bool) -> None:
         """Runs a step's process, and what ends the rest of one that did not end well by itself."""
