@@ -27,7 +27,7 @@ class TritonBackend(TorchBackend):
     """
 
     name = "triton"
-    version = f"triton-8-{tiles.digest()}"
+    version = f"triton-9-{tiles.digest()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)

@@ -104,11 +104,12 @@ def inspect_model(
     # torch takes a second to import, which the other commands need not wait for.
     import torch
 
-    from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
+    from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.fingerprint import DigestCache
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
     from engine.model.weights import check_weights, count_bytes
+    from engine.speculation.draft_folder import naming_the_draft, open_draft
     from kernels.cpu.library import NoKernels
     from kernels.selection import select_backend
 

@@ -16,7 +16,7 @@ from kernels.tiles import Tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 32
-MIN_SPLIT_LEN = 128
+MIN_SPLIT_LEN = 256
 # Fusing is spelled out because its default differs between Triton's versions, and with it the numbers.
 FUSING = {"enable_fp_fusion": True}
 
