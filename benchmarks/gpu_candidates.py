@@ -42,6 +42,7 @@ from kernels.backend import KVPages
 from kernels.tiles import Tile
 
 ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "benchmarks.gpu_candidates"]
 PREPARING_S, MEASURING_S, ENDING_S = 40.0, 10.0, 5.0
 WORKING_SET_BYTES = 1 << 28
 PROMPTS = [(333, 1000), (0, 2048), (0, 8192), (8192, 2048)]
@@ -91,17 +92,19 @@ class Prompt:
 
 def attention() -> Iterator[str]:
     """Times attention of prompts by each candidate, launched and as a graph, and compares it with cuDNN's."""
-    yield from ask_in_turn("attention", [PAGED, HEADS_FIRST, CUDNN, *PROMPT_TILES, *GROUP_TILES, GATHERED])
+    yield from ask_in_turn([*COMMAND, "attention"], [PAGED, HEADS_FIRST, CUDNN, *PROMPT_TILES, *GROUP_TILES, GATHERED])
 
 
 def small_kv() -> Iterator[str]:
     """Times decoding over pages of 8 bits by tile, with codes widened by a cast and by integers."""
-    yield from ask_in_turn("small_kv", [BFLOAT16, *DECODE_TILES])
+    yield from ask_in_turn([*COMMAND, "small_kv"], [BFLOAT16, *DECODE_TILES])
 
 
-def ask_in_turn(question: str, candidates: Sequence[str]) -> Iterator[str]:
-    """Starts a process for each candidate, waits until all are prepared, and lets them measure one after another."""
-    command = [sys.executable, "-m", "benchmarks.gpu_candidates", question]
+def ask_in_turn(command: Sequence[str], candidates: Sequence[str], measuring_s: float = MEASURING_S) -> Iterator[str]:
+    """Starts a process for each candidate, waits until all are prepared, and lets them measure one after another.
+
+    A process says that it is prepared by a line, and measures once it is given one.
+    """
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     asked = {one: subprocess.Popen([*command, one], cwd=ROOT, text=True, **pipes) for one in candidates}
     deadline = monotonic() + PREPARING_S
@@ -111,10 +114,10 @@ def ask_in_turn(question: str, candidates: Sequence[str]) -> Iterator[str]:
             process.stdout.readline()
     for candidate, process in asked.items():
         try:
-            out, errors = process.communicate("measure\n", timeout=MEASURING_S)
+            out, errors = process.communicate("measure\n", timeout=measuring_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            yield f"{candidate}: DID NOT END in {MEASURING_S:.0f} s{_end(process)}"
+            yield f"{candidate}: DID NOT END in {measuring_s:.0f} s{_end(process)}"
             continue
         yield from (f"{line}  {candidate}" for line in out.splitlines())
         if process.returncode:
@@ -123,7 +126,7 @@ def ask_in_turn(question: str, candidates: Sequence[str]) -> Iterator[str]:
 
 def _end(process: "subprocess.Popen[str]") -> str:
     try:
-        process.wait(ENDING_S)
+        process.communicate(timeout=ENDING_S)
     except subprocess.TimeoutExpired:
         return ", nor when it was killed"
     return ""
