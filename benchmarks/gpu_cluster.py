@@ -50,6 +50,8 @@ MIN_TOKENS = 8
 """Tokens of each stream before the kill."""
 NUM_AT_ONCE = 4
 """Streams at once of the answers that others are compared to."""
+SMALL_POOL = "32GiB"
+"""KV pages of a worker with all of the device, where default sizes have not started."""
 READY = re.compile(r"worker (\S+) is ready after ([\d.]+) s")
 LATE = re.compile(r"(\d+) kernels or graphs were made while requests waited")
 
@@ -346,7 +348,7 @@ def settings_of(options: argparse.Namespace) -> list[str]:
     if options.what == "killed":
         own += ["--dtype", options.dtype, "--pool-bytes", "2GiB", "--arena-bytes", "1GiB"]
     elif options.gpus != 0:
-        own += ["--arena-bytes", "16GiB", *(["--pool-bytes", "32GiB"] if options.what == "colocated" else [])]
+        own += ["--arena-bytes", "16GiB"]
     if options.gpus == 0:
         own += ["--threads", "1", "--pool-bytes", "256MiB", "--arena-bytes", "256MiB"]
     return [*own, "--http-port", "0", *shlex.split(options.flags)]
@@ -367,21 +369,31 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     if options.kernels is not None:
         os.environ["TRITON_CACHE_DIR"] = str(options.kernels)
+    tries = [settings_of(options)]
+    if options.what == "colocated":
+        tries.append([*tries[0], "--pool-bytes", SMALL_POOL])
+    for settings in tries:
+        try:
+            serve(options, settings)
+        except subprocess.CalledProcessError as error:
+            print(f"FAILED: {shlex.join(error.cmd)}\n{error.stdout}", flush=True)
+        else:
+            return 0
+    return 1
+
+
+def serve(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Starts a cluster, asks it, and ends it. Raises CalledProcessError, with its output, for a failed command."""
     from benchmarks.baton_service import BatonService
 
     act, num_prefill, num_decode = WORKERS[options.what]
     where = f"{options.what} {options.dtype}" if options.what == "killed" else options.what
     model = None if options.model is None else str(options.model)
     begun_s = time.perf_counter()
-    try:
-        with BatonService(where.replace(" ", "-"), model, num_prefill, num_decode, settings_of(options)) as service:
-            ready_s = time.perf_counter() - begun_s
-            print(service.told, flush=True)
-            act(Asked(service, where, REHEARSED if options.gpus == 0 else ON_DEVICE, ready_s))
-    except subprocess.CalledProcessError as error:
-        print(f"FAILED: {shlex.join(error.cmd)}\n{error.stdout}", flush=True)
-        return 1
-    return 0
+    with BatonService(where.replace(" ", "-"), model, num_prefill, num_decode, settings) as service:
+        ready_s = time.perf_counter() - begun_s
+        print(service.told, flush=True)
+        act(Asked(service, where, REHEARSED if options.gpus == 0 else ON_DEVICE, ready_s))
 
 
 def _leave(*_: object) -> None:
