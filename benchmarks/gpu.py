@@ -53,7 +53,7 @@ HEAD_TIMEOUT_S = 90.0
 AFTER_TIMEOUT_S = 40.0
 GRACE_S = 20.0
 """For the end of steps, where the run is interrupted."""
-MAX_LINE = 600
+MAX_LINE = 1500
 
 
 def make_parser() -> argparse.ArgumentParser:
