@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import count, islice, takewhile
 
 from kv_store.block_store import NOTHING, ReadResult, StoreStatus
-from kv_store.device_pool import DevicePool
+from kv_store.device_pool import DevicePool, Fence
 from kv_store.frame import checksum_of
 from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
@@ -106,8 +106,11 @@ class NodeStore:
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
 
-    def fence(self) -> None:
-        self._pool.fence()
+    def fence(self) -> Fence:
+        return self._pool.fence()
+
+    def follow(self, fence: Fence) -> None:
+        self._pool.follow(fence)
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT

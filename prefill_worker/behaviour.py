@@ -145,4 +145,4 @@ def prefill_behaviour(batch: BatchSettings, block_size: int, least_tokens: int |
     least_tokens: `least_chunk_tokens` of a device that publishes beside computing; None for a CPU, whose cores do both.
     """
     batcher = PrefillBatcher(batch.max_step_tokens, batch.max_running, batch.patience_tokens, least_tokens)
-    return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size))
+    return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size), block_size)
