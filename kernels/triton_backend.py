@@ -7,7 +7,10 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import int4_pages, paged_attention, row_operations, tiles
+from kernels import row_operations, tiles
+from kernels.attention import int4_pages
+from kernels.attention.decode import paged_decode_attention
+from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import TRITON, TRITON_EXACT, Angles, AttentionVariant, Experts, Heads, KVPages, Tables, Weight
 from kernels.cpu.library import NoKernels
 from kernels.products import experts as expert_operations
@@ -30,7 +33,7 @@ class TritonBackend(TorchBackend):
 
     def __init__(self) -> None:
         """Names the version by the kernels, their tiles, their compiler and this machine's devices."""
-        self.version = f"{self.name}-9-{tiles.digest()}-{triton.__version__}-{tiles.device_name()}"
+        self.version = f"{self.name}-10-{tiles.digest()}-{triton.__version__}-{tiles.device_name()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)
@@ -107,9 +110,9 @@ class TritonBackend(TorchBackend):
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         first = slice(num_decodes)
         decodes = query[first], pages, blocks[first], lens[first], variant
-        paged_attention.paged_decode_attention(*decodes, turned, out[first])
+        paged_decode_attention(*decodes, turned, out[first])
         prompts = query, pages, blocks, lens, tables.cu_query_lens, variant
-        paged_attention.paged_prefill_attention(*prompts, turned, out, num_decodes)
+        paged_prefill_attention(*prompts, turned, out, num_decodes)
         return out
 
 
