@@ -25,8 +25,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SPLITS = 32
 """As kernels/attention/paged.py has it, whose import needs Triton."""
 BYTES_OF_A_NUMBER = 4
-MAX_PARTIAL_SUMS = 32_768
-"""The most sums of a row's splits in a product, as kernels/products/ordered.py has them."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -186,7 +184,7 @@ def _row_bytes(config: "ServedConfig") -> int:
         return 0
     attention = config.attention
     splits = MAX_SPLITS * attention.num_heads * (attention.head_dim + 1)
-    return BYTES_OF_A_NUMBER * (splits + MAX_PARTIAL_SUMS + 4 * config.hidden_size + 3 * config.intermediate_size)
+    return BYTES_OF_A_NUMBER * (splits + 4 * config.hidden_size + 3 * config.intermediate_size)
 
 
 def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:

@@ -17,7 +17,7 @@ import torch
 
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
-from engine.model.programs import ProgramSize, captured_tokens, program_sizes
+from engine.model.programs import MIN_CHUNK_TOKENS, MIN_ROWS, ProgramSize, captured_tokens, padded, program_sizes
 from engine.model.sampler import PLAIN, choose, likeliest
 from kernels.backend import TRITON, TRITON_EXACT, Backend, KVPages
 from kernels.cpu.library import NoKernels
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 COMPILED_LATE = (TRITON, TRITON_EXACT)
 """The names of the backends whose kernels are compiled when they are first launched."""
-ROWS = (1, 17, 65, 129)
-"""Rows of steps beside the largest one, a row beyond each tile of products with packed weights (kernels/tiles.toml)."""
+ROWS = (1, 17, 65, 129, 513)
+"""Rows of steps beside the largest one, a row beyond each tile of products (kernels/tiles.toml)."""
 Report = Callable[[str, int, int], None]
 """Called with the part that is warmed, and how much of it is done, of how much."""
 
@@ -49,14 +49,15 @@ class StepBounds:
 
     @property
     def steps(self) -> list["WarmStep"]:
-        """The steps that together launch the kernels of all steps without a program, the largest first."""
+        """The steps that together launch the kernels of all steps and programs, the largest first."""
+        most = padded(self.max_rows, MIN_ROWS) + padded(self.max_chunk_tokens, MIN_CHUNK_TOKENS)
         found = [
             WarmStep(num_decodes, num_rows - num_decodes, num_blocks, samples_all)
             for num_rows in ROWS
             for num_decodes in (0, 1, num_rows)
             for num_blocks in (1, self.max_blocks)
             for samples_all in (False, True)
-            if num_decodes <= self.max_rows and num_rows - num_decodes <= self.max_chunk_tokens
+            if num_decodes <= self.max_rows and num_rows - num_decodes <= most
         ]
         largest = WarmStep(0, self.max_chunk_tokens, self.max_blocks, samples_all=False)
         return [largest, *sorted(dict.fromkeys(found), key=lambda one: -one.num_rows)]
@@ -83,7 +84,7 @@ class WarmStep:
         num_blocks = max(self.num_blocks, -(-self.chunk_tokens // block_size))
         lengths = [1] * self.num_decodes + [self.chunk_tokens] * bool(self.chunk_tokens)
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        positions = torch.cat([torch.arange(one) for one in lengths])
+        positions = torch.zeros(sum(lengths), dtype=torch.int64)
         return Batch(
             token_ids=torch.zeros_like(positions),
             positions=positions,
