@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -50,6 +51,8 @@ ORDER = (
 MODEL = Path("/dev/shm/baton-8B")
 HEAD_TIMEOUT_S = 90.0
 AFTER_TIMEOUT_S = 40.0
+GRACE_S = 20.0
+"""For the end of steps, where the run is interrupted."""
 MAX_LINE = 600
 
 
@@ -82,6 +85,9 @@ def main() -> int:
     if not head["device"] and not options.rehearse:
         print("no CUDA device here: nothing to measure")
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if folder := os.environ.get("OUT"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as name:
         known = make_steps(options, Path(name))
         try:
@@ -231,9 +237,10 @@ class Run:
         self._begun_s = time.monotonic()
         self._steps: dict[str, str] = {}
         self._printing = threading.Lock()
+        self._running: dict[str, subprocess.Popen[str]] = {}
 
     def run(self) -> int:
-        """Runs the stages in order; returns 1 if a step failed."""
+        """Runs the stages in order; returns 1 if a step failed. Interrupted, ends the steps under way."""
         self._say(", ".join(f"{name} {value}" for name, value in self._head.items()))
         for place, stage in enumerate(self._stages):
             seconds = seconds_for_first(self._stages[place:], self._seconds - self._passed_s)
@@ -255,14 +262,16 @@ class Run:
             self._say(f"SKIPPED for time: {step.name}")
 
     def _run_stage(self, stage: Stage, seconds: float) -> None:
-        threads = [
-            threading.Thread(target=self._run_step, args=(step, min(seconds, limit_s((step,))), len(stage) > 1))
-            for step in stage
-        ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        is_beside = len(stage) > 1
+        with ThreadPoolExecutor(len(stage)) as threads:
+            tasks = [threads.submit(self._run_step, step, min(seconds, limit_s((step,))), is_beside) for step in stage]
+            try:
+                for one in tasks:
+                    one.result()
+            except BaseException:
+                for process in [*self._running.values()]:
+                    _stop(process, GRACE_S)
+                raise
 
     def _run_step(self, step: Step, seconds: float, is_beside: bool) -> None:
         """Runs a step's process, and what ends the rest of one that did not end well by itself."""
@@ -278,6 +287,7 @@ class Run:
             errors="replace",
             start_new_session=True,
         )
+        self._running[step.name] = process
         assert process.stdout is not None
         reader = threading.Thread(target=self._relay, args=(process.stdout, prefix), daemon=True)
         reader.start()
@@ -286,6 +296,7 @@ class Run:
         if process.returncode and step.after:
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(step.after, cwd=ROOT, timeout=AFTER_TIMEOUT_S, check=False)
+        del self._running[step.name]
         how = "ended" if not process.returncode else f"failed with {process.returncode}"
         how = how if is_in_time else "stopped at its limit"
         self._steps[step.name] = f"{how} after {time.monotonic() - begun_s:.0f} s"

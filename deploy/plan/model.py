@@ -43,6 +43,7 @@ class ModelFacts:
 
     weight_bytes: bytes of weights in the kernels' format. draft: the decode workers' draft model, with as many pages as
     theirs. is_mapped: all workers of a node map one file of weights. row_bytes: memory of a row of a graph's steps.
+    captured_tokens: the most prompt tokens of a graph's steps.
     """
 
     served: ServedModel
@@ -52,6 +53,7 @@ class ModelFacts:
     draft: DraftFacts = field(default_factory=DraftFacts)
     is_mapped: bool = False
     row_bytes: int = 0
+    captured_tokens: int = 0
 
     @property
     def node_bytes(self) -> int:
@@ -108,6 +110,7 @@ def inspect_model(
     from engine.checkpoint.fingerprint import DigestCache
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
+    from engine.model.programs import captured_tokens
     from engine.model.weights import check_weights, count_bytes
     from engine.speculation.draft_folder import naming_the_draft, open_draft
     from kernels.cpu.library import NoKernels
@@ -155,6 +158,7 @@ def inspect_model(
         weight_bytes=count_bytes(checkpoint, compute, backend),
         kernels=backend.name,
         row_bytes=_row_bytes(checkpoint.config),
+        captured_tokens=captured_tokens(checkpoint.native_config) if config.is_native else 0,
     )
     if other is None:
         return mapped_within(facts, settings.weight_cache_bytes * config.is_native)

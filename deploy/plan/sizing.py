@@ -114,7 +114,9 @@ def _default_gpu_pool_bytes(config: ClusterConfig, num_gpus: float, model: Model
 
     served = model.served
     block_bytes, max_blocks = served.layout.block_bytes, served.layout.num_blocks(served.max_context_len)
-    graphs = graph_bytes(program_sizes(config.batch.max_running, max_blocks), served.vocab_size, model.row_bytes)
+    chunk_tokens = min(config.batch.max_step_tokens, model.captured_tokens)
+    programs = program_sizes(config.batch.max_running, max_blocks, chunk_tokens)
+    graphs = graph_bytes(programs, served.vocab_size, model.row_bytes)
     share_bytes = int(min(machine.gpus) * num_gpus)
     share_bytes -= share_bytes // UNUSABLE_OF_A_GPU
     free_bytes = share_bytes - model.worker_bytes(0) - graphs - GPU_RESERVE_BYTES

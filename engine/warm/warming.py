@@ -17,7 +17,7 @@ import torch
 
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
-from engine.model.programs import program_sizes
+from engine.model.programs import ProgramSize, captured_tokens, program_sizes
 from engine.model.sampler import PLAIN, choose
 from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
@@ -99,7 +99,7 @@ class WarmStep:
 class Warmth:
     """A warm model, and what its requests have waited for nevertheless."""
 
-    def __init__(self, model: CausalModel, backend: Backend, without_program: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, model: CausalModel, backend: Backend, without_program: Sequence[ProgramSize]) -> None:
         """without_program: sizes of steps that run kernel by kernel."""
         self.without_program = without_program
         self._model = model
@@ -176,16 +176,18 @@ def limits_of(model: CausalModel, kv: KVPages, max_rows: int, max_chunk_tokens: 
 
 def make_programs(
     model: CausalModel, kv: KVPages, limits: StepBounds, report: Report = ignore_progress
-) -> list[tuple[int, int]]:
+) -> list[ProgramSize]:
     """Records or captures all sizes of a model that has programs; returns sizes for which the device had no memory."""
-    without: list[tuple[int, int]] = []
+    without: list[ProgramSize] = []
     if not isinstance(model, Decoder):
         return without
-    sizes = program_sizes(limits.max_rows, limits.max_blocks)
+    is_captured = model.device.type != "cpu"
+    chunk_tokens = min(limits.max_chunk_tokens, captured_tokens(model.config)) * is_captured
+    sizes = program_sizes(limits.max_rows, limits.max_blocks, chunk_tokens)
     for num_done, size in enumerate(sizes):
         report("graphs", num_done, len(sizes))
-        with _naming(f"a graph of {size[0]} rows and {size[1]} blocks", model.device):
-            if not model.prepare(*size, kv):
+        with _naming(f"a graph of {size}", model.device):
+            if not model.prepare(size, kv):
                 without.append(size)
     report("graphs", len(sizes), len(sizes))
     return without

@@ -66,7 +66,7 @@ def paged_decode_attention(
     depend on its own length alone; nothing waits for the GPU.
     """
     num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = pages.data.shape[2:4]
+    block_size = pages.data.shape[3]
     output = query.new_empty(query.shape) if out is None else out
     if num_seqs == 0:
         return output
@@ -79,7 +79,8 @@ def paged_decode_attention(
     partial = output if num_splits == 1 else query.new_empty(partial_shape, dtype=torch.float32)
     log_sum = None if num_splits == 1 else query.new_empty(partial_shape[:3], dtype=torch.float32)
     paged.launch(
-        (num_seqs, num_kv_heads, num_splits),
+        num_seqs,
+        num_splits,
         tile,
         1,
         query,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.int4_pages import load_tile
+from kernels.attention.widening import widen, widens_by_integers
 from kernels.backend import AttentionVariant, KVPages
 from kernels.tiles import Tile
 
@@ -19,6 +20,10 @@ MAX_SPLITS = 32
 MIN_SPLIT_LEN = 256
 # Fusing is spelled out because its default differs between Triton's versions, and with it the numbers.
 FUSING = {"enable_fp_fusion": True}
+HEAD_AXIS = 1
+"""The axis of KV heads in a launch of prompts: 1, neighbours are tiles of a head; 0, the heads of a tile."""
+BY_INTEGERS = False
+"""Whether codes of 8 bits are widened as kernels/attention/widening.py does."""
 
 
 @triton.jit
@@ -87,21 +92,23 @@ def attend(
     PADDED_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT_LEN: tl.constexpr,
+    HEAD_AXIS: tl.constexpr,
+    BY_INTEGERS: tl.constexpr,
 ):
     # One program attends with TOKENS tokens of a sequence, in the heads of one KV head, over one split of its context.
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(HEAD_AXIS)
     split = tl.program_id(2)
-    num_heads = tl.num_programs(1) * GROUP_SIZE
+    num_heads = tl.num_programs(HEAD_AXIS) * GROUP_SIZE
     num_splits = tl.num_programs(2)
     if cu_query_lens_ptr is None:
-        seq = first_seq + tl.program_id(0)
+        seq = first_seq + tl.program_id(1 - HEAD_AXIS)
         context_len = tl.load(context_lens_ptr + seq)
         first_row, first_position = seq, context_len - 1
         tile_start, tile_end = first_position, context_len
     else:
         # Tiles start at positions that are multiples of TOKENS: with int4, a tile is in one block.
         # The last tiles, which see the most keys, come first: short ones fill up the end.
-        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        program = tl.num_programs(1 - HEAD_AXIS) - 1 - tl.program_id(1 - HEAD_AXIS)
         seq, tile = find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS)
         context_len = tl.load(context_lens_ptr + seq)
         first_row = tl.load(cu_query_lens_ptr + seq)
@@ -202,7 +209,7 @@ def attend(
                 )
 
             # Codes are numbers of the query's dtype exactly; products take their scales.
-            scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+            scores = tl.dot(query, tl.trans(widen(key, query.dtype, BY_INTEGERS)), input_precision="ieee")
             if scales_ptr is not None:
                 scale_ptrs = scales_ptr + pages * scales_page_stride + kv_head.to(tl.int64) * scales_head_stride
                 scale_ptrs += columns % BLOCK_SIZE
@@ -229,7 +236,8 @@ def attend(
                     value = value.to(tl.float32) * scales[:, None]
                 else:
                     weights = weights * scales[None, :]
-            attended = tl.dot(weights.to(query.dtype), value.to(query.dtype), attended, input_precision="ieee")
+            value = widen(value, query.dtype, BY_INTEGERS)
+            attended = tl.dot(weights.to(query.dtype), value, attended, input_precision="ieee")
             running_max = tile_max
 
     # A sequence of no tokens leaves zeros of weight 2^-inf.
@@ -241,7 +249,8 @@ def attend(
 
 
 def launch(
-    grid: tuple[int, int, int],
+    num_tiles: int,
+    num_splits: int,
     tile: Tile,
     num_tokens: int,
     query: Tensor,
@@ -263,6 +272,8 @@ def launch(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = pages.data.shape[2:4]
     group_size, int4 = num_heads // num_kv_heads, pages.int4
+    head_axis = 1 if cu_query_lens is None else HEAD_AXIS
+    grid = (num_tiles, num_kv_heads, num_splits) if head_axis else (num_kv_heads, num_tiles, num_splits)
     attend[grid](
         query,
         pages.data,
@@ -295,6 +306,8 @@ def launch(
         PADDED_DIM=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT_LEN=MIN_SPLIT_LEN,
+        HEAD_AXIS=head_axis,
+        BY_INTEGERS=BY_INTEGERS and widens_by_integers(query),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **FUSING,

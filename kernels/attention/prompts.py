@@ -37,7 +37,8 @@ def paged_prefill_attention(
     num_tiles = triton.cdiv(num_rows - first_seq, num_tokens) + 2 * num_seqs
     window = variant.window or block_tables.shape[1] * block_size
     paged.launch(
-        (num_tiles, num_kv_heads, 1),
+        num_tiles,
+        1,
         tile,
         num_tokens,
         query,

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -94,6 +95,23 @@ def test_what_a_stopped_step_has_started_is_ended_with_it(folder: Path) -> None:
     assert (folder / "after").read_text() == "done"
     pid = int(child.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_interrupted_run_ends_its_steps(folder: Path) -> None:
+    code = f"import os, time; open({str(folder / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+
+    def interrupt() -> None:
+        while not (folder / "pid").exists() or not (folder / "pid").read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    begun_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, (step("sleeps", code),), (step("never begins", f"open({str(folder / 'begun')!r}, 'w')"),))
+    assert time.monotonic() - begun_s < 20
+    assert not psutil.pid_exists(int((folder / "pid").read_text()))
+    assert not (folder / "begun").exists()
 
 
 def test_steps_of_a_stage_run_side_by_side_and_say_which_they_are(

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from engine.model.decoder import Decoder
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
+from engine.warm.warming import limits_of, make_programs
 from kernels.accelerator import CudaGraph
 from kernels.attention.decode import paged_decode_attention
 from kernels.attention.prompts import paged_prefill_attention
@@ -54,6 +56,28 @@ def test_graphs_give_the_tokens_of_their_launches(
     else:  # products of more rows may round otherwise
         equal = sum(one == other for one, other in zip(captured, launched, strict=True))
         assert equal >= len(prompts) // 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_of_chunks_give_the_tokens_of_their_launches(dtype: str, tmp_path: Path) -> None:
+    """Prompts in chunks of what 128 tokens leave, beside rows that decode; every step is a graph."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    asked = [choose_prompt(folder, length).prompt_ids for length in LENGTHS]
+
+    def run(is_captured: bool) -> list[list[int]]:
+        model = Decoder.load(folder, dtype, DEVICE, 16)
+        core = make_core(model, None, 512, ContinuousBatcher(max_step_tokens=128, max_running=8))
+        with pytest.MonkeyPatch.context() as patch:
+            if is_captured:
+                assert make_programs(model, core.pool.kv, limits_of(model, core.pool.kv, 8, 128)) == []
+                patch.setattr(Decoder, "run", None)
+            return [one.outputs[0] for one in drive(core, [request(prompt, GREEDY) for prompt in asked])]
+
+    captured, launched = run(True), run(False)
+    if dtype == "float32":
+        assert captured == launched
+    else:  # products of more rows may round otherwise
+        assert sum(one == other for one, other in zip(captured, launched, strict=True)) >= len(asked) // 2
 
 
 def test_steps_with_guesses_beside_graphs_of_as_many_rows(tmp_path: Path) -> None:

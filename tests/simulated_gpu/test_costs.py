@@ -14,6 +14,7 @@ from engine.grammar.grammars import Grammars
 from engine.model.decoder import Decoder
 from engine.request import BlocksAhead, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.warm.warming import limits_of, make_programs
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
@@ -95,6 +96,20 @@ def test_steps_wait_once(tmp_path: Path) -> None:
         assert one.launches == 1 + LAUNCHES_OF_SAMPLING + LAUNCHES_OF_INPUT
     assert first.launches - last.launches == 1 + ahead[0].launches - LAUNCHES_OF_SAMPLING
     assert (last.synchronizations, last.to_device, last.launches) == (1, 0, LAUNCHES_OF_SAMPLING)
+
+
+def test_a_step_with_chunks_is_one_launch(tmp_path: Path) -> None:
+    """A prompt in two chunks, alone at first and beside a row that decodes: the columns of a step go up in one copy."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with triton_kernels():
+        model = Decoder.load(folder, "float32", SIM, 16, TritonBackend())
+        core = make_core(model, batcher=ContinuousBatcher(max_step_tokens=16, max_running=4))
+        assert make_programs(model, core.pool.kv, limits_of(model, core.pool.kv, 4, 16)) == []
+        prompts = [choose_prompt(folder, length).prompt_ids for length in (1, 17)]
+        asked = [*costs_of_steps(core, [request(one, sampling) for one in prompts])]
+    assert [one.launches for one in asked[:2]] == [1 + LAUNCHES_OF_SAMPLING] * 2
+    assert {(one.synchronizations, one.to_device, one.within, one.to_host) for one in asked[:2]} == {(1, 1, 0, 1)}
 
 
 def test_steps_that_draw_wait_once(tmp_path: Path) -> None:

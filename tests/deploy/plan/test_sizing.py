@@ -89,6 +89,15 @@ def test_graphs_leave_less_of_a_gpu_for_pages() -> None:
     assert few == (USABLE_BYTES - (3 + 2) * GIB - 5 * GRAPH_BYTES - 8 * 128_256 * 8 - 8 * MIB) // (2 * MIB)
 
 
+def test_graphs_of_chunks_leave_less_of_a_gpu_for_pages() -> None:
+    """18 more graphs, memory of the most tokens of a step, and logits of eight chunks beside the rows."""
+    wide = replace(LARGE, served=replace(LARGE.served, vocab_size=128_256), row_bytes=MIB, captured_tokens=4096)
+    graphs = 43 * GRAPH_BYTES + 136 * 128_256 * 8 + (128 + 2048) * MIB
+    assert divide(config(), wide, GPU_NODE).num_pool_blocks == (USABLE_BYTES - (3 + 2) * GIB - graphs) // (2 * MIB)
+    few = divide(config(), replace(wide, captured_tokens=64), GPU_NODE).num_pool_blocks
+    assert few == (USABLE_BYTES - (3 + 2) * GIB - 28 * GRAPH_BYTES - 136 * 128_256 * 8 - (128 + 64) * MIB) // (2 * MIB)
+
+
 def test_the_arena_beside_a_gpu_is_a_quarter_of_memory_and_no_more_than_contexts_fill() -> None:
     on_gpu = replace(LARGE, device="cuda")
     assert divide(config(), on_gpu, GPU_NODE).num_arena_slots == 25 * GIB // (2 * MIB)
