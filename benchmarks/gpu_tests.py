@@ -265,7 +265,7 @@ def main() -> int:
     tests = options.tests or [one for one in TESTS if one not in drawing]
     if options.lane is not None:
         return int(pytest.main([*PYTEST, *tests], plugins=[Lane(options.lane, options.of, options.notes)]))
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     begun_s = time.monotonic()
     tally = run(tests, options.lanes, options.seconds)
     for test in sorted(tally.seconds, key=lambda one: -tally.seconds[one])[:NUM_SLOWEST]:
@@ -276,7 +276,8 @@ def main() -> int:
     return 0 if tally.is_good else 1
 
 
-def _stop(*_: object) -> None:
+def stop(*_: object) -> None:
+    """Ends a run; what has come of the tests by then is told."""
     raise Stopped
 
 
