@@ -1,6 +1,6 @@
 """Codes of 8 bits widened to bfloat16 on an NVIDIA GPU: four at a time, by operations on integers and one of numbers.
 
-A conversion of the device takes one number at a time at a fraction of the rate. Each number has the bits that a cast gives.
+Each number has the bits that a cast gives.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
