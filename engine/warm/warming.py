@@ -18,7 +18,7 @@ import torch
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
 from engine.model.programs import ProgramSize, captured_tokens, program_sizes
-from engine.model.sampler import PLAIN, choose
+from engine.model.sampler import PLAIN, choose, likeliest
 from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
 from wire.errors import ConfigError
@@ -155,6 +155,7 @@ def run_steps(model: CausalModel, kv: KVPages, steps: Sequence[WarmStep]) -> Non
     for step in steps:
         with _naming(step, model.device), torch.inference_mode():
             logits = model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            likeliest(logits)
             choose(logits, [PLAIN] * len(logits))
 
 
@@ -199,7 +200,7 @@ def note_kernels(model: CausalModel, kv: KVPages, limits: StepBounds, launches: 
     for step in limits.steps:
         num_noted = len(launches.signatures)
         with _naming(step, model.device), launches.noting():
-            model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            likeliest(model.forward(step.batch(model.layout.block_size).to(model.device), kv))
         if len(launches.signatures) > num_noted:
             needed.append(step)
     return needed

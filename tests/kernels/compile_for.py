@@ -36,12 +36,14 @@ TARGETS = {
 FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
 """Of those with the rows of sm_80, which itself is refused fp8."""
 TYPES = {
-    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr"), "*i64"),
+    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr", "tokens_ptr"), "*i64"),
     "log2_scale": "fp32",
     "log2_soft_cap": "fp32",
     "eps": "fp32",
     **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "cu_query_lens_ptr", "page_to_open_ptr"), "*i32"),
-    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr"), "*fp32"),
+    **dict.fromkeys(
+        ("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr", "logits_ptr"), "*fp32"
+    ),
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
@@ -224,6 +226,8 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)
+    columns, wide = row_operations.LIKELIEST_AT_ONCE, rows | {"num_warps": 16}
+    yield compiled(row_operations.find_likeliest, "find_likeliest", wide, COLUMNS=columns)
     products_of_experts = {"num_warps": 4, **products_options(architecture)}
     tile: dict[str, Any] = {"ROWS": experts.MANY_ROWS, "COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
     yield compiled(experts.multiply_by_expert, "multiply_by_expert", products_of_experts, **tile)

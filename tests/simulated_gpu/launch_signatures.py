@@ -29,6 +29,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from engine.warm.compiling import Launches
 from engine.warm.warming import limits_of, make_programs, note_kernels
+from kernels import row_operations
 from kernels.backend import KVPages
 from kernels.quantized import products
 from kernels.triton_backend import TritonBackend
@@ -37,8 +38,10 @@ from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import make_core, request
 from tests.kernels.no_device import NoDevice
 from tests.simulated_gpu import device
+from tests.simulated_gpu.device import SimulatedGpu
 from wire.sampling import SamplingParams
 
+BY_TORCH = SimulatedGpu.likeliest
 NUM_BLOCKS, MAX_RUNNING, MAX_STEP_TOKENS = 1200, 70, 400
 STEP_S, TOKEN_S = 0.005, 25e-6
 PAUSE_S = 4.0
@@ -60,9 +63,13 @@ class Drawn:
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self.num_passes += 1
         self.now_s += STEP_S + TOKEN_S * len(batch.token_ids)
-        with self.launches.noting():
-            shape = self.model.forward(batch, kv).shape
-        return torch.randn(shape, device=self.model.device)
+        return torch.randn(self.model.forward(batch, kv).shape, device=self.model.device)
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Finds the likeliest tokens by torch, beside the kernel's launch, which is noted."""
+    row_operations.likeliest(logits)
+    return BY_TORCH(SimulatedGpu(), logits)
 
 
 def load(arch: str, kv_dtype: str, policy: str, folder: Path) -> Decoder:
@@ -86,7 +93,8 @@ def run(core: EngineCore, drawn: Drawn, draw: random.Random, seconds: float) -> 
                 core.add(one)
             burst_s = drawn.now_s + draw.expovariate(1 / PAUSE_S)
         if core.has_requests:
-            core.step()
+            with drawn.launches.noting():
+                core.step()
         else:
             drawn.now_s = burst_s
     return num_requests
@@ -137,6 +145,7 @@ def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, An
 
 if __name__ == "__main__":
     device.load()
+    device.SimulatedGpu.likeliest = staticmethod(likeliest)  # type: ignore[method-assign, assignment]
     products.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     arch, kv_dtype, policy, seconds = sys.argv[1:]
