@@ -121,11 +121,8 @@ STEPS = (
 
 `peer` is a question to another node, `peer block` a block on its way from there.
 """
-SPLIT_STEPS = ("prefill group", "decode group", "prefill jump", "decode jump", "decode ahead")
-"""Steps where prefixes are split: a group of blocks is ordered, and a sequence has found blocks of one.
-
-`ahead`: blocks of a prompt are ordered that prefill still computes.
-"""
+SPLIT_STEPS = ("prefill group", "decode group", "prefill jump", "decode jump")
+"""Steps where prefixes are split: a group of blocks is ordered, and a sequence has found blocks of one."""
 _PEER_STEPS = ("prefill peer", "decode peer", "decode peer block")
 _WORST_STEPS = {
     Kind.EXPIRE: ("prefill leased", "decode leased"),

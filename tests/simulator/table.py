@@ -12,7 +12,6 @@ STEPS = {
     "prefill turn": "a step of prefill",
     "prefill reserved": "slots are reserved, not written",
     "prefill commit": "slots are written, not found",
-    "decode ahead": "decode reads ahead of its order",
     "prefill update": "prefill answers",
     "decode begin": "the order reaches decode",
     "decode lease": "before decode's lease",

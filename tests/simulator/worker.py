@@ -264,7 +264,6 @@ class SimTransfers(ThreadTransfers):
             self._worker.step("group")
         if isinstance(transfer, Prefetch):
             self._worker.world.count("prefetches")
-            self._worker.step("ahead")
 
     def run_next(self) -> None:
         """Runs the oldest transfer, if one waits."""
