@@ -341,7 +341,7 @@ def settings_of(options: argparse.Namespace) -> list[str]:
     """Lists the flags of `baton up`, the caller's last, for they win."""
     own = [] if options.gpus is None else ["--gpus", f"{options.gpus:g}"]
     if options.what == "killed":
-        own += ["--dtype", options.dtype, "--pool-bytes", "2GiB", "--arena-bytes", "1GiB"]
+        own += ["--dtype", options.dtype, "--exact", "on", "--pool-bytes", "2GiB", "--arena-bytes", "1GiB"]
     elif options.gpus != 0:
         own += ["--arena-bytes", "16GiB"]
     if options.gpus == 0:

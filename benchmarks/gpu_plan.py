@@ -22,6 +22,7 @@ class Step:
     wants: str = ""
 
 
+NUM_RESERVED = 2
 Stage = tuple[Step, ...]
 """Steps that run side by side, of which at most one times anything; stages follow one another."""
 
@@ -37,14 +38,14 @@ def limit_s(stage: Stage) -> float:
 def seconds_for_first(stages: Sequence[Stage], left_s: float) -> float:
     """Returns the seconds that the first stage gets of what is left; 0 where it is to be skipped.
 
-    The most wanted stages come first: the first stage may take all that is spare once each later stage for which there
-    is time has its least.
+    The most wanted stages come first: the first stage may take all that is spare once the next NUM_RESERVED stages for
+    which there is time have their least. To reserve for all would cut the most wanted stage short for the least wanted.
     """
     first, *later = stages
     if least_s(first) > left_s:
         return 0.0
     spare_s = left_s - least_s(first)
-    for stage in later:
+    for stage in later[:NUM_RESERVED]:
         spare_s -= least_s(stage) if least_s(stage) <= spare_s else 0.0
     return min(limit_s(first), least_s(first) + spare_s)
 

@@ -24,6 +24,7 @@ def stage(least_s: float, limit_s: float) -> Stage:
         pytest.param(
             [(60, 100), (50, 90), (20, 20)], 100, 80, id="for the second there is none, for the third there is"
         ),
+        pytest.param([(60, 100), (10, 10), (10, 10), (30, 30)], 110, 90, id="not for the third behind it"),
     ],
 )
 def test_the_first_stage_takes_what_later_ones_do_not_need(
