@@ -193,6 +193,7 @@ def test_packed_weights_take_at_most_1_2_of_their_file(name: str) -> None:
         {"scales": torch.ones(40, 8), "offsets": torch.ones(40, 8)},
         {"offsets": torch.ones(40, 8, dtype=torch.bfloat16)},
         {"bits": 8, "zero": 128},
+        {"scales": torch.full((40, 8), 2.0**100)},
         {
             "group": 16,
             "block": 16,
@@ -206,6 +207,7 @@ def test_packed_weights_take_at_most_1_2_of_their_file(name: str) -> None:
         "long scales with offsets",
         "offsets of another dtype",
         "codes of 8 bits without a sign",
+        "scales that are no weights' of a model",
         "blocks of half a plane",
     ],
 )
