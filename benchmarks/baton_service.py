@@ -27,7 +27,7 @@ _POLL_S = 0.5
 
 
 class BatonService:
-    """`baton up` on entry, `baton down` on exit. settings: more flags for `baton up`."""
+    """`baton up` on entry, `baton down` on exit. settings: more flags for `baton up`. told: what it printed."""
 
     def __init__(
         self, name: str, model: str | None, num_prefill: int, num_decode: int, settings: Sequence[str] = ()
@@ -36,11 +36,12 @@ class BatonService:
         self._pools = {"prefill": num_prefill, "decode": num_decode}
         self._settings = [*([] if model is None else ["--model", model]), *settings]
         self.address = ""
+        self.told = ""
 
     def __enter__(self) -> "BatonService":
         pools = [part for role, size in self._pools.items() for part in (f"--{role}", str(size))]
         try:
-            self._baton("up", *self._settings, *pools, "--grpc-port", "0", timeout_s=_UP_TIMEOUT_S)
+            self.told = self._baton("up", *pools, "--grpc-port", "0", *self._settings, timeout_s=_UP_TIMEOUT_S)
             self.address = self.status()["address"]
         except BaseException:
             self._baton("down")
@@ -51,6 +52,17 @@ class BatonService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._baton("down")
+
+    def call(self, *command: str, timeout_s: float = _CALL_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+        """Runs a command of `baton` on the service, whatever its exit status; its errors are among its output."""
+        return subprocess.run(
+            self._command(*command),
+            timeout=timeout_s,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
 
     def status(self) -> dict[str, Any]:
         """Reads `baton status --json`."""

@@ -1,12 +1,20 @@
 """The engine on a GPU with random weights, against what its bytes and products take at the device's own rates.
 
+    python3 benchmarks/gpu_engine.py
+
 Decoding reads all weights and each sequence's KV once a step; a prompt multiplies each weight with each of its tokens.
+Prompts run as graphs, beside the same prompts kernel by kernel. Alone it also captures all graphs of both models, as a
+worker does, and tells their time and memory.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -17,9 +25,11 @@ from engine.core import EngineCore
 from engine.events import Failed
 from engine.model.decoder import Decoder
 from engine.model.feed_forward import DenseLayer, Linear
+from engine.model.programs import MIN_CHUNK_TOKENS, ProgramSize, padded
 from engine.model.weights import DecoderWeights, LayerWeights
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.warm.warming import compile_kernels, limits_of, make_programs
 from kernels.backend import Activation, Heads
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
@@ -32,6 +42,7 @@ DEVICE = torch.device("cuda")
 NUM_STEPS = 40
 NUM_WARM_UPS = 8
 NUM_PROMPTS = 5
+MAX_STEP_TOKENS, MAX_RUNNING = 8192, 128
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ class Shape:
 SMALL = Shape("135M", 576, 1536, 30, 9, 3, 64, 49_152)
 LARGE = Shape("8B", 4096, 14_336, 32, 32, 8, 128, 128_256)
 LOADS = [(SMALL, 1, 512), (SMALL, 32, 512), (LARGE, 1, 1024), (LARGE, 16, 1024), (LARGE, 64, 2048)]
-PROMPTS = [(SMALL, 2048), (LARGE, 2048), (LARGE, 8192)]
+PROMPTS = [(SMALL, 128), (SMALL, 1100), (SMALL, 2048), (LARGE, 128), (LARGE, 512), (LARGE, 2048), (LARGE, 8192)]
+"""By default 8B has graphs of up to 256 prompt tokens; here all have one."""
 
 
 def make_decoder(shape: Shape) -> Decoder:
@@ -131,7 +143,9 @@ class Load:
 
     def __init__(self, model: Decoder, num_tokens: int) -> None:
         pool = DevicePool(model.layout, num_tokens // model.layout.block_size, DEVICE)
-        self.core = EngineCore(model, pool, ContinuousBatcher(max_step_tokens=8192, max_running=256), NoStore())
+        batcher = ContinuousBatcher(max_step_tokens=MAX_STEP_TOKENS, max_running=MAX_RUNNING)
+        self.core = EngineCore(model, pool, batcher, NoStore())
+        self.kv = pool.kv
         self._num = 0
 
     def add(self, prompt_len: int, num_tokens: int) -> AttemptId:
@@ -162,12 +176,30 @@ def measure() -> Iterator[Row]:
     times = ceilings.time({})
     for shape in (SMALL, LARGE):
         model = make_decoder(shape)
+        compile_all(model)
         for _, num_seqs, context_len in (one for one in LOADS if one[0] is shape):
             yield _measure_decode(model, shape, num_seqs, context_len, times.read)
         for _, prompt_len in (one for one in PROMPTS if one[0] is shape):
             yield _measure_prompt(model, shape, prompt_len, times.operations)
         del model
         torch.cuda.empty_cache()
+
+
+def compile_all(model: Decoder) -> None:
+    """Compiles the kernels of all steps side by side, where no earlier run has."""
+    kv = Load(model, 16_384).kv
+    compile_kernels(model, TritonBackend(), kv, limits_of(model, kv, MAX_RUNNING, MAX_STEP_TOKENS))
+
+
+def capture_all(shape: Shape) -> str:
+    """Captures the graphs that a worker has; returns their number, time and memory."""
+    model = make_decoder(shape)
+    kv = Load(model, 16_384).kv
+    torch.cuda.synchronize()
+    free_bytes, began_s = torch.cuda.mem_get_info()[0], time.perf_counter()
+    without = make_programs(model, kv, limits_of(model, kv, MAX_RUNNING, 2048))
+    took_s, taken_bytes = time.perf_counter() - began_s, free_bytes - torch.cuda.mem_get_info()[0]
+    return f"{shape.name}: {model.num_programs} graphs, {took_s:.2f} s, {taken_bytes >> 20} MiB; without: {without}"
 
 
 def _measure_decode(model: Decoder, shape: Shape, num_seqs: int, context_len: int, bytes_s: float) -> Row:
@@ -184,12 +216,40 @@ def _measure_decode(model: Decoder, shape: Shape, num_seqs: int, context_len: in
 
 
 def _measure_prompt(model: Decoder, shape: Shape, prompt_len: int, operations_s: float) -> Row:
-    load, times = Load(model, 2 * prompt_len + 512), []
+    """Kernel by kernel first: the graph is made in between."""
+    load = Load(model, 2 * prompt_len + 512)
+    launched_s = _time_prompts(load, prompt_len)
+    width = -(-(prompt_len + 1) // model.layout.block_size)
+    if not model.prepare(ProgramSize(0, width, padded(prompt_len, MIN_CHUNK_TOKENS)), load.kv):
+        raise RuntimeError("no memory for a graph")
+    num_operations = 2 * (shape.num_weights - shape.hidden * shape.vocab) * prompt_len
+    return Row(
+        f"prompt {shape.name}",
+        f"{prompt_len}",
+        _time_prompts(load, prompt_len),
+        num_operations / operations_s,
+        "product",
+        "kernel by kernel",
+        launched_s,
+    )
+
+
+def _time_prompts(load: Load, prompt_len: int) -> float:
+    """Times prompts of one token each, one after the other."""
+    times = []
     for _ in range(NUM_PROMPTS):
         load.add(prompt_len, 1)
         seconds = 0.0
         while load.core.has_requests:
             seconds += load.step()[0]
         times.append(seconds)
-    num_operations = 2 * (shape.num_weights - shape.hidden * shape.vocab) * prompt_len
-    return Row(f"prompt {shape.name}", f"{prompt_len}", median(times), num_operations / operations_s, "product")
+    return median(times)
+
+
+if __name__ == "__main__":
+    for row in measure():
+        print(row.name, row.shape, f"{row.seconds * 1e6:.1f} us", f"{row.of_ceiling:.2f} of {row.ceiling}", end=" ")
+        print(f"{row.over_peer:.2f} x {row.peer}" if row.peer else "", flush=True)
+    for one in (SMALL, LARGE):
+        print(capture_all(one), flush=True)
+        torch.cuda.empty_cache()

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu_timing import Copy, Product, Read, Row, time_in_turn
-from kernels import paged_attention, row_operations
+from kernels import row_operations
+from kernels.attention.decode import paged_decode_attention
+from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import Activation, Angles, AttentionVariant, Heads, KVPages
 from kernels.reference import quantize
 from kernels.torch_backend import TorchBackend
@@ -132,7 +134,7 @@ def _measure_decode(shape: DecodeShape, ceilings: Ceilings, kept: torch.dtype | 
 
     def paged() -> None:
         for layer in layers:
-            paged_attention.paged_decode_attention(query, layer, tables, lens, VARIANT)
+            paged_decode_attention(query, layer, tables, lens, VARIANT)
 
     def contiguous() -> None:
         for key, value in zip(keys, values, strict=True):
@@ -160,7 +162,7 @@ def _measure_prompt(shape: PromptShape, ceilings: Ceilings) -> Row:
 
     def paged() -> None:
         for layer in layers:
-            paged_attention.paged_prefill_attention(query, layer, tables, lens, starts, VARIANT)
+            paged_prefill_attention(query, layer, tables, lens, starts, VARIANT)
 
     def contiguous() -> None:
         for _ in layers:

@@ -3,7 +3,8 @@
     python3 benchmarks/gpu_lab.py step          a decode step of 8B, kernel by kernel, and what lies idle between them
     python3 benchmarks/gpu_lab.py splits        decoding rows cut into fewer splits, or more
     python3 benchmarks/gpu_lab.py products      products of one order beside cuBLAS; bits of a row among others
-    python3 benchmarks/gpu_lab.py attention     prompts with loops split over warps beside cuDNN's and the product's own
+    python3 benchmarks/gpu_lab.py attention     prompts by candidates beside cuDNN's and the product's own
+    python3 benchmarks/gpu_lab.py small_kv      decoding over int8 and fp8 by tile, widened by a cast and by integers
     python3 benchmarks/gpu_lab.py pages         pages to pinned memory with sums of each, beside copies and a product
 
 Needs what benchmarks/gpu.py needs. Prints as it goes.
@@ -26,15 +27,13 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_candidates import attention, small_kv
 from benchmarks.gpu_prototypes import (
     NUM_KEYS,
     OrderedProduct,
     ProductTile,
-    PromptTile,
-    attend_contiguous,
     sum_and_copy,
 )
 from benchmarks.gpu_timing import time_in_turn
@@ -59,13 +58,6 @@ PRODUCT_TILES = {
 }
 """Candidates by the most rows that they are for. No loop is split over warps: with one, Triton 3.6's product hung."""
 NUM_ROWS = (1, 16, 64, 256, 2048)
-PROMPT_LENS = (2048, 8192)
-PROMPT_TILES = [
-    PromptTile(128, 128, 8, 2, False),
-    PromptTile(128, 64, 8, 3, False),
-    PromptTile(128, 128, 4, 2, True),
-    PromptTile(128, 64, 4, 3, True),
-]
 NUM_BLOCKS, BLOCK_BYTES = 256, 2 << 20
 SQUARE = 4096
 """The size of products beside hand-offs."""
@@ -79,7 +71,7 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    questions = {one.__name__: one for one in (step, splits, products, attention, pages)}
+    questions = {one.__name__: one for one in (step, splits, products, attention, small_kv, pages)}
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
             print(line, flush=True)
@@ -138,7 +130,8 @@ def _describe(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 def splits() -> Iterator[str]:
     """Times attention of decoding rows whose splits are fewer or more."""
     from benchmarks.gpu_kernels import BYTES_PER_TOKEN, HEAD_DIM, NUM_HEADS, VARIANT, make_pool, make_random
-    from kernels import paged_attention
+    from kernels.attention import paged
+    from kernels.attention.decode import paged_decode_attention
 
     for num_seqs, context_len in DECODES:
         num_bytes = num_seqs * context_len * BYTES_PER_TOKEN
@@ -148,9 +141,9 @@ def splits() -> Iterator[str]:
 
         def decode(most: int, least: int, layers: Sequence[KVPages], *rows: Tensor) -> None:
             query, tables, lens = rows
-            with mock.patch.multiple(paged_attention, MAX_SPLITS=most, MIN_SPLIT_LEN=least):
+            with mock.patch.multiple(paged, MAX_SPLITS=most, MIN_SPLIT_LEN=least):
                 for layer in layers:
-                    paged_attention.paged_decode_attention(query, layer, tables, lens, VARIANT)
+                    paged_decode_attention(query, layer, tables, lens, VARIANT)
 
         works = {
             f"{most} of {least}": _bind(decode, most, least, layers, query, tables, lens) for most, least in SPLITS
@@ -206,40 +199,6 @@ def _each(weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor
 def _run(ordered: Sequence[OrderedProduct], rows: Tensor, tile: ProductTile, at_once: bool) -> None:
     for one in ordered:
         one(rows, tile, at_once)
-
-
-def attention() -> Iterator[str]:
-    """Times attention of prompts without graphs, each work alone: such a graph read illegal memory once."""
-    from benchmarks.gpu_kernels import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VARIANT, make_pool, make_random
-    from kernels import paged_attention
-
-    for length in PROMPT_LENS:
-        query = make_random(length, NUM_HEADS, HEAD_DIM)
-        key, value = (make_random(length, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
-        (pages,), tables = make_pool(1, 1, length)
-        lens = torch.full((1,), length, dtype=torch.int32, device="cuda")
-        starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        paged = query, pages, tables, lens, starts, VARIANT
-        works: dict[str, Work] = {"paged": _bind(paged_attention.paged_prefill_attention, *paged)}
-        works["cuDNN"] = _bind(_attend_by_cudnn, query, key, value)
-        works |= {str(tile): _bind(attend_contiguous, query, key, value, tile) for tile in PROMPT_TILES}
-        expected = _attend_by_cudnn(query, key, value).float()
-        for name, work in works.items():
-            seconds, num_operations = _time_alone(work), 2 * NUM_HEADS * HEAD_DIM * length * (length + 1)
-            wrong = "" if name in ("paged", "cuDNN") else f", off by {_distance(work(), expected):.1e}"
-            yield f"{length}: {seconds * 1e6:.0f} us, {num_operations / seconds / 1e12:.0f} TFLOP/s{wrong}  {name}"
-
-
-def _attend_by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    heads = [one[None].transpose(1, 2) for one in (query, key, value)]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
-    return attended[0].transpose(0, 1)
-
-
-def _distance(out: object, expected: Tensor) -> float:
-    assert isinstance(out, Tensor)
-    return float((out.float() - expected).abs().max())
 
 
 def pages() -> Iterator[str]:

@@ -2,13 +2,17 @@
 
     python3 benchmarks/gpu.py --tune
 
-Rows of float32 stay as they are. Other architectures' rows stay, too.
+Rows of float32 stay as they are. Other architectures' rows stay, too. A row's candidates are compiled side by side in
+child processes before they are timed.
 """
 
 import datetime
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,8 +25,10 @@ from triton.runtime.errors import TritonError
 from benchmarks.gpu_kernels import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, make_pool, make_random
 from benchmarks.gpu_products import DEPTH, make_weights, multiply_in_turn
 from benchmarks.gpu_timing import time_in_turn
-from kernels import paged_attention
+from engine.warm import compiling
+from kernels.attention import decode, paged, prompts
 from kernels.backend import AttentionVariant, KVPages, Scores
+from kernels.cpu.library import NoKernels
 from kernels.quantized import products
 from kernels.tiles import PRODUCTS, TABLE, Table, Tile, read_table
 from kv_store.device_pool import view_pages
@@ -38,6 +44,10 @@ KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4
 BITS_TO_FORMAT = {4: "Q4_K", 5: "Q5_K", 6: "Q6_K", 8: "Q8_0"}
 KIND_TO_ROWS = {"few": 8, "some": 48, "many": 2048}
 """The kinds of products that are tuned, and the rows to time them with."""
+USUAL_SIZES = (128, 4)
+"""Heads of 128, codes of 4 bits."""
+COMPILATION_S = 60.0
+"""Bound on a candidate's compilation."""
 SHAPES = {
     "decode": [Tile(16, *one) for one in product((32, 64, 128), (2, 4, 8), (1, 2, 3))],
     "prompts": [Tile(*one) for one in product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))],
@@ -65,7 +75,8 @@ class Trial:
     spilled: int = 0
 
 
-Try = Callable[[Row, Tile], Trial]
+Try = Callable[[Row, Sequence[Tile]], list[Trial]]
+"""Times a row's tiles; its trials are in their order."""
 Timed = dict[str, str]
 """The device and the date of the times that chose a row's tiles, by its architecture, role and kind."""
 
@@ -76,16 +87,30 @@ def choose_fastest(trials: list[Trial], present: Tile) -> Tile:
     return min(sound, key=lambda one: one.seconds).tile if sound else present
 
 
-def tune(table: Table, architecture: str, try_tile: Try) -> Iterator[tuple[Row, Tile, Tile]]:
-    """Replaces an architecture's rows of the table, one after another; yields each with its tiles before and after."""
-    for role, kinds in table[architecture].items():
-        for kind, sizes in kinds.items():
-            for size, numbers in sizes.items():
-                if kind in (KIND_TO_ROWS if role == PRODUCTS else KEPT):
-                    row, before = Row(role, kind, int(size)), Tile(*numbers)
-                    after = choose_fastest([try_tile(row, one) for one in candidates(role, before)], before)
-                    sizes[size] = [after.rows, after.width, after.num_warps, after.num_stages]
-                    yield row, before, after
+def tune(table: Table, architecture: str, try_tiles: Try) -> Iterator[tuple[Row, Tile, Tile, list[Trial]]]:
+    """Replaces an architecture's rows of the table, one after another, the most used ones first.
+
+    Yields each with its tiles before and after, and its trials.
+    """
+    for row in rows_of(table, architecture):
+        sizes = table[architecture][row.role][row.kind]
+        before = Tile(*sizes[str(row.size)])
+        trials = try_tiles(row, candidates(row.role, before))
+        after = choose_fastest(trials, before)
+        sizes[str(row.size)] = [after.rows, after.width, after.num_warps, after.num_stages]
+        yield row, before, after, trials
+
+
+def rows_of(table: Table, architecture: str) -> list[Row]:
+    """Lists the rows that are tuned, usual sizes of heads and codes first."""
+    rows = [
+        Row(role, kind, int(size))
+        for role, kinds in table[architecture].items()
+        for kind, sizes in kinds.items()
+        for size in sizes
+        if kind in (KIND_TO_ROWS if role == PRODUCTS else KEPT)
+    ]
+    return sorted(rows, key=lambda row: row.size not in USUAL_SIZES)
 
 
 def candidates(role: str, present: Tile) -> list[Tile]:
@@ -121,44 +146,88 @@ def format_table(table: Table, timed: Timed) -> str:
     return "".join(lines)
 
 
-def write_tuned(architecture: str, try_tile: Try, device: str, path: Path = TABLE) -> None:
+def write_tuned(architecture: str, try_tiles: Try, device: str, path: Path = TABLE, listed: Path | None = None) -> None:
     """Tunes an architecture's rows and writes the table after each, so that an interrupted run keeps what it found.
 
-    device: its name, which rows get with the date.
+    device: its name, which rows get with the date. listed: a file for the rows found, with their times.
     """
     table, timed = read_table(path), read_timed(path)
-    for row, before, after in tune(table, architecture, try_tile):
+    for row, before, after, trials in tune(table, architecture, try_tiles):
         timed[f"{architecture}.{row.role}.{row.kind}"] = f"{device}, {datetime.datetime.now(datetime.UTC).date()}"
         path.write_text(format_table(table, timed))
-        print(f"{row.role} {row.kind} {row.size}: {before} -> {after}", flush=True)
+        line = describe(architecture, row, before, after, trials, device)
+        print(line, flush=True)
+        if listed is not None:
+            with listed.open("a") as lines:
+                lines.write(f"{line}\n")
 
 
-class Launches:
+def describe(architecture: str, row: Row, before: Tile, after: Tile, trials: Sequence[Trial], device: str) -> str:
+    """Formats what was found of a row: its tile, device and date, the time, and that of the tile before."""
+    seconds = {one.tile: one.seconds for one in trials}
+    numbers = [[one.rows, one.width, one.num_warps, one.num_stages] for one in (after, before)]
+    day = datetime.datetime.now(datetime.UTC).date()
+    place = f"[{architecture}.{row.role}] {row.kind} = {{ {row.size} = {numbers[0]} }}  # {device}, {day}"
+    times = [f"{seconds.get(one, math.inf) * 1e6:.1f} us" for one in (after, before)]
+    return f"{place}; {times[0]}, before {numbers[1]} {times[1]}, of {len(trials)}"
+
+
+class Spills:
     """A kernel, with the registers that its launches spilled: the compiler's count for this device."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self.spilled = 0
+        self.most = 0
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None:
-            self.spilled = max(self.spilled, self._kernel[grid](*args, **kwargs).n_spills)
+            self.most = max(self.most, self._kernel[grid](*args, **kwargs).n_spills)
 
         return launch
 
 
-def try_on_device(row: Row, tile: Tile) -> Trial:
-    """Times a tile on the current GPU, where it may fail to compile or fit, and so not start."""
-    is_product = row.role == PRODUCTS
-    module, kernel = (products, "multiply") if is_product else (paged_attention, "attend")
-    choice = "choose_product_tile" if is_product else "choose_tile"
-    work, launches = make_work(row), Launches(getattr(module, kernel))
-    with mock.patch.object(module, kernel, launches), mock.patch.object(module, choice, return_value=tile):
+def try_on_device(row: Row, tiles: Sequence[Tile]) -> list[Trial]:
+    """Times tiles on the current GPU, where some may fail to compile or fit, and so not start."""
+    work = make_work(row)
+    compile_all(note_launches(row, work, tiles))
+    return [_try(row, tile, work) for tile in tiles]
+
+
+def note_launches(row: Row, work: Callable[[], object], tiles: Sequence[Tile]) -> list[compiling.Signature]:
+    """Lists what the work launches with each of the tiles, without launching it."""
+    launches = compiling.Launches()
+    for tile in tiles:
+        with launches.noting(), _using(row, tile):
+            work()
+    return [*launches.signatures]
+
+
+def compile_all(signatures: Sequence[compiling.Signature]) -> None:
+    """Compiles kernels side by side, as far as they compile."""
+
+    def compile_one(signature: compiling.Signature) -> None:
+        with suppress(NoKernels):
+            compiling.Compilers(num_children=1, deadline_s=COMPILATION_S).compile([signature])
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as children:
+        list(children.map(compile_one, signatures))
+
+
+def _using(row: Row, tile: Tile) -> AbstractContextManager[object]:
+    chooser = {PRODUCTS: products, "decode": decode}.get(row.role, prompts)
+    choice = "choose_product_tile" if row.role == PRODUCTS else "choose_tile"
+    return mock.patch.object(chooser, choice, return_value=tile)
+
+
+def _try(row: Row, tile: Tile, work: Callable[[], object]) -> Trial:
+    module, kernel = (products, "multiply") if row.role == PRODUCTS else (paged, "attend")
+    spills = Spills(getattr(module, kernel))
+    with mock.patch.object(module, kernel, spills), _using(row, tile):
         try:
             seconds = time_in_turn({"work": work})["work"]
         except TritonError:
             return Trial(tile)
-    return Trial(tile, seconds, launches.spilled)
+    return Trial(tile, seconds, spills.most)
 
 
 def make_work(row: Row) -> Callable[[], object]:
@@ -175,10 +244,10 @@ def make_work(row: Row) -> Callable[[], object]:
     lens = torch.full((num_seqs,), length, dtype=torch.int32, device="cuda")
     if is_decode:
         query = make_random(num_seqs, NUM_HEADS, row.size)
-        return lambda: paged_attention.paged_decode_attention(query, pages, tables, lens, variant)
+        return lambda: decode.paged_decode_attention(query, pages, tables, lens, variant)
     query = make_random(num_seqs * length, NUM_HEADS, row.size)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
-    return lambda: paged_attention.paged_prefill_attention(query, pages, tables, lens, starts, variant)
+    return lambda: prompts.paged_prefill_attention(query, pages, tables, lens, starts, variant)
 
 
 def make_int4_pages(num_pages: int, head_dim: int) -> KVPages:

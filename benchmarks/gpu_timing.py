@@ -1,13 +1,21 @@
 """Device time of GPU work: captured once as a graph, replayed in turn with what it is compared to."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks.gpu_figures import Figure
 
 NUM_WARM_UPS = 3
 NUM_ROUNDS = 15
+NUMBERS_AT_ONCE = 8192
+"""int32 of a program that reads."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +43,35 @@ class Row:
         """How many times faster than its peer; 0 without one."""
         return self.peer_s / self.seconds
 
+    @property
+    def figure(self) -> Figure:
+        us, peer = self.seconds * 1e6, self.peer
+        return Figure(self.name, self.shape, us, "us", self.ceiling, self.of_ceiling, peer, self.over_peer)
+
+
+@triton.jit
+def read_through(
+    source_ptr,  # [programs * numbers] int32
+    kept_ptr,  # [programs] int32
+    numbers: tl.constexpr,
+):
+    # One program reads its numbers, 16 bytes a thread at once, and keeps their exclusive or.
+    program = tl.program_id(0).to(tl.int64)
+    read = tl.load(source_ptr + program * numbers + tl.arange(0, numbers))
+    tl.store(kept_ptr + program, tl.xor_sum(read, 0))
+
 
 class Read:
-    """A ceiling: a sum over memory far larger than any cache."""
+    """A ceiling: a kernel that reads memory far larger than any cache, and writes next to nothing."""
 
-    def __init__(self, num_bytes: int = 1 << 30) -> None:
-        self._source = torch.ones(num_bytes // 8, dtype=torch.int64, device="cuda")
+    def __init__(self, num_bytes: int = 1 << 30, device: str = "cuda") -> None:
+        """num_bytes: a multiple of 4 * NUMBERS_AT_ONCE."""
+        self.source = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
+        self.kept: Tensor = torch.empty(len(self.source) // NUMBERS_AT_ONCE, dtype=torch.int32, device=device)
         self.num_bytes = num_bytes
 
     def __call__(self) -> None:
-        self._source.sum()
+        read_through[(len(self.kept),)](self.source, self.kept, NUMBERS_AT_ONCE, num_warps=8)
 
 
 class Copy:

@@ -134,4 +134,4 @@ class DecodeJob(Job):
 def decode_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
     """Puts a decode worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
     batcher = DecodeBatcher(batch.max_step_tokens, batch.max_running, batch.most_chunk_tokens, batch.max_gap_s)
-    return Behaviour(Role.DECODE, batcher, EngineRequest, partial(DecodeJob, block_size=block_size))
+    return Behaviour(Role.DECODE, batcher, EngineRequest, partial(DecodeJob, block_size=block_size), block_size)

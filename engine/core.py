@@ -37,7 +37,7 @@ from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
 from engine.model.batch import CausalModel
 from engine.pages.cache import KVCache
-from engine.request import EngineRequest, HandOff
+from engine.request import BlocksAhead, EngineRequest, HandOff
 from engine.schedule.batcher import Batcher, Phase, Plan
 from engine.sequence import Sequence, SequenceTable
 from engine.speculation.speculator import Speculator
@@ -112,6 +112,11 @@ class EngineCore:
         """Ends a request without a further event, except HoldOrphaned. Does nothing for an unknown request."""
         self._cache.pass_on_hint(self._close(attempt_id))
         self._is_stalled = False
+
+    def prefetch(self, ahead: BlocksAhead) -> None:
+        """Begins to read blocks of a request that may come, into spare pages. Leaves no trace if it does not come."""
+        if not self._table.waiting:
+            self._cache.prefixes.prefetch(ahead, self._table.running)
 
     def end(self, attempt_id: AttemptId, index: int) -> bool:
         """Ends a choice without an event; the other choices go on. Returns whether it did.
@@ -295,15 +300,16 @@ class EngineCore:
         ending = gains.emit(output)
         self._num["generated"] += len(output.token_ids)
         chunks = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
-        self._fill({one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}, chunks)
+        starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
+        self._fill(starts, chunks, [chunk.sequence for chunk in chunks if _hands_off(chunk, ending)])
         self._finish([one for one in ending if one.phase is not Phase.ENDED], chunks)
         for sequence in (one for chunk in chunks for one in chunk.sampled if one.phase is not Phase.ENDED):
             self._go_on(sequence)
 
-    def _fill(self, starts: dict[Sequence, int], chunks: list[PromptChunk]) -> None:
+    def _fill(self, starts: dict[Sequence, int], chunks: list[PromptChunk], handing_off: list[Sequence]) -> None:
         """Indexes the blocks that rows and chunks have filled, writes them through, and drops KV at a boundary."""
         starts |= self._advance(chunks)
-        self._cache.cache_filled(starts)
+        self._cache.cache_filled(starts, handing_off)
         for sequence in starts:
             if sequence.kv.boundary == sequence.num_computed:
                 self._drop(sequence)
@@ -397,3 +403,10 @@ class EngineCore:
         self._cache.free(sequence)
         self._table.retire(sequence)
         sequence.phase = Phase.ENDED
+
+
+def _hands_off(chunk: PromptChunk, ending: Seq[Sequence]) -> bool:
+    """Tells whether a hand-off behind this chunk writes all blocks of the prompt, this chunk's too, in one transfer."""
+    sequence = chunk.sequence
+    goes_on = any(one not in ending for one in chunk.sampled)
+    return goes_on and isinstance(sequence.request, HandOff) and sequence.kv.is_plain

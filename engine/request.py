@@ -1,10 +1,11 @@
 """A request to an engine."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.model.matcher import Matcher
 from kv_store.node.messages import KeepHint
-from wire.block_names import PublicPart
+from wire.block_names import BlockName, PublicPart
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping
@@ -61,7 +62,7 @@ class EngineRequest:
         """Raises InvalidRequest if a model with this vocabulary and context cannot run the request."""
         if not self.prompt_ids or not self.choices:
             raise InvalidRequest("prompt", "must have a token and a choice to make")
-        if not all(0 <= token < vocab_size for token in self.prompt_ids):
+        if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < vocab_size:
             raise InvalidRequest("token_ids", f"must be from 0 to {vocab_size - 1}")
         if self.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens", "must be at least 1")
@@ -73,4 +74,18 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff(EngineRequest):
-    """A request for the prompt and one token per choice; another worker continues the choices."""
+    """A request for the prompt and one token per choice; another worker continues the choices.
+
+    on_stored: takes the number of the prompt's first blocks that the store has, amid the prompt, on the copies' thread.
+    """
+
+    on_stored: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksAhead:
+    """Blocks of a prompt that an attempt will probably read here. peers: as in EngineRequest."""
+
+    attempt_id: AttemptId
+    names: Sequence[BlockName]
+    peers: tuple[str, ...] = ()

@@ -45,6 +45,12 @@ class Accelerator(Protocol):
 
     def graph(self, device: torch.device) -> Graph: ...
 
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Finds the likeliest token of each row of float32 logits, int64 [R]: the first among equals. Does not block.
+
+        -1 for a row with a NaN or infinite value."""
+        ...
+
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
         """Returns the reason why the device's kernels cannot keep KV in a dtype of wire.layout.KV_DTYPES, else None."""
         ...
@@ -74,6 +80,11 @@ class Cuda:
 
     def graph(self, device: torch.device) -> Graph:
         return CudaGraph(device)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        from kernels.row_operations import likeliest
+
+        return likeliest(logits)
 
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
         """Refuses fp8 before compute capability 8.9: Triton has no conversion of e4m3 there."""

@@ -1,6 +1,6 @@
 """Paged attention and the write of KV, in plain torch: the oracle of the other kernels over pages.
 
-A CPU without a compiler serves with these functions; `kernels.paged_attention` has the same signatures. KV is gathered
+A CPU without a compiler serves with these functions; `kernels.attention` has the same signatures. KV is gathered
 sequence by sequence, cut to the visible tokens before anything is computed: the rest of a page and other pages are
 never operands, so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """

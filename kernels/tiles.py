@@ -90,16 +90,6 @@ def find_product_tile(architecture: str, kind: str, bits: int) -> Tile:
     return Tile(*_table()[architecture][PRODUCTS][kind][str(bits)])
 
 
-def tokens_of(tile: Tile, group_size: int, block_size: int | None) -> int:
-    """Computes the tokens of a tile of prompts, a power of two.
-
-    group_size: query heads of a KV head, each with a row for each token. block_size: bounds a tile of int4, which is
-    within one block; else None.
-    """
-    num_tokens = 1 << max(tile.rows // group_size, 1).bit_length() - 1
-    return num_tokens if block_size is None else min(num_tokens, block_size & -block_size)
-
-
 def architecture_of(device: torch.device) -> str:
     """Names a device's architecture in the table; sm_90 for interpreted kernels."""
     if device.type != "cuda":

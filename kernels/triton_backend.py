@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import experts as expert_operations
-from kernels import int4_pages, paged_attention, row_operations, tiles
+from kernels import row_operations, tiles
+from kernels.attention import int4_pages
+from kernels.attention.decode import paged_decode_attention
+from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import Angles, AttentionVariant, Experts, Heads, KVPages, Tables, Weight
 from kernels.cpu.library import NoKernels
 from kernels.quantized import device_layout, products
@@ -24,7 +27,7 @@ class TritonBackend(TorchBackend):
     """
 
     name = "triton"
-    version = f"triton-8-{tiles.digest()}"
+    version = f"triton-9-{tiles.digest()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)
@@ -101,7 +104,7 @@ class TritonBackend(TorchBackend):
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         first = slice(num_decodes)
         decodes = query[first], pages, blocks[first], lens[first], variant
-        paged_attention.paged_decode_attention(*decodes, turned, out[first])
+        paged_decode_attention(*decodes, turned, out[first])
         prompts = query, pages, blocks, lens, tables.cu_query_lens, variant
-        paged_attention.paged_prefill_attention(*prompts, turned, out, num_decodes)
+        paged_prefill_attention(*prompts, turned, out, num_decodes)
         return out

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_store.device_pool import Fence
 from kv_store.node.messages import DirectoryStatus, HoldRoom, KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.tiers.contents import ListableTier
@@ -52,8 +53,11 @@ class BlockStore(Protocol):
     A failed tier is a miss, never an error.
     """
 
-    def fence(self) -> None:
-        """Makes later copies wait for the work queued so far. For the computing thread, before each transfer."""
+    def fence(self) -> Fence:
+        """Notes the work queued so far, for `follow`. For the computing thread, before each transfer."""
+
+    def follow(self, fence: Fence) -> None:
+        """Makes later copies wait for the work before a fence. Does not block."""
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT

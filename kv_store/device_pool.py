@@ -25,6 +25,8 @@ _DTYPES = {
     "int4": torch.uint8,
 }
 COPIED_AT_ONCE = 256
+Fence = torch.Event | None
+"""The work that a device had in its queue at a moment; None of a CPU, whose work is done."""
 DEFAULT_OPEN = 256
 """Open blocks of an int4 pool: for 128 sequences, and 2,048 tokens of prompts in a step."""
 
@@ -79,13 +81,21 @@ class DevicePool:
         """Views a page as `uint8[layout.payload_bytes]`."""
         return self._pages[page]
 
-    def fence(self) -> None:
-        """Makes later copies wait for the work queued so far on the calling thread's stream. Does not block.
+    def fence(self) -> Fence:
+        """Notes the work queued so far on the calling thread's stream, for `follow`. Does not block.
 
         The computing thread calls it before another thread copies to or from pages that it has used.
         """
-        if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        if self._stream is None:
+            return None
+        fence = torch.Event(self._stream.device)
+        fence.record(torch.accelerator.current_stream(self._stream.device))
+        return fence
+
+    def follow(self, fence: Fence) -> None:
+        """Makes later copies wait for the work before a fence, and for none behind it. Does not block."""
+        if self._stream is not None and fence is not None:
+            self._stream.wait_event(fence)
 
     def write_page(self, page: PageId, data: memoryview) -> None:
         """Begins to copy `data` into a page: `layout.payload_bytes` of host memory, unchanged until `wait`."""

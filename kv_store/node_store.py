@@ -7,14 +7,15 @@ the end.
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 
 from kv_store.block_store import NOTHING, ReadResult, StoreStatus
-from kv_store.device_pool import DevicePool
+from kv_store.device_pool import DevicePool, Fence
 from kv_store.frame import checksum_of
 from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
@@ -93,6 +94,8 @@ class NodeStore:
     ) -> None:
         self.costs = Costs(layout.block_size, clock)
         self._me = secrets.token_hex(8)
+        self._num_ids = count()
+        self._idle_ids = deque[str]()
         self._host = MappedArena(layout, arena, directory)
         self._far = FarTiers(cold, peer, clock, self.costs)
         self.control = NodeControl(self._host, self._far)
@@ -103,8 +106,11 @@ class NodeStore:
             partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
         )
 
-    def fence(self) -> None:
-        self._pool.fence()
+    def fence(self) -> Fence:
+        return self._pool.fence()
+
+    def follow(self, fence: Fence) -> None:
+        self._pool.follow(fence)
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
@@ -193,62 +199,69 @@ class NodeStore:
     def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
         self._host.attach()
         hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
-        with self._writing():
-            reservation = self._host.directory.reserve(self._me, names, hold)
-            wanted = zip(names, pages, reservation.slots, strict=True)
-            blocks = self._copy_out(wanted)
-            return reservation.num_resident + (self._host.directory.commit(self._me, blocks, hold) if blocks else 0)
+        with self._writing() as reservation_id:
+            reservation = self._host.directory.reserve(reservation_id, names, hold)
+            blocks = self._copy_out(zip(names, pages, reservation.slots, strict=True))
+            num_written = self._host.directory.commit(reservation_id, blocks, hold) if blocks else 0
+            return reservation.num_resident + num_written
 
     @contextmanager
     def _leased(self, names: Sequence[BlockName]) -> Iterator[Leased]:
         """Leases blocks for the time of copying them."""
         self._host.attach()
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
-        with leased(self._host.directory, self._me, [name.key for name in names], ttl_s) as blocks, self._writing():
+        with leased(self._host.directory, self._me, [name.key for name in names], ttl_s) as blocks:
             yield blocks
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Abandons the reserved slots if the body fails before its commit."""
+    def _writing(self) -> Iterator[str]:
+        """Yields the id of a reservation, under which no other is open; abandons it if the body fails."""
         try:
-            yield
+            reservation_id = self._idle_ids.pop()
+        except IndexError:
+            reservation_id = f"{self._me}.{next(self._num_ids)}"
+        try:
+            yield reservation_id
         except BaseException:
             self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
-            with suppress(StoreError):  # else the next batch gives it back
-                self._host.directory.abandon(self._me)
+            with suppress(StoreError):  # else the id's next reservation gives it back
+                self._host.directory.abandon(reservation_id)
             raise
+        finally:
+            self._idle_ids.append(reservation_id)
 
     def _carry_out(
         self, step: Read, pages: Sequence[PageId], entries: Sequence[Entry | None], is_late: Callable[[], bool]
     ) -> list[Tier]:
         """Copies blocks up to the first wrong block; blocks from far tiers also go into the arena."""
-        lacking = [name for name, source in zip(step.names, step.sources, strict=True) if source is not None]
-        reserved = iter(self._host.directory.reserve(self._me, lacking, None).slots if lacking else ())
-        here = [entry for entry in entries[: len(step.names)] if entry is not None]
-        slots = [next(reserved) if entry is None else entry.slot for entry in entries[: len(step.names)]]
-        payloads = [self._host.payload(slot) for slot in slots]
-        tiers: list[Tier] = []
-        promoted: list[tuple[Tier, Block]] = []
+        with self._writing() as reservation_id:
+            lacking = [name for name, source in zip(step.names, step.sources, strict=True) if source is not None]
+            reserved = iter(self._host.directory.reserve(reservation_id, lacking, None).slots if lacking else ())
+            here = [entry for entry in entries[: len(step.names)] if entry is not None]
+            slots = [next(reserved) if entry is None else entry.slot for entry in entries[: len(step.names)]]
+            payloads = [self._host.payload(slot) for slot in slots]
+            tiers: list[Tier] = []
+            promoted: list[tuple[Tier, Block]] = []
 
-        def get(
-            source: BlockSource | None, names: Sequence[BlockName], into: Sequence[memoryview]
-        ) -> Generator[bytes, None, None]:
-            if source is None:
-                return self._verify(names, here, into)
-            return self.costs.timed(source, source.get(names, into), is_late)
+            def get(
+                source: BlockSource | None, names: Sequence[BlockName], into: Sequence[memoryview]
+            ) -> Generator[bytes, None, None]:
+                if source is None:
+                    return self._verify(names, here, into)
+                return self.costs.timed(source, source.get(names, into), is_late)
 
-        with closing(read(step.names, step.sources, payloads, get)) as blocks:
-            for page, name, slot, payload, (source, checksum) in zip(
-                pages, step.names, slots, payloads, blocks, strict=False
-            ):
-                self._pool.write_page(page, payload)
-                tiers.append(Tier.HOST if source is None else source.tier)
-                if source is not None and slot is not None:
-                    promoted.append((source.tier, Block(slot, name, checksum)))
-        self._pool.wait()  # a promoted block that can be found may be evicted
-        if lacking:
-            self._promote(promoted)
-        return tiers
+            with closing(read(step.names, step.sources, payloads, get)) as blocks:
+                for page, name, slot, payload, (source, checksum) in zip(
+                    pages, step.names, slots, payloads, blocks, strict=False
+                ):
+                    self._pool.write_page(page, payload)
+                    tiers.append(Tier.HOST if source is None else source.tier)
+                    if source is not None and slot is not None:
+                        promoted.append((source.tier, Block(slot, name, checksum)))
+            self._pool.wait()  # a promoted block that can be found may be evicted
+            if lacking:
+                self._promote(reservation_id, promoted)
+            return tiers
 
     def _verify(
         self, names: Sequence[BlockName], entries: Sequence[Entry], payloads: Sequence[memoryview]
@@ -260,14 +273,14 @@ class NodeStore:
                 return
             yield checksum
 
-    def _promote(self, blocks: Sequence[tuple[Tier, Block]]) -> None:
+    def _promote(self, reservation_id: str, blocks: Sequence[tuple[Tier, Block]]) -> None:
         """Commits blocks from far tiers to the arena, and abandons the other reserved slots."""
         if blocks:
-            self._host.directory.commit(self._me, [block for _, block in blocks], None)
+            self._host.directory.commit(reservation_id, [block for _, block in blocks], None)
         for tier in COLD_TIERS:  # other nodes may lose theirs
             if keys := [block.name.key for source, block in blocks if source is tier]:
                 self._host.directory.records.mark_cold(tier, keys, [])
-        self._host.directory.abandon(self._me)
+        self._host.directory.abandon(reservation_id)
 
     def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
         """Copies the pages that have a slot, as many at once as the pool can; a failure may leave copies running."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from kv_store.block_store import NOTHING, ReadResult
-from kv_store.device_pool import DevicePool
+from kv_store.device_pool import DevicePool, Fence
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.prefix.tier_list import TierList
@@ -24,8 +24,11 @@ class PageStore:
         self._pool = pool
         self._payload = pool.new_payload()
 
-    def fence(self) -> None:
-        self._pool.fence()
+    def fence(self) -> Fence:
+        return self._pool.fence()
+
+    def follow(self, fence: Fence) -> None:
+        self._pool.follow(fence)
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT

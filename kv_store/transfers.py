@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Protocol
+from itertools import count
+from queue import PriorityQueue
+from typing import ClassVar, Protocol
 
 from kv_store.block_store import NOTHING, BlockStore, ReadResult
+from kv_store.device_pool import Fence
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from wire.block_names import BlockName
@@ -25,8 +27,9 @@ _CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, eq=False)
 class Transfer(ABC):
-    """An order about named blocks and pages. Orders are compared by identity."""
+    """An order about named blocks and pages. Orders are compared by identity. patience: later orders that pass it."""
 
+    patience: ClassVar[int] = 0
     names: Sequence[BlockName]
     pages: Sequence[PageId] = ()
 
@@ -53,13 +56,35 @@ class Fetch(Transfer):
 
 
 @dataclass(frozen=True, eq=False)
-class WriteThrough(Transfer):
-    """An order to copy pages into the store, under the hold of an attempt if there is one."""
+class Prefetch(Transfer):
+    """An order to fill pages that no sequence waits for, so that others pass it. peers: see `BlockStore.fetch`.
 
-    hold: AttemptId | None = None
+    is_wanted: tells, when the order's time comes, whether it still is of use.
+    """
+
+    patience = 16
+    peers: Sequence[str] = ()
+    is_wanted: Callable[[Transfer], bool] = lambda _: True
 
     def run(self, store: BlockStore) -> "Done":
-        return Done(self, num_resident=store.write_through(self.names, self.pages, self.hold))
+        return Done(self, store.fetch(self.names, self.pages, self.peers) if self.is_wanted(self) else NOTHING)
+
+
+@dataclass(frozen=True, eq=False)
+class WriteThrough(Transfer):
+    """An order to copy pages into the store, under the hold of an attempt if there is one.
+
+    told: functions to call, on the thread of the copies, once the store has all of the blocks.
+    """
+
+    hold: AttemptId | None = None
+    told: Sequence[Callable[[], None]] = ()
+
+    def run(self, store: BlockStore) -> "Done":
+        num_resident = store.write_through(self.names, self.pages, self.hold)
+        for tell in self.told if num_resident == len(self.names) else ():
+            tell()
+        return Done(self, num_resident=num_resident)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,13 +167,14 @@ class InlineTransfers(NoStore):
         self._store = store
 
     def begin(self, transfer: Transfer) -> None:
-        self._store.fence()
+        self._store.follow(self._store.fence())
         self._done.append(transfer.run(self._store))
 
 
 class ThreadTransfers:
-    """Transfers in order on one thread, between `start` and `close`; `wake` is called there after each.
+    """Transfers on one thread, between `start` and `close`, in order but for prefetches; it calls `wake` after each.
 
+    Each waits for the computing thread's work before its own order, and for none that was queued behind that.
     max_pending: bound on waiting transfers; a further transfer ends at once, with an error.
     """
 
@@ -157,7 +183,8 @@ class ThreadTransfers:
         self._wake = wake
         self._max_pending = max_pending
         self.pending = 0
-        self._orders: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._orders: PriorityQueue[tuple[int, int, Transfer | None, Fence]] = PriorityQueue()
+        self._numbers = count()
         self._done: deque[Done] = deque()
         self.is_closing = False
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
@@ -166,19 +193,19 @@ class ThreadTransfers:
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
-        self._store.fence()
         self.pending += 1
         if self.pending > self._max_pending:
             self._done.append(Done(transfer, error="too many transfers"))
         else:
-            self._orders.put(transfer)
+            patience = transfer.patience
+            self._orders.put((next(self._numbers) + patience, patience, transfer, self._store.fence()))
 
     def run_one(self) -> bool:
-        """Carries out the oldest order; blocks until there is an order. Returns False once closed."""
-        transfer = self._orders.get()
+        """Carries out the next order; blocks until there is an order. Returns False once closed."""
+        *_, transfer, fence = self._orders.get()
         if transfer is None or self.is_closing:
             return False
-        self._done.append(self._end_of(transfer))
+        self._done.append(self._end_of(transfer, fence))
         self._wake()
         return True
 
@@ -189,12 +216,13 @@ class ThreadTransfers:
 
     def close(self) -> None:
         self.is_closing = True
-        self._orders.put(None)
+        self._orders.put((-1, 0, None, None))
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _end_of(self, transfer: Transfer) -> Done:
+    def _end_of(self, transfer: Transfer, fence: Fence) -> Done:
         try:
+            self._store.follow(fence)
             return transfer.run(self._store)
         except Exception as error:  # an engine waits for each transfer, with its pages: all of them are answered
             log.exception("a %s failed by a fault of its own; its blocks count as misses", type(transfer).__name__)

@@ -7,7 +7,7 @@ queue -> wait -> fetch -> wait -> compute -> publish -> answered
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.events import Failed, Finished, HandedOff, Scored
@@ -15,10 +15,14 @@ from engine.request import EngineRequest, HandOff
 from engine.schedule.batcher import UNLEARNED, Candidate, Pages, Plan, StepCosts, fit_running
 from wire.errors import BatonError
 from wire.journal import Kind
+from wire.layout import KVLayout
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
 from worker.job import Behaviour, Job, News, end_choice
+
+LEAST_CHUNK_BYTES = 32 << 20
+"""KV of the last chunk of a prompt: a device writes and reads it sooner than it runs a model once more."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,14 @@ class PrefillBatcher:
 
     max_step_tokens: the most tokens of one step, and of a chunk. max_running: the most sequences with pages.
     patience_tokens: how many more tokens a prompt may lack than one that arrived next, and still run first.
+    least_chunk_tokens: the least tokens of a chunk that a prompt without others is cut to, see `_halfway`; None cuts
+    none.
     """
 
     max_step_tokens: int = 2048
     max_running: int = 128
     patience_tokens: int = 512
+    least_chunk_tokens: int | None = None
 
     def plan(
         self,
@@ -44,6 +51,8 @@ class PrefillBatcher:
         pages: Pages,
         costs: StepCosts = UNLEARNED,
     ) -> Plan:
+        if self.least_chunk_tokens is not None and len(running) + len(waiting) == 1:
+            running = [_halfway(one, self.least_chunk_tokens, pages.block_size) for one in running]
         step = fit_running(self._by_urgency(running), pages, self.max_step_tokens)
         num_slots = self.max_running - len(running)
         num_spare = _num_unclaimed(running, pages)
@@ -57,6 +66,18 @@ class PrefillBatcher:
 def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
     """Counts the pages left once each running sequence has pages for its whole prompt."""
     return pages.num_allocatable - sum(pages.needed_in_all(one) for one in running)
+
+
+def _halfway(candidate: Candidate, least: int, block_size: int) -> Candidate:
+    """Ends a prompt's next chunk at a block, halfway to its end, so that little is left to publish behind the last one.
+
+    A chunk has at least `least` tokens, and the last one at most half as many more.
+    """
+    if 2 * candidate.num_missing <= 3 * least:
+        return candidate
+    end = candidate.num_computed + max(least, candidate.num_missing // 2)
+    end = -(-end // block_size) * block_size
+    return replace(candidate, chunk_end=end if candidate.chunk_end is None else min(end, candidate.chunk_end))
 
 
 class PrefillJob(Job):
@@ -113,7 +134,15 @@ class PrefillJob(Job):
         return update
 
 
-def prefill_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
-    """Puts a prefill worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
-    batcher = PrefillBatcher(batch.max_step_tokens, batch.max_running, batch.patience_tokens)
-    return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size))
+def least_chunk_tokens(layout: KVLayout) -> int:
+    """Returns the tokens, of whole blocks, whose KV has LEAST_CHUNK_BYTES."""
+    return -(-LEAST_CHUNK_BYTES // layout.payload_bytes) * layout.block_size
+
+
+def prefill_behaviour(batch: BatchSettings, block_size: int, least_tokens: int | None = None) -> Behaviour:
+    """Puts a prefill worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline.
+
+    least_tokens: `least_chunk_tokens` of a device that publishes beside computing; None for a CPU, whose cores do both.
+    """
+    batcher = PrefillBatcher(batch.max_step_tokens, batch.max_running, batch.patience_tokens, least_tokens)
+    return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size), block_size)

@@ -101,7 +101,8 @@ class Route:
     keys: the prompt's blocks. cached: the prompt's tokens that each worker probably has, without zeros. num_new_tokens:
     the prompt's tokens that no worker is thought to have; 0 after prefill. prefill_node: the node in whose arena
     prefill leaves the blocks; None if a decode worker computes them, for `reason`. sent: how many of the prompt's
-    blocks each worker was sent; at equal cost the most win, for they may be on its device.
+    blocks each worker was sent; at equal cost the most win, for they may be on its device. prefetched: the prompt's
+    tokens that a decode worker reads while prefill computes the others.
     """
 
     keys: Sequence[BlockKey]
@@ -111,6 +112,7 @@ class Route:
     reason: PrefillReason
     prefill_node: str | None = None
     sent: Mapping[WorkerId, int] = field(default_factory=dict)
+    prefetched: Mapping[WorkerId, int] = field(default_factory=dict)
 
     def ordered(self, members: Iterable[Member]) -> list[Member]:
         """Sorts members by the number of blocks that they were sent, most first."""
@@ -139,7 +141,7 @@ class Placement:
         self._members = members
         self._prefixes = prefixes
         self._index = index
-        self._block_size = block_size
+        self.block_size = block_size
         self._wait_s = wait_s
         self._mode = mode
         self._hand_off = Duration(HAND_OFF_PRIOR_S)
@@ -154,7 +156,7 @@ class Placement:
             else sent.get(member.id, 0)
             for member in self._members
         }
-        cached = {worker: min(num * self._block_size, num_prompt_tokens) for worker, num in found.items() if num}
+        cached = {worker: min(num * self.block_size, num_prompt_tokens) for worker, num in found.items() if num}
         num_new_tokens = max(num_prompt_tokens - max(cached.values(), default=0), 1)  # the last token is always run
         prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
         reason = decide(self._mode, prefill, decode, num_new_tokens, self._hand_off.mean_s)
@@ -190,13 +192,20 @@ class Placement:
         """Chooses a decode worker. Raises Unavailable if none is ready in time."""
         try:
             async with asyncio.timeout(self._wait_s):
-                while not (ready := self._members.ready(Role.DECODE)):
+                while (member := self.likely_decode(route)) is None:
                     await self._changed.wait()
         except TimeoutError as error:
             raise Unavailable("no decode worker is there") from error
-        member = DecodePlacement().choose(route.ordered(ready), route.cached if route.num_new_tokens else {})
         self._prefixes.record(route.keys, member.id)
         return member
+
+    def likely_decode(self, route: Route) -> Member | None:
+        """Returns the decode worker that would be chosen now; None if none is ready."""
+        if not (ready := self._members.ready(Role.DECODE)):
+            return None
+        return DecodePlacement().choose(
+            route.ordered(ready), route.cached if route.num_new_tokens else route.prefetched
+        )
 
     def block_addresses(self, route: Route, member: Member) -> list[str]:
         """Lists the block ports of other nodes that may have blocks of the prompt, the most blocks first."""
@@ -207,7 +216,7 @@ class Placement:
 
     def only(self, worker_id: WorkerId) -> "Placement":
         """Returns a placement that knows only this worker of its role. Raises WorkerNotFound."""
-        return Placement(self._members.only(worker_id), self._prefixes, self._index, self._block_size, self._wait_s)
+        return Placement(self._members.only(worker_id), self._prefixes, self._index, self.block_size, self._wait_s)
 
     def wake(self) -> None:
         """Wakes waiting requests: the members have changed."""

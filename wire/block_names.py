@@ -108,10 +108,11 @@ class NameChain:
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens; names every block they fill."""
         self._tokens.extend(tokens)
-        size = self._block_size
-        for end in range((len(self._full) + 1) * size, self.num_tokens + 1, size):
-            data = self._data(end - size, end)
-            self._full.append(self._name(len(self._full), data, data))
+        first, stop, size = len(self._full), self.num_tokens // self._block_size, 4 * self._block_size
+        data = self._data(first * self._block_size, stop * self._block_size)
+        for index in range(first, stop):
+            block = data[(index - first) * size : (index - first + 1) * size]
+            self._full.append(self._name(index, block, block))
 
     def full(self, num_tokens: int, from_token: int = 0) -> list[BlockName]:
         """Names the full blocks of the first `num_tokens` tokens, except full blocks of the first `from_token`."""

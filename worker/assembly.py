@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.fingerprint import DigestCache
 from engine.core import EngineCore
 from engine.grammar.grammars import Grammars
@@ -20,6 +20,7 @@ from engine.model.batch import CausalModel, DraftModel
 from engine.model.decoder import Decoder
 from engine.model.loading import load_model
 from engine.model.weight_cache import WeightCache
+from engine.speculation.draft_folder import naming_the_draft, open_draft
 from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from engine.step.prefill_meter import PrefillMeter

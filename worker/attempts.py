@@ -4,18 +4,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine.events import HoldOrphaned
 from engine.grammar.grammars import Grammars
-from engine.request import EngineRequest
+from engine.request import EngineRequest, HandOff
 from wire import errors
 from wire.convert import logprobs_to_pb
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, WorkerLeaving
+from wire.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestExists,
+    Unavailable,
+    WorkerLeaving,
+)
 from wire.ids import AttemptId, QualifiedId, incarnation_of, number_of, request_of
 from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
-from worker.convert import request_from_pb
+from worker.convert import ahead_from_pb, request_from_pb
 from worker.job import Behaviour, Job, News
 from worker.line import WorkerLine
 from worker.loop import Abort, Add, EndChoice, StepReport, WorkerLoop
@@ -85,6 +95,9 @@ class Attempts:
         InvalidRequest, or Unavailable while the worker takes no attempts.
         """
         request = request_from_pb(begin, self._behaviour.request_class, self._vocab_size)
+        if isinstance(request, HandOff):
+            loop = asyncio.get_running_loop()
+            request = replace(request, on_stored=partial(_tell, loop, self._stored, line, request.attempt_id))
         if self.state is not WorkerState.READY:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
             raise refusal(f"the worker is {self.state.value}", attempt_id=begin.id)
@@ -114,6 +127,15 @@ class Attempts:
         attempt = self._attempts.get(attempt_id)
         if attempt is not None and attempt.line is line:
             self._loop.put(EndChoice(attempt_id, index))
+
+    def prefetch(self, order: worker_pb2.Prefetch) -> None:
+        """Begins to read blocks of an attempt that may come; logs a wrong order, and drops it."""
+        try:
+            ahead = ahead_from_pb(order, self._behaviour.block_size)
+        except InvalidRequest as error:
+            log.warning("an order to read blocks ahead is dropped: %s", error)
+        else:
+            self._loop.put(ahead)
 
     def end_line(self, line: WorkerLine) -> None:
         """Ends the attempts of a line. Holds stay until they expire."""
@@ -157,6 +179,12 @@ class Attempts:
         if self._behaviour.role is Role.PREFILL:
             released += outcome.aborted
         return released
+
+    def _stored(self, line: WorkerLine, attempt_id: AttemptId, num_blocks: int) -> None:
+        """Tells the router how many blocks of a running attempt's prompt the store has."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.line is line:
+            line.send(worker_pb2.Update(id=attempt_id, num_stored_blocks=num_blocks))
 
     async def _add_constrained(self, attempt: BegunAttempt, request: EngineRequest) -> None:
         """Builds an attempt's grammar on a thread, then passes the attempt to the engine; a fault ends the attempt."""
@@ -206,6 +234,12 @@ class Attempts:
             self._forget(attempt)
         attempt.line.send(update)
         return attempt.job.releases_hold(update)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, work: Callable[..., None], *arguments: object) -> None:
+    """Has an event loop do work soon, from any thread. Does nothing once the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(work, *arguments)
 
 
 def _origin_of(attempt: AttemptId) -> tuple[QualifiedId, int]:

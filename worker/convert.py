@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.events import EngineStats
-from engine.request import ChoiceSoFar, EngineRequest
+from engine.request import BlocksAhead, ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from kv_store.node.event_log import EventCursor, EventPage
 from kv_store.node.messages import KeepHint
 from kv_store.tiers.contents import Selection
-from wire.block_names import PublicPart, digest_of, session_of
+from wire.block_names import BlockName, NameChain, PublicPart, digest_of, session_of
 from wire.convert import (
     error_to_pb,
     sampling_from_pb,
@@ -24,6 +24,9 @@ from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, Tier
 
 ROOT_BYTES = 32
 MAX_BLOCK_ADDRESSES = 16
+MAX_FIRST_BLOCK = 1 << 20
+MAX_AHEAD = 256
+"""Blocks of one order to read ahead."""
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
@@ -46,7 +49,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         peers=tuple(addresses),
         computes_all=message.computes_all,
         num_scored=message.num_scored,
-        public=_public_part(message),
+        public=_public_part(message, len(message.prompt.ids)),
         dropping=_dropping(message.kv_policy),
         hint=_hint(message),
     )
@@ -54,9 +57,27 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
     return request
 
 
-def _public_part(message: worker_pb2.Begin) -> PublicPart | None:
+def ahead_from_pb(message: worker_pb2.Prefetch, block_size: int) -> BlocksAhead:
+    """Makes the order to read blocks ahead, and names them. Raises InvalidRequest for a field out of range."""
+    tokens, first = message.tokens.ids, message.first_block
+    require(is_attempt_id(message.id), "id", "not an id that a router gives")
+    require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
+    require(len(message.block_addresses) <= MAX_BLOCK_ADDRESSES, "block_addresses", "too many")
+    require(first <= MAX_FIRST_BLOCK, "first_block", f"must be at most {MAX_FIRST_BLOCK}")
+    require(len(message.parent) == (ROOT_BYTES if first else 0), "parent", "not the key of the block before")
+    is_whole = not len(tokens) % block_size and len(tokens) <= MAX_AHEAD * block_size
+    require(is_whole, "tokens", f"must be of whole blocks, at most {MAX_AHEAD}")
+    before = BlockName(BlockKey(message.parent), b"", b"", b"")
+    public = _public_part(message, MAX_FIRST_BLOCK)
+    chain = NameChain(NamespaceRoot(message.namespace_root), block_size, public, [before] * first)
+    chain.extend(tokens)
+    names = chain.full(chain.num_tokens, first * block_size)
+    return BlocksAhead(attempt_id=AttemptId(message.id), names=names, peers=tuple(message.block_addresses))
+
+
+def _public_part(message: worker_pb2.Begin | worker_pb2.Prefetch, most: int) -> PublicPart | None:
     root, num_blocks = message.public_root, message.num_public_blocks
-    require(num_blocks <= len(message.prompt.ids), "num_public_blocks", "must be no more than the prompt has")
+    require(num_blocks <= most, "num_public_blocks", "must be no more than the prompt has")
     require(len(root) == (ROOT_BYTES if num_blocks else 0), "public_root", f"must be {ROOT_BYTES} bytes, if any")
     return PublicPart(NamespaceRoot(root), num_blocks) if num_blocks else None
 

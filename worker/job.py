@@ -135,9 +135,10 @@ NewJob = Callable[[EngineRequest, float], Job]
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The differences of prefill and decode workers: batcher, class of requests, and jobs."""
+    """The differences of prefill and decode workers: batcher, class of requests, jobs. block_size: in tokens."""
 
     role: Role
     batcher: Batcher
     request_class: type[EngineRequest]
     new_job: NewJob
+    block_size: int

@@ -35,6 +35,9 @@ class AttemptOrders(Protocol):
 
     def end_choice(self, line: "WorkerLine", attempt_id: AttemptId, index: int) -> None: ...
 
+    def prefetch(self, order: worker_pb2.Prefetch) -> None:
+        """Begins to read blocks of an attempt that may come; a wrong order is logged, and dropped."""
+
 
 class Orders(Protocol):
     """A router's other orders, about holds and the worker itself. No call blocks; errors go back on the line."""
@@ -100,6 +103,8 @@ class WorkerLine:
             self._orders.release(list(map(AttemptId, request.releases)))
         for ask in request.asks:
             self._orders.answer(self, ask)
+        for prefetch in request.prefetches:
+            self._attempts.prefetch(prefetch)
         for begin in request.begins:
             self._begin(begin)
         if request.HasField("piece"):

@@ -1,7 +1,7 @@
 """The thread that owns the engine: takes commands, steps, delivers the outcome.
 
-Attempts ─ Add, Abort, EndChoice ─┐
-WorkerService ─ Consult ──────────┴─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
+Attempts ─ Add, Abort, EndChoice, BlocksAhead ─┐
+WorkerService ─ Consult ───────────────────────┴─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
 Attempts ◀─ WorkerService ◀─ a StepReport ──── WorkerLoop ◀─ StepOutput
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from engine.core import EngineCore
 from engine.events import Event, Failed, Finished, StepOutput
-from engine.request import EngineRequest
+from engine.request import BlocksAhead, EngineRequest
 from wire.errors import BatonError, Unavailable
 from wire.ids import AttemptId
 from wire.sampling import FinishReason
@@ -78,7 +78,7 @@ class Consult(Generic[T]):
             self.answer.set_exception(error)
 
 
-Command = Add | Abort | EndChoice | Consult[Any]
+Command = Add | Abort | EndChoice | BlocksAhead | Consult[Any]
 
 
 class Inbox:
@@ -254,6 +254,8 @@ class WorkerLoop:
             case EndChoice(attempt, index):
                 if self._engine.end(attempt, index):
                     outcome.events.append(Finished(attempt, index, FinishReason.STOP))
+            case BlocksAhead():
+                self._engine.prefetch(command)
             case Consult():
                 command.obey(self._engine)
 

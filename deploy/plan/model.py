@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEMO_MODEL = "demo-model"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SPLITS = 32
-"""As kernels/paged_attention.py has it, whose import needs Triton."""
+"""As kernels/attention/paged.py has it, whose import needs Triton."""
 BYTES_OF_A_NUMBER = 4
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -43,6 +43,7 @@ class ModelFacts:
 
     weight_bytes: bytes of weights in the kernels' format. draft: the decode workers' draft model, with as many pages as
     theirs. is_mapped: all workers of a node map one file of weights. row_bytes: memory of a row of a graph's steps.
+    captured_tokens: the most prompt tokens of a graph's steps.
     """
 
     served: ServedModel
@@ -52,6 +53,7 @@ class ModelFacts:
     draft: DraftFacts = field(default_factory=DraftFacts)
     is_mapped: bool = False
     row_bytes: int = 0
+    captured_tokens: int = 0
 
     @property
     def node_bytes(self) -> int:
@@ -104,11 +106,13 @@ def inspect_model(
     # torch takes a second to import, which the other commands need not wait for.
     import torch
 
-    from engine.checkpoint.checkpoint import Checkpoint, naming_the_draft, open_draft
+    from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.fingerprint import DigestCache
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
+    from engine.model.programs import captured_tokens
     from engine.model.weights import check_weights, count_bytes
+    from engine.speculation.draft_folder import naming_the_draft, open_draft
     from kernels.cpu.library import NoKernels
     from kernels.selection import select_backend
 
@@ -154,6 +158,7 @@ def inspect_model(
         weight_bytes=count_bytes(checkpoint, compute, backend),
         kernels=backend.name,
         row_bytes=_row_bytes(checkpoint.config),
+        captured_tokens=captured_tokens(checkpoint.native_config) if config.is_native else 0,
     )
     if other is None:
         return mapped_within(facts, settings.weight_cache_bytes * config.is_native)

@@ -18,7 +18,11 @@ MAX_DEFAULT_CONTEXTS = 64
 SHARES_OF_A_GPU = 10_000
 """Ray counts parts of a GPU in units of 1/10,000."""
 GPU_RESERVE_BYTES = 2 << 30
-"""Memory of each GPU for activations and libraries."""
+"""Memory of a GPU for a worker's activations and libraries."""
+UNUSABLE_OF_A_GPU = 50
+"""The divisor for the memory that the driver keeps, or that lies between allocations: an H200 tells 140.4 GiB free, and
+gives 139.8.
+"""
 WORKER_BYTES = 256 << 20
 """Memory of a worker's process besides weights and pages: 190 MiB as measured on a CPU, and room for activations."""
 MIN_BLOCKS = 8
@@ -110,8 +114,12 @@ def _default_gpu_pool_bytes(config: ClusterConfig, num_gpus: float, model: Model
 
     served = model.served
     block_bytes, max_blocks = served.layout.block_bytes, served.layout.num_blocks(served.max_context_len)
-    graphs = graph_bytes(program_sizes(config.batch.max_running, max_blocks), served.vocab_size, model.row_bytes)
-    free_bytes = int(min(machine.gpus) * num_gpus) - model.worker_bytes(0) - graphs - GPU_RESERVE_BYTES
+    chunk_tokens = min(config.batch.max_step_tokens, model.captured_tokens)
+    programs = program_sizes(config.batch.max_running, max_blocks, chunk_tokens)
+    graphs = graph_bytes(programs, served.vocab_size, model.row_bytes)
+    share_bytes = int(min(machine.gpus) * num_gpus)
+    share_bytes -= share_bytes // UNUSABLE_OF_A_GPU
+    free_bytes = share_bytes - model.worker_bytes(0) - graphs - GPU_RESERVE_BYTES
     return max(0, free_bytes) // (block_bytes + model.draft.block_bytes) * block_bytes
 
 

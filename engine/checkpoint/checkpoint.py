@@ -7,8 +7,7 @@ Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map`
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -49,7 +48,6 @@ ADVISED = ("temperature", "top_p", "min_p", "repetition_penalty")
 PARTS = ("model.", "lm_head.")
 RECOMPUTED = "rotary_emb.inv_freq"
 """Buffers in older files; they follow from config.json and are not read."""
-SETTING = "speculation.draft"
 
 
 class Checkpoint:
@@ -80,6 +78,14 @@ class Checkpoint:
         """The configuration of a native architecture."""
         assert isinstance(self.config, ModelConfig), "no native architecture"
         return self.config
+
+    @property
+    def says_tied(self) -> bool:
+        """Whether config.json itself ties embeddings and head: neither a family's default does, nor a wrapper's field.
+
+        Wrappers of a text part say true by default, beside heads of their own.
+        """
+        return self.values.get("tie_word_embeddings") is True and find_text_part(self.values) is None
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensor_to_file or self.has_codes(name)
@@ -290,39 +296,3 @@ def _open_shards(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor
         if rename(tensor) not in shards[shard].entries:
             raise ModelError(f"{INDEX_FILE} places {tensor[:64]} in {shard[:64]}, which lacks it")
     return {rename(tensor): shards[shard] for tensor, shard in weight_map.items()}
-
-
-def open_draft(folder: Path, target: Checkpoint) -> Checkpoint:
-    """Opens a draft model's folder. Raises ModelError if it cannot be served, or does not fit the target.
-
-    A draft has the target's vocabulary size and at least its context. Its tokenizer.json, if any, gives each token the
-    target's id.
-    """
-    draft = Checkpoint(folder)
-    ours, its = target.config, draft.config
-    for config in (ours, its):
-        if not config.is_native:
-            raise ModelError(f"{config.architecture} runs by transformers' modules, with which nothing is guessed")
-    if its.vocab_size != ours.vocab_size:
-        raise ModelError(f"config.json has a vocab_size of {its.vocab_size}, the model's is {ours.vocab_size}")
-    if its.max_context_len < ours.max_context_len:
-        problem = f"config.json has a max_position_embeddings of {its.max_context_len}"
-        raise ModelError(f"{problem}, less than the model's context of {ours.max_context_len}")
-    if os.path.lexists(folder / TOKENIZER_FILE):
-        _require_same_tokens(draft.load_tokenizer().vocabulary, target.load_tokenizer().vocabulary)
-    return draft
-
-
-@contextmanager
-def naming_the_draft() -> Iterator[None]:
-    """Adds the setting's name to a ModelError about a draft's folder."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{SETTING}: {error.message}", **error.ids) from error
-
-
-def _require_same_tokens(of_draft: dict[str, int], of_target: dict[str, int]) -> None:
-    for token, token_id in sorted(of_draft.items()):
-        if of_target.get(token, token_id) != token_id:
-            raise ModelError(f"tokenizer.json gives {token[:32]!r} the id {token_id}, the model's {of_target[token]}")

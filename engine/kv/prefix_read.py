@@ -34,7 +34,8 @@ class PrefixRead:
         self.prefix = prefix
         self.names = names
         self.found = [*found]
-        self.blocks: list[Disposition] = [Miss(Cause.NOT_READ) if page is None else Tier.DEVICE for page in found]
+        unread = Miss(Cause.NOT_READ)
+        self.blocks: list[Disposition] = [unread if page is None else Tier.DEVICE for page in found]
         self._window = window
         self._num_prompt = num_prompt
         _, behind = self.usable()
@@ -44,6 +45,8 @@ class PrefixRead:
 
     def usable(self) -> tuple[int, range]:
         """Finds the end of the longest prefix after which a token can run, and the blocks that it does not read."""
+        if self._window.layout.window is None:
+            return self.found.index(None) if None in self.found else len(self.found), range(0)
         sinks = self.found[: self._window.num_sink_blocks]
         num_found = sinks.index(None) if None in sinks else len(self.found)
         from_the_end = ((place, self.found[place] is not None) for place in reversed(range(num_found)))

@@ -65,11 +65,6 @@ class Batch:
         return not self.num_scored and len(self.token_ids) == len(self.sample_rows)
 
     @property
-    def is_one_each(self) -> bool:
-        """Whether each sequence has one row."""
-        return len(self.token_ids) == len(self.context_lens)
-
-    @property
     def last_rows(self) -> torch.Tensor:
         """The last row of each sequence, int64 [S]."""
         return self.cu_query_lens[1:].long() - 1

@@ -16,7 +16,15 @@ from engine.checkpoint.config import DTYPES, ModelConfig, ServedConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, decode_greedily
 from engine.model.buffers import NO_BUFFERS, Buffers
-from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
+from engine.model.programs import (
+    MIN_BLOCKS,
+    MIN_ROWS,
+    CapturedProgram,
+    ProgramSize,
+    RecordedProgram,
+    StepProgram,
+    padded,
+)
 from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
 from kernels.accelerator import accelerator_of
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Scores, Tables
@@ -59,7 +67,7 @@ class Decoder:
             for window, layer in zip(config.attention.windows, weights.layers, strict=True)
         ]
         self._far_angles = self._make_far_angles() if num_sinks else None
-        self._programs: dict[tuple[int, int], StepProgram | None] = {}
+        self._programs: dict[ProgramSize, StepProgram | None] = {}
         self._programs_kv = 0
         self._captured_logits = torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
 
@@ -94,7 +102,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Implements `CausalModel.forward`, for one thread. Returns an inference tensor, valid until the next call."""
-        program = self._program_for(batch, kv) if batch.samples_all and not batch.watched else None
+        program = None if batch.watched else self._program_for(batch, kv)
         if program is not None:
             return program.run(batch)
         batch = batch.to(self.device)
@@ -103,7 +111,7 @@ class Decoder:
     @torch.inference_mode()
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Implements `DraftModel.decode_greedily`; in one program where the backend has recordings."""
-        is_recordable = self.device.type == "cpu" and batch.samples_all and not self._far_angles
+        is_recordable = self.device.type == "cpu" and not self._far_angles
         program = self._program_for(batch, kv) if is_recordable else None
         if isinstance(program, RecordedProgram):
             return program.decode_greedily(batch, num_runs)
@@ -180,30 +188,42 @@ class Decoder:
         return len(self._programs)
 
     @torch.inference_mode()
-    def prepare(self, num_rows: int, num_blocks: int, kv: KVPages) -> bool:
-        """Records or captures steps of up to so many rows and blocks, once; returns whether these have a program."""
-        return self._find_program(num_rows, num_blocks, kv) is not None
+    def prepare(self, size: ProgramSize, kv: KVPages) -> bool:
+        """Records or captures steps of up to such a size, once; returns whether these have a program."""
+        return self._find_program(size, kv) is not None
 
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
-        """Finds or makes the program for a batch."""
-        on_cpu = self.device.type == "cpu"
-        if not on_cpu and not (batch.is_one_each and batch.positions.is_cpu):
-            return None  # guesses and columns that are on the device already are not captured
-        return self._find_program(len(batch.token_ids), batch.block_tables.shape[1], kv)
+        """Finds the program for a batch, or makes it; `prepare` alone makes programs for chunks of prompts."""
+        num_rows, size = len(batch.token_ids), ProgramSize(len(batch.token_ids), batch.block_tables.shape[1])
+        if self.device.type == "cpu":
+            return self._find_program(size, kv) if batch.samples_all else None
+        if not batch.positions.is_cpu:
+            return None  # columns that are on the device already are not captured
+        if batch.samples_all and batch.num_decodes == num_rows:
+            return self._find_program(size, kv)
+        made = self._programs_on(kv)
+        fitting = [one for one, program in made.items() if one.chunk_tokens and program and one.fits(batch)]
+        return made[min(fitting, key=lambda one: one.num_tokens)] if fitting else None
 
-    def _find_program(self, num_rows: int, num_blocks: int, kv: KVPages) -> StepProgram | None:
-        """Finds or makes the program for these numbers of rows and blocks, and for the last pool used."""
-        if kv.data.data_ptr() != self._programs_kv:
-            self._programs, self._programs_kv = {}, kv.data.data_ptr()
-        on_cpu = self.device.type == "cpu"
+    def _find_program(self, size: ProgramSize, kv: KVPages) -> StepProgram | None:
+        """Finds or makes the program for these numbers."""
+        on_cpu, made = self.device.type == "cpu", self._programs_on(kv)
         if not on_cpu and self._far_angles:
             return None  # sinks are not captured
-        key = padded(num_rows, MIN_ROWS), 0 if on_cpu else padded(num_blocks, MIN_BLOCKS, 4)
-        if key not in self._programs:
-            self._programs[key] = (self._record if on_cpu else self._capture)(kv, *key)
-        return self._programs[key]
+        if not size.chunk_tokens:
+            num_blocks = 0 if on_cpu else padded(size.num_blocks, MIN_BLOCKS, 4)
+            size = ProgramSize(padded(size.num_rows, MIN_ROWS), num_blocks)
+        if size not in made:
+            made[size] = self._record(kv, size.num_rows) if on_cpu else self._capture(kv, size)
+        return made[size]
 
-    def _record(self, kv: KVPages, num_rows: int, _: int) -> StepProgram | None:
+    def _programs_on(self, kv: KVPages) -> dict[ProgramSize, StepProgram | None]:
+        """Returns the programs of a pool; drops another's."""
+        if kv.data.data_ptr() != self._programs_kv:
+            self._programs, self._programs_kv = {}, kv.data.data_ptr()
+        return self._programs
+
+    def _record(self, kv: KVPages, num_rows: int) -> StepProgram | None:
         """Records a step of rows, or guesses, of any number of blocks."""
         recorder = self._backend.record()
         if recorder is None:
@@ -219,8 +239,8 @@ class Decoder:
             self.layout.block_size,
         )
 
-    def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> StepProgram | None:
-        """Captures a step with one row for each sequence; None if the device has no memory for it.
+    def _capture(self, kv: KVPages, size: ProgramSize) -> StepProgram | None:
+        """Captures a step; None if the device has no memory for it.
 
         All captures write one tensor of logits, which are read before the next graph runs.
         """
@@ -228,16 +248,16 @@ class Decoder:
         assert isinstance(angles, Angles), "sinks are not captured"
 
         try:
-            if len(self._captured_logits) < num_rows:
-                self._captured_logits = self._captured_logits.new_empty(num_rows, self.vocab_size)
-            buffers = Buffers(logits=self._captured_logits[:num_rows])
+            if len(self._captured_logits) < size.num_sequences:
+                self._captured_logits = self._captured_logits.new_empty(size.num_sequences, self.vocab_size)
+            buffers = Buffers(logits=self._captured_logits[: size.num_sequences])
 
             def forward(batch: Batch, angles: Angles) -> torch.Tensor:
                 return self.run(self._backend, batch, angles, kv, buffers)
 
-            return CapturedProgram(forward, angles, num_rows, num_blocks, self.device)
+            return CapturedProgram(forward, angles, size, self.device)
         except RuntimeError as failure:
-            log.warning("steps of %d rows and %d blocks run without a graph: %s", num_rows, num_blocks, failure)
+            log.warning("steps of %s run without a graph: %s", size, failure)
             return None
 
     def _make_far_angles(self) -> FarAngles:

@@ -1,16 +1,20 @@
-"""Decode steps that were recorded once: Python between kernels is slower than some kernels.
+"""Steps that were recorded once: Python between kernels is slower than some kernels.
 
-On a CPU a recorder notes the operations; on a GPU a graph captures their launches. Either has input tensors with a
-fixed number of rows, and a step's rows are copied there.
+On a CPU a recorder notes the operations of decode steps; on a GPU a graph captures the launches of these, and of steps
+with chunks of prompts. Either has input tensors with fixed numbers of rows, and a step's rows are copied there.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from engine.checkpoint.config import ModelConfig
 from engine.model.angles import FarAngles
 from engine.model.batch import Batch
 from kernels.accelerator import accelerator_of
@@ -18,6 +22,15 @@ from kernels.backend import Angles, Recorder
 
 MIN_ROWS = 8
 MIN_BLOCKS = 64
+MIN_CHUNK_TOKENS = 64
+MAX_CHUNKS = 8
+"""Chunks of prompts in a captured step; a step with more runs kernel by kernel."""
+WEIGHTS_TIMES_TOKENS = 1 << 36
+"""Weights of a layer times tokens of chunks that a step with a graph has at most.
+
+Twice as many operations take an H200 a quarter of a millisecond, and launching a layer kernel by kernel takes its host
+half of one: a step of more tokens hides its launches, and padding to twice the tokens never makes a step longer.
+"""
 LOGIT_BYTES = 8
 """A float32, and the product before it in as much at most."""
 GRAPH_BYTES = 4 << 20
@@ -27,11 +40,47 @@ Forward = Callable[[Batch, Angles], torch.Tensor]
 """Runs a batch with the angles of its rows; returns logits."""
 
 
+@dataclass(frozen=True)
+class ProgramSize:
+    """The numbers that a program's steps are padded to: decoding rows, blocks of a sequence, tokens of chunks.
+
+    Tokens that pad chunks belong to no sequence, so that attention passes over them, and have no slot.
+    """
+
+    num_rows: int
+    num_blocks: int
+    chunk_tokens: int = 0
+
+    def __str__(self) -> str:
+        chunks = f", {self.chunk_tokens} prompt tokens" if self.chunk_tokens else ""
+        return f"{self.num_rows} rows{chunks} and {self.num_blocks} blocks"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows + self.chunk_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step, of which each has one row of logits at most."""
+        return self.num_rows + MAX_CHUNKS * bool(self.chunk_tokens)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the program has room for a batch."""
+        num_decodes, (num_sequences, num_blocks) = batch.num_decodes, batch.block_tables.shape
+        return (
+            num_decodes <= self.num_rows
+            and num_blocks <= self.num_blocks
+            and len(batch.token_ids) - num_decodes <= self.chunk_tokens
+            and num_sequences - num_decodes <= self.num_sequences - self.num_rows
+            and len(batch.sample_rows) <= self.num_sequences
+        )
+
+
 class StepProgram(Protocol):
-    """A decode step for batches whose rows are all sampled."""
+    """A step that was recorded once."""
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
+        """Runs a batch that fits; returns logits of its `sample_rows` that the next run overwrites."""
 
 
 class RecordedProgram:
@@ -104,44 +153,60 @@ class RecordedProgram:
 
 
 class PinnedColumns:
-    """Host memory for the columns of a step, whose copy to the device may be under way."""
+    """Host memory for the columns of a step, whose copy to the device may be under way.
 
-    def __init__(self, num_words: int, num_rows: int, device: torch.device) -> None:
-        self._words = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
-        self._columns = [column.numpy() for column in _views(self._words, num_rows)]
+    Decoding rows come first, up to the padded number, then rows of chunks.
+    """
+
+    def __init__(self, size: ProgramSize, device: torch.device) -> None:
+        self._size = size
+        self._words = torch.zeros(_num_words(size), dtype=torch.int64, pin_memory=True)
+        self._columns = [column.numpy() for column in _views(self._words, size)]
+        self._columns[-1][:] = np.minimum(np.arange(size.num_sequences + 1), size.num_rows)
         self._copied = torch.Event(device)
 
     def copy_to(self, on_device: torch.Tensor, batch: Batch) -> None:
         """Begins to copy a batch, once the last copy has ended; token ids on the device stay there."""
-        num_rows, width = batch.block_tables.shape
-        token_ids, positions, slots, lens, tables = self._columns
+        num_rows, num_decodes = self._size.num_rows, batch.num_decodes
+        token_ids, positions, slots, samples, lens, tables, starts = self._columns
+        num_sequences, width = batch.block_tables.shape
+        num_before = num_rows - num_decodes  # of padding, before the rows of chunks
+
+        def put(column: npt.NDArray[np.integer], values: torch.Tensor, padding: int) -> None:
+            numbers, end = values.numpy(), num_before + len(values)
+            column[:num_decodes], column[num_rows:end] = numbers[:num_decodes], numbers[num_decodes:]
+            column[num_decodes:num_rows], column[end:] = padding, padding
+
         self._copied.synchronize()
         if batch.token_ids.is_cpu:
-            token_ids[:num_rows] = batch.token_ids.numpy()
-        positions[:num_rows] = batch.positions.numpy()
-        slots[:num_rows], slots[num_rows:] = batch.slot_mapping.numpy(), -1
-        lens[:num_rows], lens[num_rows:] = batch.context_lens.numpy(), 0
-        tables[:num_rows, :width] = batch.block_tables.numpy()
+            put(token_ids, batch.token_ids, 0)
+        put(positions, batch.positions, 0)
+        put(slots, batch.slot_mapping, -1)
+        put(lens, batch.context_lens, 0)
+        blocks = batch.block_tables.numpy()
+        tables[:num_decodes, :width] = blocks[:num_decodes]
+        if self._size.chunk_tokens:
+            end, sampled = num_before + num_sequences, batch.sample_rows.numpy()
+            tables[num_rows:end, :width] = blocks[num_decodes:]
+            starts[num_rows:end] = batch.cu_query_lens[num_decodes:-1].numpy() + num_before
+            starts[end:] = num_before + len(batch.token_ids)
+            samples[: len(sampled)] = sampled + (sampled >= num_decodes) * num_before
         on_device.copy_(self._words, non_blocking=True)
         self._copied.record(torch.accelerator.current_stream(on_device.device))
 
 
 class CapturedProgram:
-    """A forward pass captured as the accelerator's graph, one row for each sequence.
+    """A forward pass captured as the accelerator's graph, of decoding rows and then chunks of prompts.
 
     A step's columns go to the device in one copy from pinned memory, except token ids that are there already; the next
-    step's columns may be written meanwhile. Rows beyond the batch have no context and no slot, and write nothing.
+    step's columns may be written meanwhile. Rows that pad a step have no context and no slot, and write nothing.
     """
 
-    def __init__(
-        self, forward: Forward, all_angles: Angles, num_rows: int, num_blocks: int, device: torch.device
-    ) -> None:
-        num_words = 3 * num_rows + -(-num_rows * (num_blocks + 1) // 2)
-        self._inputs = cycle([PinnedColumns(num_words, num_rows, device) for _ in range(2)])
-        self._on_device = torch.zeros(num_words, dtype=torch.int64, device=device)
-        ids, positions, slots, lens, tables = _views(self._on_device, num_rows)
+    def __init__(self, forward: Forward, all_angles: Angles, size: ProgramSize, device: torch.device) -> None:
+        self._inputs = cycle([PinnedColumns(size, device) for _ in range(2)])
+        self._on_device = torch.zeros(_num_words(size), dtype=torch.int64, device=device)
+        ids, positions, slots, samples, lens, tables, starts = _views(self._on_device, size)
         slots.fill_(-1)
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         batch = Batch(
             token_ids=ids,
             positions=positions,
@@ -149,11 +214,11 @@ class CapturedProgram:
             block_tables=tables,
             context_lens=lens,
             cu_query_lens=starts,
-            num_decodes=num_rows,
-            sample_rows=ids,
+            num_decodes=size.num_rows,
+            sample_rows=samples,
         )
         self._ids, self._kept = ids, (forward, all_angles)
-        side = torch.Stream(device)
+        side = _warm_up_stream(device)
         side.wait_stream(torch.accelerator.current_stream(device))
         try:
             with side:  # compiles kernels, and makes the workspaces of products
@@ -166,20 +231,35 @@ class CapturedProgram:
         (self._logits,) = logits
 
     def run(self, batch: Batch) -> torch.Tensor:
-        num_rows = len(batch.context_lens)
         next(self._inputs).copy_to(self._on_device, batch)
         if not batch.token_ids.is_cpu:
-            self._ids[:num_rows].copy_(batch.token_ids)
+            self._ids[: len(batch.token_ids)].copy_(batch.token_ids)
         self._graph.replay()
-        return self._logits[:num_rows]
+        return self._logits[: len(batch.sample_rows)]
 
 
-def _views(words: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Views int64 words as token ids, positions and slots, and int32 context lengths and block tables."""
-    wide, narrow = words[: 3 * num_rows].view(3, num_rows), words[3 * num_rows :].view(torch.int32)
-    num_blocks = len(narrow) // num_rows - 1
-    tables = narrow[num_rows : num_rows * (num_blocks + 1)].view(num_rows, num_blocks)
-    return (*wide, narrow[:num_rows], tables)
+@cache
+def _warm_up_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream of all warm-ups of a device: torch keeps memory, and a workspace of products, for each."""
+    return torch.Stream(device)
+
+
+def _num_words(size: ProgramSize) -> int:
+    """Counts the words of int64 that `_views` divides."""
+    num_wide = 3 * size.num_tokens + size.num_sequences
+    return num_wide + size.num_sequences * (size.num_blocks + 2) // 2 + 1
+
+
+def _views(words: torch.Tensor, size: ProgramSize) -> tuple[torch.Tensor, ...]:
+    """Views int64 words as token ids, positions, slots and sampled rows; context lengths, block tables and starts.
+
+    The last three are int32. Numbers of rows are multiples of 8: kernels want addresses at multiples of 16 bytes.
+    """
+    num_tokens, num = size.num_tokens, size.num_sequences
+    wide, narrow = words[: 3 * num_tokens], words[3 * num_tokens + num :].view(torch.int32)
+    lens, tables, starts = narrow[: num * (size.num_blocks + 2) + 1].split([num, num * size.num_blocks, num + 1])
+    samples = words[3 * num_tokens : 3 * num_tokens + num]
+    return (*wide.view(3, num_tokens), samples, lens, tables.view(num, size.num_blocks), starts)
 
 
 def padded(number: int, least: int, factor: int = 2) -> int:
@@ -189,20 +269,36 @@ def padded(number: int, least: int, factor: int = 2) -> int:
     return least
 
 
-def program_sizes(max_rows: int, max_blocks: int) -> Sequence[tuple[int, int]]:
-    """Lists the padded numbers of rows and blocks of programs, the largest first."""
+def program_sizes(max_rows: int, max_blocks: int, chunk_tokens: int = 0) -> list[ProgramSize]:
+    """Lists the padded sizes of programs, the largest first.
+
+    chunk_tokens: the most tokens of chunks in a captured step; 0 for none. Beside chunks are no rows, a few, or as many
+    as there can be, over tables of all blocks: their attention ends early where a table is longer than its sequence.
+    """
     rows = _up_to(padded(max_rows, MIN_ROWS), MIN_ROWS, 2)
     blocks = _up_to(padded(max_blocks, MIN_BLOCKS, 4), MIN_BLOCKS, 4)
-    return [(num_rows, num_blocks) for num_rows in reversed(rows) for num_blocks in reversed(blocks)]
+    tokens = _up_to(padded(chunk_tokens, MIN_CHUNK_TOKENS), MIN_CHUNK_TOKENS, 2) if chunk_tokens else []
+    sizes = [ProgramSize(num_rows, num_blocks) for num_rows in rows for num_blocks in blocks]
+    sizes += [ProgramSize(num_rows, max_blocks, one) for num_rows in {0, rows[0], rows[-1]} for one in tokens]
+    return sorted(sizes, key=lambda one: (one.num_tokens, one.num_blocks), reverse=True)
 
 
-def graph_bytes(sizes: Sequence[tuple[int, int]], vocab_size: int, row_bytes: int) -> int:
+def captured_tokens(config: ModelConfig) -> int:
+    """Returns the most tokens of chunks in a captured step, by the weights of a layer that multiply each of them."""
+    attention, mixture = config.attention, config.mixture
+    width = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    mlp = config.intermediate_size if mixture is None else mixture.num_chosen * mixture.intermediate_size
+    most = max(MIN_CHUNK_TOKENS, WEIGHTS_TIMES_TOKENS // (config.hidden_size * (width + 3 * mlp)))
+    return 1 << most.bit_length() - 1
+
+
+def graph_bytes(sizes: Sequence[ProgramSize], vocab_size: int, row_bytes: int) -> int:
     """Sums the memory of graphs, which share all but their launches: the rest is the largest graph's.
 
     row_bytes: memory of one row beside its logits.
     """
-    most_rows = max(num_rows for num_rows, _ in sizes)
-    return most_rows * (vocab_size * LOGIT_BYTES + row_bytes) + len(sizes) * GRAPH_BYTES
+    num_tokens, num_logits = max(one.num_tokens for one in sizes), max(one.num_sequences for one in sizes)
+    return num_tokens * row_bytes + num_logits * vocab_size * LOGIT_BYTES + len(sizes) * GRAPH_BYTES
 
 
 def _up_to(most: int, least: int, factor: int) -> list[int]:

@@ -19,6 +19,7 @@ from wire.errors import ModelError
 Packing = Callable[[str, Callable[[], Weight]], Weight]
 """A function that finds the packed matrix by its first tensor's name, or packs it by the given function."""
 META = torch.device("meta")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def pack_anew(_name: str, pack: Callable[[], Weight]) -> Weight:
@@ -82,13 +83,26 @@ class WeightLoader:
         """Loads all weights. Raises ModelError if a tensor is missing or of the wrong shape."""
         config = self._config
         vocabulary = config.vocab_size, config.hidden_size
-        embedding = self._packed({"model.embed_tokens.weight": vocabulary})
-        is_tied = config.tied_embeddings and "lm_head.weight" not in self._checkpoint
-        head = embedding if is_tied else self._packed({"lm_head.weight": vocabulary})
+        is_stored, has_codes = HEAD in self._checkpoint, any(map(self._checkpoint.has_codes, (EMBEDDING, HEAD)))
+        is_copy = is_stored and self._checkpoint.says_tied and not has_codes
+        is_tied = config.tied_embeddings and (is_copy or not is_stored)
+        embedding = self._packing(EMBEDDING, partial(self._pack_embedding, vocabulary, is_copy))
+        head = embedding if is_tied else self._packed({HEAD: vocabulary})
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._norm("model.norm", config.hidden_size)
         norm = norm if self._device == META else norm / config.scalars.logits
         return DecoderWeights(embedding, layers, norm, head)
+
+    def _pack_embedding(self, vocabulary: tuple[int, int], has_copy: bool) -> Weight:
+        """Packs embeddings. Raises ModelError if the head that is stored beside them has to be a copy, and is none."""
+        if has_copy:
+            head, embedding = (self._tensor(name, *vocabulary) for name in (HEAD, EMBEDDING))
+            if not head.is_meta and not torch.equal(head, embedding):
+                raise ModelError(
+                    f"config.json: tie_word_embeddings is true, and tensor {HEAD} differs from {EMBEDDING}: say false "
+                    "where the stored head is right, else take the tensor out"
+                )
+        return self._pack({EMBEDDING: vocabulary}, self._backend.pack)
 
     def _layer(self, index: int) -> LayerWeights:
         config, attention, layer = self._config, self._config.attention, f"model.layers.{index}"

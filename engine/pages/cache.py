@@ -1,15 +1,16 @@
 """The writing of filled blocks to the store, and the ends of all transfers. Three classes own an engine's pages:
 
     PageAllocator    pages that sequences write
-    PrefixReads      prefix lookups, fetches from the store, split prefixes
+    PrefixReads      prefix lookups, fetches from the store, split prefixes, blocks read ahead of a request
     KVCache          write-through, hand-offs, purges, hints, ends of transfers
 
 Only these three change the pool's ledger and begin transfers, on the engine's thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -49,13 +50,15 @@ class KVCache:
     def num_in_flight(self) -> int:
         return self._transfers.pending
 
-    def cache_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
+    def cache_filled(self, sequence_to_start: Mapping[Sequence, int], handing_off: Collection[Sequence] = ()) -> None:
         """Indexes the blocks that sequences have filled since they had `start` tokens with KV, and writes them through.
 
         One transfer writes the blocks of all sequences. Skips blocks that are behind the window by now; if KV of a
-        prompt is to be dropped, its blocks follow the kept blocks.
+        prompt is to be dropped, its blocks follow the kept blocks. handing_off: sequences whose blocks `hand_off` will
+        write.
         """
         filled: list[tuple[BlockName, PageId]] = []
+        told: list[Callable[[], None]] = []
         for sequence, start in sequence_to_start.items():
             blocks = sequence.kv.filled(sequence.tokens, start, sequence.num_computed)
             for name, page in blocks:
@@ -63,8 +66,10 @@ class KVCache:
             self._pool.close([page for _, page in blocks])
             for _, page in blocks if sequence.kv.reserved else ():
                 self._ledger.acquire(page)
-            (sequence.kv.delayed if sequence.kv.reserved else filled).extend(blocks)
-        self._write_through(filled)
+            if sequence not in handing_off:
+                (sequence.kv.delayed if sequence.kv.reserved else filled).extend(blocks)
+            told += self._on_stored(sequence)
+        self._write_through(filled, told)
         for sequence in sequence_to_start:
             kv = sequence.kv
             self.allocator.free(kv.table.leave_behind(kv.window.behind(sequence.num_computed)))
@@ -120,6 +125,7 @@ class KVCache:
             self._ledger.unindex(page)
         self.allocator.free([page for _, page in kv.delayed])
         kv.delayed = []
+        self.prefixes.forget_ahead()
         if names:
             self._begin(Purge(names, peers=sequence.request.peers))
 
@@ -129,6 +135,7 @@ class KVCache:
         pages = [page for page in found if page is not None and self._ledger.key_of(page) is not None]
         for page in pages:
             self._ledger.unindex(page)
+        self.prefixes.forget_ahead()
         return len(pages)
 
     def pass_on_hint(self, sequences: Seq[Sequence]) -> None:
@@ -159,10 +166,18 @@ class KVCache:
         self._write_through(blocks)
         self.allocator.free([page for _, page in blocks])
 
-    def _write_through(self, blocks: Seq[tuple[BlockName, PageId]]) -> None:
-        """Copies blocks to the store; does nothing without blocks."""
+    def _on_stored(self, sequence: Sequence) -> list[Callable[[], None]]:
+        """Makes the call for a hand-off amid its prompt, once the store has all of its blocks so far."""
+        request, num_computed = sequence.request, sequence.num_computed
+        if not isinstance(request, HandOff) or request.on_stored is None or not sequence.kv.is_plain:
+            return []
+        num_blocks = num_computed // self.allocator.layout.block_size
+        return [partial(request.on_stored, num_blocks)] if num_computed < request.num_prompt else []
+
+    def _write_through(self, blocks: Seq[tuple[BlockName, PageId]], told: Seq[Callable[[], None]] = ()) -> None:
+        """Copies blocks to the store; does nothing without blocks. told: see WriteThrough."""
         if blocks:
-            self._begin(WriteThrough([name for name, _ in blocks], [page for _, page in blocks]))
+            self._begin(WriteThrough([name for name, _ in blocks], [page for _, page in blocks], told=told))
 
     def _begin(self, transfer: Transfer) -> None:
         for page in transfer.pages:

@@ -3,6 +3,7 @@
 admit    acquires the pages of known blocks, and begins the fetch of missing ones
 take     gives the sequence what the fetch has brought; with a step that is left, it is a split prefix:
 follow   acquires blocks that were read while the front was computed, and begins to read the next group
+prefetch begins to read blocks that prefill has published of a prompt, before the sequence is here: no state of any
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +14,19 @@ from engine.kv.later_read import LaterRead
 from engine.kv.prefix_read import PrefixRead
 from engine.kv.retention import BlockTable
 from engine.pages.allocator import PageAllocator
+from engine.request import BlocksAhead
 from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.prefix.plan import Read
-from kv_store.transfers import Done, Fetch, Transfer
-from wire.ids import PageId
+from kv_store.transfers import Done, Fetch, Prefetch, Transfer
+from wire.ids import AttemptId, PageId
 from wire.tier import Tier
+
+GROUP_BYTES = 32 << 20
+"""KV of one prefetch: other transfers wait for that much at most."""
+MAX_PREFETCHES = 64
 
 
 class PrefixReads:
@@ -35,6 +41,7 @@ class PrefixReads:
         self._fetches: dict[Transfer, tuple[Sequence, PrefixRead]] = {}
         self._groups: dict[Transfer, tuple[Sequence, LaterRead]] = {}
         self._splits: dict[Sequence, LaterRead] = {}
+        self._ahead: dict[Transfer, AttemptId] = {}
 
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
@@ -77,6 +84,8 @@ class PrefixReads:
             if self._copy_tail(sequence, place, to_fill[0], siblings):
                 read.found[place], read.blocks[place] = to_fill[0], Tier.DEVICE
                 read.missing, to_fill = [], []
+        for order in [one for one, attempt in self._ahead.items() if attempt == sequence.choice.attempt_id]:
+            del self._ahead[order]  # what it has not brought by now, the fetch does
         may_jump = sequence.kv.is_plain and not sequence.wants_scores  # all rows of a scored prompt run
         fetch = read.fetch(to_fill, sequence.request.peers, may_jump)
         self._fetches[fetch] = sequence, read
@@ -93,7 +102,7 @@ class PrefixReads:
         return False
 
     def take(self, done: Done) -> Fetched | None:
-        """Gives a finished fetch's blocks to its sequence, or indexes a group's.
+        """Gives a finished fetch's blocks to its sequence, or indexes a group's or a prefetch's.
 
         Returns None for a group, another transfer, or a sequence that waits again. Call before `end_transfer` of the
         pages.
@@ -103,10 +112,16 @@ class PrefixReads:
             return self._end_fetch(*fetched, done)
         if group is not None and group[0].chunk_end is not None and self._splits.get(group[0]) is group[1]:
             group[1].end_group(done)
-            read = [*zip(done.transfer.names, done.transfer.pages, done.reading.tiers, strict=False)]
-            for name, page, _ in reversed(read):
-                self._ledger.index(page, name.key)
+            self._index(done)
+        if self._ahead.pop(done.transfer, None) is not None:
+            self._index(done)
         return None
+
+    def _index(self, done: Done) -> None:
+        """Indexes the blocks that were read, a prefix's end first; their pages have no owner."""
+        read = [*zip(done.transfer.names, done.transfer.pages, done.reading.tiers, strict=False)]
+        for name, page, _ in reversed(read):
+            self._ledger.index(page, name.key)
 
     def _end_fetch(self, sequence: Sequence, read: PrefixRead, done: Done) -> Fetched | None:
         """Makes the block table of the longest usable prefix, and frees the other pages.
@@ -135,10 +150,37 @@ class PrefixReads:
         self._splits = {one: self._splits[one] for one in running if one.chunk_end is not None}
         jumps = []
         for sequence, later in self._splits.items():
-            pages = self._allocator.available
-            num_lacking = sum(pages.needed_in_all(one.candidate) for one in running)
-            jumps += self._follow(sequence, later, pages.num_allocatable - num_lacking)
+            jumps += self._follow(sequence, later, self._num_spare(running))
         return jumps
+
+    def prefetch(self, ahead: BlocksAhead, running: Seq[Sequence]) -> None:
+        """Begins to read blocks that are not on the device, in groups, into pages that no running sequence needs.
+
+        The pages drain meanwhile, and are cached then. Blocks that come too late, or not at all, are misses.
+        """
+        layout, under_way = self._pool.layout, {name.key for order in self._ahead for name in order.names}
+        if layout.window is not None or layout.has_open_blocks:
+            return
+        lacking = [name for name in ahead.names if name.key not in under_way and self._ledger.find(name.key) is None]
+        num_spare, size = self._num_spare(running), -(-GROUP_BYTES // layout.payload_bytes)
+        for start in range(0, min(len(lacking), num_spare), size):
+            if len(self._ahead) == MAX_PREFETCHES:
+                return
+            names = lacking[start : min(start + size, num_spare)]
+            pages = self._allocator.allocate(len(names))
+            order = Prefetch(names, pages, ahead.peers, self._ahead.__contains__)
+            self._ahead[order] = ahead.attempt_id
+            self._begin(order)
+            self._allocator.free(pages)
+
+    def forget_ahead(self) -> None:
+        """Drops all prefetches: their blocks may be deleted by now."""
+        self._ahead.clear()
+
+    def _num_spare(self, running: Iterable[Sequence]) -> int:
+        """Counts the pages that running sequences do not need for their known tokens and the next."""
+        pages = self._allocator.available
+        return pages.num_allocatable - sum(pages.needed_in_all(one.candidate) for one in running)
 
     def _follow(self, sequence: Sequence, later: LaterRead, num_spare: int) -> list[Jumped]:
         """Has a sequence acquire the blocks that it has reached, and begins a group of at most `num_spare` pages."""

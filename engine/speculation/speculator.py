@@ -14,6 +14,7 @@ Saxena (2023).
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
@@ -46,6 +47,10 @@ MAX_LOST = 64
 """Drafts pause at this debt of lost steps, though guesses come true: prompts cost more."""
 MAX_MISS, MAX_STALL = 2, 8
 """The most steps that one drafted step counts as lost: in a trial, and in the debt."""
+NUM_REMEMBERED = 16
+"""The guesses after which older ones count for a third in a sequence's chance."""
+MAX_CHANCE, MIN_COST = 0.98, 0.01
+"""Bounds of what is learned about guesses: a chance of 1 would be worth any length, a cost of 0 likewise."""
 NGRAM_LENGTHS = (3, 2)
 MAX_A_STEP = 4096
 """The most tokens of a sequence that one step adds to its n-grams: 4 ms of the engine's thread."""
@@ -112,6 +117,15 @@ class DraftLength:
         self.length = 2
         self._pause = 1
         self._num_to_skip = 0
+        self._num_tried = self._num_true = 1.0
+
+    def worthwhile(self, guess_cost: float) -> int:
+        """Returns how many guesses, at least one, are worth their time: a guess comes true only if all before it do.
+
+        guess_cost: plain steps that a guess takes; a true guess saves a step.
+        """
+        chance = min(self._num_true / self._num_tried, MAX_CHANCE)
+        return max(1, int(math.log(max(guess_cost, MIN_COST)) / math.log(chance)))
 
     def is_due(self) -> bool:
         """Counts a step; returns whether it has a draft."""
@@ -123,6 +137,9 @@ class DraftLength:
         self._num_to_skip = num_steps
 
     def learn(self, num_guessed: int, num_accepted: int) -> None:
+        # A guess after one that was wrong has not been tried.
+        self._num_tried += min(num_accepted + 1, num_guessed) - self._num_tried / NUM_REMEMBERED
+        self._num_true += num_accepted - self._num_true / NUM_REMEMBERED
         if num_accepted:
             self._pause = 1
             self.length = max(self.length, 2 * num_guessed) if num_accepted == num_guessed else num_accepted + 1
@@ -137,6 +154,9 @@ class Payoff:
 
     Example: a drafted step takes as long as two plain steps and brings each row five tokens; it gains three steps.
     """
+
+    guess_cost = 0.0
+    """Plain steps that a guess of each row takes: 1 at most, where no guess is worth it."""
 
     def __init__(self) -> None:
         self._plain_s = self._gain = self._num_lost = 0.0
@@ -163,14 +183,17 @@ class Payoff:
             self._count(1 - step_s / self._plain_s)
             self._judge()
 
-    def learn_drafted(self, step_s: float, num_rounds: float) -> None:
-        """Takes the seconds of a step that gained `num_rounds` tokens a row. In a trial's first step the proposer
-        catches up.
+    def learn_drafted(self, step_s: float, num_guesses: float, num_rounds: float) -> None:
+        """Takes the seconds of a step that had `num_guesses` and gained `num_rounds` tokens a row. In a trial's first
+        step the proposer catches up.
         """
         if self._plain_s:
-            gain = num_rounds - step_s / self._plain_s
+            num_steps = step_s / self._plain_s
+            gain = num_rounds - num_steps
             self._count(gain)
-            self._gain += (max(gain, -MAX_MISS) - self._gain) / 8 if self._num_drafted else 0
+            if self._num_drafted:
+                self._gain += (max(gain, -MAX_MISS) - self._gain) / 8
+                self.guess_cost += (min(1.0, (num_steps - 1) / num_guesses) - self.guess_cost) / 8
             self._num_drafted += 1
             self._judge()
 
@@ -229,7 +252,8 @@ class Speculator:
             return NO_DRAFTS
         rooms = dict(zip(rows.sequences, (rows.room[:num_rows] - 1).tolist(), strict=False))
         self._forced = self._force(rooms, budget)
-        wanted = _share(budget - sum(map(len, self._forced.values())), self._lengths(rooms))
+        lengths = self._lengths(rooms, self._payoffs[num_tokens].guess_cost)
+        wanted = _share(budget - sum(map(len, self._forced.values())), lengths)
         self._num_wanted = len(wanted)
         guesses = {**(self._propose(wanted) if wanted else {}), **self._forced}
         for sequence in wanted:
@@ -264,7 +288,7 @@ class Speculator:
         (num_rows, began_s), self._began = self._began, None
         step_s, payoff = self._clock() - began_s, self._payoffs[num_rows]
         if drafts:
-            payoff.learn_drafted(step_s, float(np.sum(num_gained)) / num_rows)
+            payoff.learn_drafted(step_s, len(drafts) / num_rows, float(np.sum(num_gained)) / num_rows)
         elif self._num_wanted:
             payoff.learn_missed(step_s)
         else:
@@ -294,24 +318,24 @@ class Speculator:
                 budget -= len(forced[sequence])
         return forced
 
-    def _lengths(self, rooms: Mapping[Sequence, int]) -> Mapping[Sequence, int]:
+    def _lengths(self, rooms: Mapping[Sequence, int], guess_cost: float) -> Mapping[Sequence, int]:
         """Computes how many guesses a proposer may make for each sequence without forced tokens."""
         rest = {one: room for one, room in rooms.items() if room > 0 and one not in self._forced}
-        wanted = ((one, min(self._length(one), room)) for one, room in rest.items() if self._proposer)
+        wanted = ((one, min(self._length(one, guess_cost), room)) for one, room in rest.items() if self._proposer)
         return {sequence: length for sequence, length in wanted if length > 0}
 
     def _most(self, sequence: Sequence) -> int:
         """Computes the most tokens to guess; the run gains one more than are accepted."""
         return min(self._max_draft_len, sequence.ending.max_output - len(sequence.output_ids) - 1)
 
-    def _length(self, sequence: Sequence) -> int:
-        """Computes the number of tokens to guess, from the success of earlier drafts."""
+    def _length(self, sequence: Sequence, guess_cost: float) -> int:
+        """Computes the number of tokens to guess, from the success of earlier drafts and the time of a guess."""
         draft_len = self._draft_lens.get(sequence)
         if draft_len is None:
             draft_len = self._draft_lens[sequence] = DraftLength()
         if not draft_len.is_due():
             return 0
-        return min(draft_len.length, self._most(sequence))
+        return min(draft_len.length, draft_len.worthwhile(guess_cost), self._most(sequence))
 
 
 def _share(budget: int, lengths: Mapping[Sequence, int]) -> dict[Sequence, int]:

@@ -17,8 +17,8 @@ import torch
 
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
-from engine.model.programs import program_sizes
-from engine.model.sampler import PLAIN, choose
+from engine.model.programs import ProgramSize, captured_tokens, program_sizes
+from engine.model.sampler import PLAIN, choose, likeliest
 from kernels.backend import Backend, KVPages
 from kernels.cpu.library import NoKernels
 from wire.errors import ConfigError
@@ -99,7 +99,7 @@ class WarmStep:
 class Warmth:
     """A warm model, and what its requests have waited for nevertheless."""
 
-    def __init__(self, model: CausalModel, backend: Backend, without_program: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, model: CausalModel, backend: Backend, without_program: Sequence[ProgramSize]) -> None:
         """without_program: sizes of steps that run kernel by kernel."""
         self.without_program = without_program
         self._model = model
@@ -155,6 +155,7 @@ def run_steps(model: CausalModel, kv: KVPages, steps: Sequence[WarmStep]) -> Non
     for step in steps:
         with _naming(step, model.device), torch.inference_mode():
             logits = model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            likeliest(logits)
             choose(logits, [PLAIN] * len(logits))
 
 
@@ -176,16 +177,18 @@ def limits_of(model: CausalModel, kv: KVPages, max_rows: int, max_chunk_tokens: 
 
 def make_programs(
     model: CausalModel, kv: KVPages, limits: StepBounds, report: Report = ignore_progress
-) -> list[tuple[int, int]]:
+) -> list[ProgramSize]:
     """Records or captures all sizes of a model that has programs; returns sizes for which the device had no memory."""
-    without: list[tuple[int, int]] = []
+    without: list[ProgramSize] = []
     if not isinstance(model, Decoder):
         return without
-    sizes = program_sizes(limits.max_rows, limits.max_blocks)
+    is_captured = model.device.type != "cpu"
+    chunk_tokens = min(limits.max_chunk_tokens, captured_tokens(model.config)) * is_captured
+    sizes = program_sizes(limits.max_rows, limits.max_blocks, chunk_tokens)
     for num_done, size in enumerate(sizes):
         report("graphs", num_done, len(sizes))
-        with _naming(f"a graph of {size[0]} rows and {size[1]} blocks", model.device):
-            if not model.prepare(*size, kv):
+        with _naming(f"a graph of {size}", model.device):
+            if not model.prepare(size, kv):
                 without.append(size)
     report("graphs", len(sizes), len(sizes))
     return without
@@ -197,7 +200,7 @@ def note_kernels(model: CausalModel, kv: KVPages, limits: StepBounds, launches: 
     for step in limits.steps:
         num_noted = len(launches.signatures)
         with _naming(step, model.device), launches.noting():
-            model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            likeliest(model.forward(step.batch(model.layout.block_size).to(model.device), kv))
         if len(launches.signatures) > num_noted:
             needed.append(step)
     return needed
@@ -211,6 +214,8 @@ def _naming(what: object, device: torch.device) -> Iterator[None]:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"{what} does not fit into the memory of {device}: lower worker.pool_bytes") from error
+        told = ". ".join(str(error).split(". ")[1:3])  # what it tried to allocate, and what was free
+        advice = "lower worker.pool_bytes" + (f" ({told})" if told else "")
+        raise ConfigError(f"{what} does not fit into the memory of {device}: {advice}") from error
     except RuntimeError as error:
         raise ConfigError(f"{device} failed at {what}: {error}") from error

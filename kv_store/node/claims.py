@@ -137,7 +137,7 @@ class Holds:
 
 
 class Reservations:
-    """Reserved slots by writer, without a time limit: only the writer, or its death, ends a reservation."""
+    """Reserved slots by reservation, without a time limit: only the writer, or its death, ends a reservation."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self._ledger = ledger
@@ -148,27 +148,27 @@ class Reservations:
         """Writers of each slot."""
         return Counter(slot for names in self._writing.values() for slot in names)
 
-    def take(self, writer: str, names: list[BlockName]) -> list[SlotId]:
+    def take(self, reservation_id: str, names: list[BlockName]) -> list[SlotId]:
         """Reserves slots for the first of `names`, as many as are allocatable. The slots drain meanwhile."""
         slots = self._ledger.allocate(min(len(names), self._ledger.num_allocatable))
         for slot in slots:
             self._ledger.begin_transfer(slot)
             self._ledger.free(slot)
-        self._writing.setdefault(writer, {}).update(zip(slots, names, strict=False))
+        self._writing.setdefault(reservation_id, {}).update(zip(slots, names, strict=False))
         return slots
 
-    def name_of(self, writer: str, slot: SlotId) -> BlockName | None:
-        """Names the block that a writer writes to a slot; None if the writer has not reserved the slot."""
-        return self._writing.get(writer, {}).get(slot)
+    def name_of(self, reservation_id: str, slot: SlotId) -> BlockName | None:
+        """Names the block that is written to a slot; None if the slot is not of this reservation."""
+        return self._writing.get(reservation_id, {}).get(slot)
 
-    def end(self, writer: str, slot: SlotId) -> None:
-        """Ends the reservation of one slot."""
-        del self._writing[writer][slot]
+    def end(self, reservation_id: str, slot: SlotId) -> None:
+        """Takes one slot out of a reservation."""
+        del self._writing[reservation_id][slot]
         self._ledger.end_transfer(slot)
 
-    def end_all_of(self, writer: str) -> int:
-        """Ends and counts the reservations of a writer."""
-        slots = self._writing.pop(writer, {})
+    def end_all_of(self, reservation_id: str) -> int:
+        """Ends a reservation, and counts its slots."""
+        slots = self._writing.pop(reservation_id, {})
         for slot in slots:
             self._ledger.end_transfer(slot)
         return len(slots)

@@ -79,14 +79,14 @@ class Directory(DirectoryPort):
         return self._info
 
     @exclusive
-    def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
+    def reserve(self, reservation_id: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
         find = self.state.ledger.find
-        self._claims.reservations.end_all_of(writer)
+        self._claims.reservations.end_all_of(reservation_id)
         resident = self.state.find(name.key for name in names)
         self.state.touch(resident)
         self._keep(hold, resident)
-        lease_id = self._claims.leases.take(writer, resident, 1.0)  # a batch must not evict its own prefix
-        taken = self._claims.reservations.take(writer, [name for name in names if find(name.key) is None])
+        lease_id = self._claims.leases.take(reservation_id, resident, 1.0)  # a batch must not evict its own prefix
+        taken = self._claims.reservations.take(reservation_id, [name for name in names if find(name.key) is None])
         for slot in taken:
             self.state.forget(slot)
         slots = iter(taken)
@@ -95,20 +95,20 @@ class Directory(DirectoryPort):
         return Reservation(given, len(resident))
 
     @exclusive
-    def commit(self, writer: str, blocks: Sequence[Block], hold: Hold | None) -> int:
+    def commit(self, reservation_id: str, blocks: Sequence[Block], hold: Hold | None) -> int:
         reservations = self._claims.reservations
-        written = [block for block in blocks if reservations.name_of(writer, block.slot) == block.name]
+        written = [block for block in blocks if reservations.name_of(reservation_id, block.slot) == block.name]
         for block in written:
             self.state.index(block)
         for block in reversed(written):
-            reservations.end(writer, block.slot)
+            reservations.end(reservation_id, block.slot)
         resident = self.state.find(block.name.key for block in blocks)
         self._keep(hold, resident)
         return len(resident)
 
     @exclusive
-    def abandon(self, writer: str) -> int:
-        return self._claims.reservations.end_all_of(writer)
+    def abandon(self, reservation_id: str) -> int:
+        return self._claims.reservations.end_all_of(reservation_id)
 
     @exclusive
     def writer_died(self, writer: str) -> None:

@@ -122,23 +122,23 @@ class DirectoryPort(Calls):
         """Joins the directory's present epoch. The caller maps its arena before any other call."""
 
     @declared
-    def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
+    def reserve(self, reservation_id: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
         """Reserves slots for missing blocks; with `hold`, holds the present blocks.
 
-        A slot is the writer's, without a time limit, until its commit or abandon, or the death of its process. A
-        writer's new reservation gives back the uncommitted slots of its last.
+        A slot is the reservation's, without a time limit, until its commit or abandon, or the death of its process. A
+        process gives its ids itself: a new reservation under an id gives back the uncommitted slots of the id's last.
         """
 
     @declared
-    def commit(self, writer: ClientName, blocks: Sequence[Block], hold: Hold | None, /) -> int:
+    def commit(self, reservation_id: ClientName, blocks: Sequence[Block], hold: Hold | None, /) -> int:
         """Indexes written blocks; counts the given keys that are indexed now. The first writer of a key wins.
 
-        Ignores a slot that this writer has not reserved for this block.
+        Ignores a slot that is not reserved under this id for this block.
         """
 
     @declared
-    def abandon(self, writer: ClientName, /) -> int:
-        """Gives back and counts a writer's reserved slots, which it must no longer write."""
+    def abandon(self, reservation_id: ClientName, /) -> int:
+        """Gives back and counts the slots of a reservation, which its process must no longer write."""
 
     @declared
     def lease(self, reader: ClientName, keys: Sequence[BlockKey], ttl_s: TtlS, /) -> Lease:

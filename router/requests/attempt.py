@@ -10,7 +10,7 @@ NaN or infinite logits, if cached KV was read; it reads no cached KV.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.disaggregation import PrefillReason, hand_off_s
 from router.observe.journal import RequestJournal
@@ -23,6 +23,7 @@ from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.checks import ServingLimits, ValidRequest
 from router.requests.outbox import ReplyWriter
 from router.requests.prompt import PreparedPrompt, PromptPreparer
+from router.requests.read_ahead import ReadAhead
 from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
@@ -124,6 +125,10 @@ class AttemptFailed(Exception):
         self.error = error
 
 
+def _leave_alone(num_blocks: int) -> None:
+    """Does nothing about stored blocks."""
+
+
 class Attempt:
     """An attempt at the unfinished choices. is_alone: it may be the last; see IsolatedRetries.
 
@@ -156,19 +161,26 @@ class Attempt:
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
             if member is not None:
-                prefill = await self._prefill(route, member)
+                rest = route.through(member.id)
+                ahead = ReadAhead(self.id, request.admitted.root, request.prompt, rest, placement)
+                prefill = await self._prefill(route, member, ahead)
                 if not request.answer.has_ended:
-                    decode = await self._decode(route.through(member.id))
+                    decode = await self._decode(replace(rest, prefetched=ahead.sent))
                     if (took_s := hand_off_s(prefill, decode)) is not None:
                         placement.note_hand_off(took_s)
         if member is None:  # the node has lost its prefill workers meanwhile
             journal.plan(PrefillReason.ABSENT)
             await self._decode(route)
 
-    async def _prefill(self, route: Route, member: Member) -> Sequence[pb.Span]:
-        """Has a worker publish the prompt's blocks under a hold; its last update brings a token for each choice."""
-        with member.assigned(self.request.prompt.sampling.n, route.num_new_tokens, route.keys):
-            return await self._run_on(route, member, Role.PREFILL, self.request.services.holds.keep)
+    async def _prefill(self, route: Route, member: Member, ahead: ReadAhead) -> Sequence[pb.Span]:
+        """Has a worker publish the prompt's blocks under a hold; its last update brings a token for each choice.
+
+        A decode worker reads them meanwhile, unless the first token is the last.
+        """
+        sampling, keep = self.request.prompt.sampling, self.request.services.holds.keep
+        with member.assigned(sampling.n, route.num_new_tokens, route.keys), ahead.running() as on_stored:
+            goes_on = sampling.max_tokens > 1
+            return await self._run_on(route, member, Role.PREFILL, keep, on_stored if goes_on else _leave_alone)
 
     async def _decode(self, route: Route) -> Sequence[pb.Span]:
         """Has a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
@@ -192,18 +204,24 @@ class Attempt:
         return spans
 
     async def _run_on(
-        self, route: Route, member: Member, role: Role, on_prompt: Callable[[AttemptId], None]
+        self,
+        route: Route,
+        member: Member,
+        role: Role,
+        on_prompt: Callable[[AttemptId], None],
+        on_stored: Callable[[int], None] = _leave_alone,
     ) -> Sequence[pb.Span]:
         """Runs the attempt on a worker; returns the spans of the call.
 
-        on_prompt: called when prefill has published the blocks, or decode has them.
+        on_prompt: called when prefill has published the blocks, or decode has them. on_stored: takes the number of
+        first blocks that prefill has published by now.
         """
         if self.is_alone:
             await self._require_answer(member)
         journal, told, error = self.request.journal, list[pb.Span](), ""
         journal.call(role, member.id, self._clock())
         try:
-            await member.line.run(self._begin(route, member), self._taker(member, on_prompt, told))
+            await member.line.run(self._begin(route, member), self._taker(member, on_prompt, on_stored, told))
         except BatonError as broken:
             failure = self._failure(member, broken)
             error = failure.error.reason
@@ -251,7 +269,13 @@ class Attempt:
             keep_s=admitted.valid.keep_s,
         )
 
-    def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:
+    def _taker(
+        self,
+        member: Member,
+        on_prompt: Callable[[AttemptId], None],
+        on_stored: Callable[[int], None],
+        spans: list[pb.Span],
+    ) -> Take:
         """Makes the function that takes an attempt's updates, on the line's task, without waiting."""
         answer, tells_first = self.request.answer, self.request.journal.source is None
 
@@ -263,6 +287,8 @@ class Attempt:
                 if tells_first:
                     self.request.note_source(update.prompt)
                 on_prompt(self.id)
+            if update.num_stored_blocks:
+                on_stored(update.num_stored_blocks)
             self._pass_on(update)
             spans.extend(update.end.spans)
             stopped = answer.take_stopped()

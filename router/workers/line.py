@@ -1,6 +1,6 @@
 """The router's end of the line to one worker: orders of all requests go out, and updates come in, each to its attempt.
 
-    begin, abort, end_choices, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
+    begin, abort, end_choices, prefetch, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
     _Attempt.take(update) ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
     Questions.answer(reply) ◀┘
 
@@ -20,6 +20,8 @@ from wire.ids import AttemptId
 from wire.pb import worker_pb2
 
 MAX_PIECE_BYTES = 64 << 10
+MAX_PREFETCHES = 4
+"""Bound on prefetches that wait for the connection, of some 12 KB each."""
 LAST_WORDS_S = 1.0
 """Time after a failed write to read the worker's last messages, which may have the true reason."""
 Take = Callable[[worker_pb2.Update], bool]
@@ -65,6 +67,13 @@ class Outgoing:
         if self._pieces and self._pieces[0].id == attempt:
             self._pieces.clear()
         self._changed.set()
+
+    def prefetch(self, order: worker_pb2.Prefetch) -> bool:
+        """Adds an order to read ahead; returns False, and drops it, if too many wait."""
+        has_room = len(self._short.prefetches) < MAX_PREFETCHES
+        if has_room:
+            self.short().prefetches.append(order)
+        return has_room
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Replaces a waiting renewal."""
@@ -207,6 +216,10 @@ class Line:
         """Ends choices of a running attempt; the worker goes on with the others."""
         ended = (worker_pb2.EndedChoice(attempt=attempt, index=index) for index in indices)
         self._outgoing.short().ended_choices.extend(ended)
+
+    def prefetch(self, order: worker_pb2.Prefetch) -> bool:
+        """Has the worker read blocks of an attempt that may begin there; returns False if the line is behind."""
+        return self._outgoing.prefetch(order)
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Renews the holds of these attempts."""

@@ -1,7 +1,10 @@
 """Tuning of the table of tiles, with times that a test makes up."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from benchmarks.gpu_tiles import (
     SHAPES,
@@ -12,6 +15,7 @@ from benchmarks.gpu_tiles import (
     choose_fastest,
     format_table,
     read_timed,
+    rows_of,
     write_tuned,
 )
 from kernels.tiles import TABLE, Tile, read_table
@@ -44,13 +48,13 @@ def test_tuning_rewrites_the_rows_of_its_architecture_alone(tmp_path: Path) -> N
     before, tried = read_table(path), set[tuple[Row, Tile]]()
     chosen = Tile(128, 32, 4, 1)
 
-    def try_tile(row: Row, tile: Tile) -> Trial:
-        tried.add((row, tile))
+    def try_tiles(row: Row, tiles: Sequence[Tile]) -> list[Trial]:
+        tried.update((row, tile) for tile in tiles)
         if row.role == "decode":
-            return Trial(tile, math.inf)
-        return Trial(tile, 1.0 if tile == chosen else 2.0)
+            return [Trial(tile, math.inf) for tile in tiles]
+        return [Trial(tile, 1.0 if tile == chosen else 2.0) for tile in tiles]
 
-    write_tuned("sm_90", try_tile, "a device", path)
+    write_tuned("sm_90", try_tiles, "a device", path, tmp_path / "listed")
     after, timed = read_table(path), read_timed(path)
     assert timed["sm_90.prompts.plain"].startswith("a device, 20")
     assert "sm_80.prompts.plain" not in timed
@@ -61,3 +65,24 @@ def test_tuning_rewrites_the_rows_of_its_architecture_alone(tmp_path: Path) -> N
         kept = before["sm_90"]["prompts"][kind]
         assert heads == (kept if kind == "float32" else {head_dim: [128, 32, 4, 1] for head_dim in heads})
     assert {tile for row, tile in tried if row == Row("prompts", "plain", 128)} >= set(SHAPES["prompts"])
+
+
+def test_rows_are_listed_as_they_are_found_so_that_a_stopped_run_keeps_them(tmp_path: Path) -> None:
+    path, listed = tmp_path / "tiles.toml", tmp_path / "listed"
+    path.write_text(TABLE.read_text())
+    rows = rows_of(read_table(path), "sm_90")
+    are_usual = [row.size in (128, 4) for row in rows]
+    assert are_usual == sorted(are_usual, reverse=True)
+    faster = Tile(16, 64, 2, 3)
+
+    def try_tiles(row: Row, tiles: Sequence[Tile]) -> list[Trial]:
+        if row != rows[0]:
+            raise KeyboardInterrupt
+        return [Trial(tile, 1e-4 if tile == faster else 2e-4) for tile in tiles]
+
+    with pytest.raises(KeyboardInterrupt):
+        write_tuned("sm_90", try_tiles, "a device", path, listed)
+    [line] = listed.read_text().splitlines()
+    assert line.startswith("[sm_90.decode] plain = { 128 = [16, 64, 2, 3] }  # a device, 20")
+    assert "; 100.0 us, before [16, 128, 4, 2] 200.0 us, of 2" in line
+    assert read_table(path)["sm_90"]["decode"]["plain"]["128"] == [16, 64, 2, 3]

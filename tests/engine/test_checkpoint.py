@@ -97,10 +97,33 @@ def test_sampling_out_of_its_range_is_refused_by_name(folder: Path, advised: dic
         Checkpoint(folder)
 
 
-def test_a_stored_head_is_used_even_if_the_embedding_is_said_to_be_tied(folder: Path) -> None:
+def copy_embeddings(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def test_a_head_beside_embeddings_that_config_json_ties_has_to_be_their_copy(folder: Path) -> None:
     reconfigure(folder, tie_word_embeddings=True)
-    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
-    model = Decoder.load(folder, None, CPU, 16, TorchBackend())
+    with pytest.raises(
+        ModelError, match=r"tie_word_embeddings is true, and tensor lm_head\.weight differs from model\."
+    ):
+        load(folder)
+    reweigh(folder, copy_embeddings)
+    model = load(folder)
+    assert model.weights.head is model.weights.embedding
+    reweigh(folder, lambda tensors: tensors["lm_head.weight"].view(-1)[-1:].add_(0.25))
+    with pytest.raises(ModelError, match="differs"):
+        load(folder)
+
+
+def test_a_stored_head_is_used_where_only_a_default_ties_it(tmp_path: Path) -> None:
+    """As in Gemma by default, and in files of Mistral 3, whose wrapper says true beside a head of its own."""
+    make_checkpoint("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    stored = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    del config["tie_word_embeddings"]
+    replaced(tmp_path / "config.json").write_text(json.dumps(config))
+    model = Decoder.load(tmp_path, None, CPU, 16, TorchBackend())
+    assert model.config.tied_embeddings
     assert torch.equal(model.weights.head.data, stored)
 
 
@@ -198,7 +221,6 @@ HARMLESS: dict[str, Callable[[Path], None]] = {
     "buffers of rope": with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)),
     "one buffer of rope": with_tensor("model.rotary_emb.inv_freq", torch.ones(8)),
     "another head": with_tensor("v_head.summary.weight", torch.ones(1, 64)),
-    "a stored head though tied": with_config(tie_word_embeddings=True),
     "several dtypes": lambda folder: reweigh(folder, mix_dtypes),
     "a sliding window that the architecture has not": with_config(sliding_window=0, layer_types="none"),
     "no end of text": with_config(eos_token_id=None),

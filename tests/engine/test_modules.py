@@ -15,13 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
-from engine.checkpoint.checkpoint import Checkpoint, open_draft
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.fingerprint import DigestCache
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from engine.model.loading import load_model
 from engine.model.modules_model import ModulesModel
 from engine.model.weights import check_weights, count_bytes
+from engine.speculation.draft_folder import open_draft
 from kernels.backend import KVPages
 from kernels.cpu.library import best_isa
 from kernels.selection import select_backend
@@ -241,6 +242,18 @@ def test_experts_that_cannot_be_joined_are_refused(tmp_path: Path, stored: str, 
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
+
+
+def test_a_head_that_is_no_copy_of_the_embeddings_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("gpt-neox", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"config\.json: tie_word_embeddings is true, and .* differs from the embedd"):
+        load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embed_out.weight"] = tensors["gpt_neox.embed_in.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(tmp_path)
 
 
 def test_code_that_mixes_tokens_by_itself_is_refused(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,13 +330,34 @@ def test_pace_grows_with_success_and_pauses_after_failures() -> None:
     assert waits == [1, 2, 4, 8, 16, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
 
 
+def test_guesses_end_where_their_chance_falls_below_their_cost() -> None:
+    draft_len = DraftLength()
+    assert draft_len.worthwhile(0.0) > 100, "nothing is known yet"
+    for _ in range(40):
+        draft_len.learn(2, 1)
+    assert [draft_len.worthwhile(cost) for cost in (0.6, 0.3, 0.2, 0.06, 0.0)] == [1, 1, 2, 4, 6]
+    for _ in range(40):
+        draft_len.learn(4, 4)
+    assert draft_len.worthwhile(0.3) > 30
+
+
+def test_a_guess_costs_what_a_drafted_step_takes_longer() -> None:
+    payoff = Payoff()
+    payoff.learn_plain(1.0)
+    for _ in range(60):
+        payoff.learn_drafted(1.9, 3, 2)
+    assert payoff.guess_cost == pytest.approx(0.3, abs=0.01)
+    payoff.learn_drafted(1000.0, 3, 2)
+    assert payoff.guess_cost < 0.4, "a stall is no cost of a guess"
+
+
 def judged(payoff: Payoff, plain_s: float, drafted_s: float, num_steps: int) -> list[bool]:
     """Runs steps of these times a token; tells which of them had drafts."""
     had_drafts = []
     for _ in range(num_steps):
         had_drafts.append(payoff.is_due())
         if had_drafts[-1]:
-            payoff.learn_drafted(drafted_s, 1)
+            payoff.learn_drafted(drafted_s, 1, 1)
         else:
             payoff.learn_plain(plain_s)
     return had_drafts
@@ -372,7 +393,7 @@ def test_steps_in_which_a_proposer_only_catches_up_are_paid_for() -> None:
 def test_a_stall_among_drafts_that_gain_leaves_none_out() -> None:
     payoff = Payoff()
     judged(payoff, 1.0, 0.5, 10)
-    payoff.learn_drafted(1000.0, 1)
+    payoff.learn_drafted(1000.0, 1, 1)
     assert sum(judged(payoff, 1.0, 0.5, 64)) == 62
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import paged_attention, reference
+from kernels import reference
+from kernels.attention.decode import paged_decode_attention
 from kernels.backend import AttentionVariant, KVPages
 from tests.kernels.backends import triton_write
 from tests.kernels.paged_batch import (
@@ -31,7 +32,7 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCES)
 def check_decode(batch: PagedBatch, sliding_window: int | None = None) -> None:
     query = batch.random_query(len(batch.keys))
     args = (query, batch.pages, batch.block_tables, batch.context_lens, batch.variant(sliding_window))
-    decoded, expected = paged_attention.paged_decode_attention(*args), reference.paged_decode_attention(*args)
+    decoded, expected = paged_decode_attention(*args), reference.paged_decode_attention(*args)
     tolerance = TOLERANCES[query.dtype]
     torch.testing.assert_close(decoded, expected, atol=tolerance, rtol=tolerance)
 
@@ -107,8 +108,4 @@ def test_write_and_decode_beyond_32_bit_offsets(device: torch.device) -> None:
     assert kv_layer[far_page].eq(1.0).all()
     tables = torch.tensor([[far_page]], dtype=torch.int32, device=device)
     lens = torch.tensor([16], dtype=torch.int32, device=device)
-    assert (
-        paged_attention.paged_decode_attention(rows[:1], KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
-        .eq(1.0)
-        .all()
-    )
+    assert paged_decode_attention(rows[:1], KVPages(kv_layer), tables, lens, AttentionVariant(1.0)).eq(1.0).all()

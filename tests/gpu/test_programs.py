@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from engine.model.decoder import Decoder
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
-from kernels import paged_attention
+from engine.warm.warming import limits_of, make_programs
 from kernels.accelerator import CudaGraph
+from kernels.attention.decode import paged_decode_attention
+from kernels.attention.prompts import paged_prefill_attention
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
@@ -53,6 +56,28 @@ def test_graphs_give_the_tokens_of_their_launches(
     else:  # products of more rows may round otherwise
         equal = sum(one == other for one, other in zip(captured, launched, strict=True))
         assert equal >= len(prompts) // 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_of_chunks_give_the_tokens_of_their_launches(dtype: str, tmp_path: Path) -> None:
+    """Prompts in chunks of what 128 tokens leave, beside rows that decode; every step is a graph."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    asked = [choose_prompt(folder, length).prompt_ids for length in LENGTHS]
+
+    def run(is_captured: bool) -> list[list[int]]:
+        model = Decoder.load(folder, dtype, DEVICE, 16)
+        core = make_core(model, None, 512, ContinuousBatcher(max_step_tokens=128, max_running=8))
+        with pytest.MonkeyPatch.context() as patch:
+            if is_captured:
+                assert make_programs(model, core.pool.kv, limits_of(model, core.pool.kv, 8, 128)) == []
+                patch.setattr(Decoder, "run", None)
+            return [one.outputs[0] for one in drive(core, [request(prompt, GREEDY) for prompt in asked])]
+
+    captured, launched = run(True), run(False)
+    if dtype == "float32":
+        assert captured == launched
+    else:  # products of more rows may round otherwise
+        assert sum(one == other for one, other in zip(captured, launched, strict=True)) >= len(asked) // 2
 
 
 def test_steps_with_guesses_beside_graphs_of_as_many_rows(tmp_path: Path) -> None:
@@ -115,13 +140,11 @@ def test_a_decoding_row_has_the_same_bits_alone_and_among_others(dtype: torch.dt
     lens = [1, 100, 128, 129, 1000, 5000, 20_000]
     batch = make_paged_batch(Heads(32, 8, 128), lens, 16, dtype, DEVICE)
     query, variant = batch.random_query(len(lens)), batch.variant()
-    together = paged_attention.paged_decode_attention(
-        query, batch.pages, batch.block_tables, batch.context_lens, variant
-    )
+    together = paged_decode_attention(query, batch.pages, batch.block_tables, batch.context_lens, variant)
     for row, length in enumerate(lens):
         one = slice(row, row + 1)
         table = batch.block_tables[one, : -(-length // 16)]
-        alone = paged_attention.paged_decode_attention(query[one], batch.pages, table, batch.context_lens[one], variant)
+        alone = paged_decode_attention(query[one], batch.pages, table, batch.context_lens[one], variant)
         assert torch.equal(alone, together[one])
 
 
@@ -134,9 +157,7 @@ def test_a_row_of_a_prompt_has_the_same_bits_in_any_chunk(dtype: torch.dtype) ->
     def attend(start: int, end: int) -> torch.Tensor:
         lens = torch.tensor([end], dtype=torch.int32, device=DEVICE)
         starts = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
-        return paged_attention.paged_prefill_attention(
-            query[start:end], batch.pages, batch.block_tables, lens, starts, variant
-        )
+        return paged_prefill_attention(query[start:end], batch.pages, batch.block_tables, lens, starts, variant)
 
     whole = attend(0, length)
     for start, end in [(0, 1), (0, 333), (333, 340), (340, 341), (341, 700)]:

@@ -101,19 +101,17 @@ def serve(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams)
 
 def prefill(core: EngineCore, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Run]:
     """The prefill half of requests: one token per choice, the prompts' blocks published."""
-    asked = [request(prompt_ids, sampling) for prompt_ids in prompts]
-    return drive(
-        core,
-        [
-            HandOff(
-                attempt_id=one.attempt_id,
-                root=one.root,
-                prompt_ids=one.prompt_ids,
-                sampling=one.sampling,
-                choices=one.choices,
-            )
-            for one in asked
-        ],
+    return drive(core, [hand_off_of(request(prompt_ids, sampling)) for prompt_ids in prompts])
+
+
+def hand_off_of(asked: EngineRequest) -> HandOff:
+    """The prefill half of a request."""
+    return HandOff(
+        attempt_id=asked.attempt_id,
+        root=asked.root,
+        prompt_ids=asked.prompt_ids,
+        sampling=asked.sampling,
+        choices=asked.choices,
     )
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import paged_attention, reference, row_operations
+from kernels import reference, row_operations
+from kernels.attention.decode import paged_decode_attention
+from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
@@ -87,12 +89,12 @@ def triton_write(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Ten
 
 DECODES: dict[str, PagedDecodeAttention] = {
     "reference": reference.paged_decode_attention,
-    "triton": paged_attention.paged_decode_attention,
+    "triton": paged_decode_attention,
     **({"cpu": cpu_decode} if ISAS else {}),
 }
 PREFILLS: dict[str, PagedPrefillAttention] = {
     "reference": reference.paged_prefill_attention,
-    "triton": paged_attention.paged_prefill_attention,
+    "triton": paged_prefill_attention,
     **({"cpu": cpu_prefill} if ISAS else {}),
 }
 

@@ -20,10 +20,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import experts, int4_pages, paged_attention, row_operations
+from kernels import experts, row_operations
+from kernels.attention import decode, int4_pages, paged
+from kernels.attention.prompts import tokens_of
 from kernels.quantized import products
 from kernels.quantized.codebook import Codebook
-from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile, tokens_of
+from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -34,12 +36,14 @@ TARGETS = {
 FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
 """Of those with the rows of sm_80, which itself is refused fp8."""
 TYPES = {
-    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr"), "*i64"),
+    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr", "tokens_ptr"), "*i64"),
     "log2_scale": "fp32",
     "log2_soft_cap": "fp32",
     "eps": "fp32",
     **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "cu_query_lens_ptr", "page_to_open_ptr"), "*i32"),
-    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr"), "*fp32"),
+    **dict.fromkeys(
+        ("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr", "logits_ptr"), "*fp32"
+    ),
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
@@ -202,10 +206,12 @@ def compile_attention(
     constants["cu_query_lens_ptr" if role == "decode" else "log_sum_ptr"] = None
     constants |= {"GROUP_SIZE": GROUP_SIZE, "BLOCK_SIZE": BLOCK_SIZE, "TOKENS": tokens, "ROWS": tile.rows}
     constants |= {"KEYS": tile.width, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
-    constants |= {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged_attention.FUSING}
+    constants |= {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
+    constants["HEAD_AXIS"] = 1 if role == "decode" else paged.HEAD_AXIS
+    constants["BY_INTEGERS"] = paged.BY_INTEGERS and architecture.startswith("sm")
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged.FUSING}
     name = f"{role} {kind}"
-    return compile_kernel(architecture, paged_attention.attend, name, dtype, options, CODES.get(kind), **constants)
+    return compile_kernel(architecture, paged.attend, name, dtype, options, CODES.get(kind), **constants)
 
 
 def compile_products(
@@ -250,6 +256,8 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)
+    columns, wide = row_operations.LIKELIEST_AT_ONCE, rows | {"num_warps": 16}
+    yield compiled(row_operations.find_likeliest, "find_likeliest", wide, COLUMNS=columns)
     products_of_experts = {"num_warps": 4, **products_options(architecture)}
     tile: dict[str, Any] = {"ROWS": experts.MANY_ROWS, "COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
     yield compiled(experts.multiply_by_expert, "multiply_by_expert", products_of_experts, **tile)
@@ -261,7 +269,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
         constants |= {"LARGEST": 127.0, **shape}
         kernel = row_operations.rotate_and_write_heads
         yield compiled(kernel, f"rotate_and_write_heads{name}", rows, pages, **constants)
-    splits: dict[str, Any] = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
+    splits: dict[str, Any] = {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
     padded = triton.next_power_of_2(head_dim)
     widening = {"num_warps": 1, **products_options(architecture)}
     merging = {"num_warps": 4, **products_options(architecture)}
@@ -269,7 +277,7 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     yield compile_kernel(architecture, products.widen_rows, "widen_rows", dtype, widening, None, types, **formats)
     at_once = {"COLUMNS": products.MERGED_AT_ONCE}
     yield compile_kernel(architecture, products.add_splits, "add_splits", dtype, merging, None, types, **at_once)
-    yield compiled(paged_attention.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
+    yield compiled(decode.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)
 
 
 def compile_case(case: str) -> Iterator[Compiled]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(COMPILATION_S)
 DTYPES = {"float32": "fp32"}
 """By kind; bf16 of others."""
 ROWS = {
-    *("close_block", "normalize", "gate_rows", "merge_splits"),
+    *("close_block", "normalize", "gate_rows", "merge_splits", "find_likeliest"),
     *("rotate_and_write_heads", "rotate_and_write_heads of int8", "widen_rows", "add_splits"),
     *("multiply_by_expert", "combine_rows"),
 }

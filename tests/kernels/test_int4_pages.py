@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import int4_pages, reference
+from kernels import reference
+from kernels.attention import int4_pages
 from tests.kernels.paged_batch import Heads, empty_codes
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import paged_attention, reference
+from kernels import reference
+from kernels.attention.decode import paged_decode_attention
 from kernels.backend import AttentionVariant, KVPages, Scores
 from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
@@ -230,5 +231,5 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     kv_layer[far_page] = 1.0
     tables, lens = torch.tensor([[far_page]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
     query = torch.ones(1, 1, 32, dtype=torch.float16)
-    output = paged_attention.paged_decode_attention(query, KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
+    output = paged_decode_attention(query, KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
     assert output.eq(1.0).all()

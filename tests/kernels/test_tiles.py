@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kernels import tiles
+from kernels.attention.paged import MIN_SPLIT_LEN
+from kernels.attention.prompts import tokens_of
 from kernels.backend import AttentionVariant, KVPages, Scores
-from kernels.paged_attention import MIN_SPLIT_LEN
 
 PLAIN, CAPPED = AttentionVariant(1.0), AttentionVariant(1.0, scores=Scores(soft_cap=30.0))
 SINKS, WINDOWED = AttentionVariant(1.0, scores=Scores(sinks=torch.zeros(4))), AttentionVariant(1.0, 64, 4)
@@ -68,7 +69,7 @@ def test_tiles_divide_splits_so_that_a_rows_splits_follow_from_its_length_on_eve
     [(64, 4, None, 16), (64, 4, 8, 8), (64, 4, 24, 8), (64, 3, None, 16), (64, 5, None, 8), (16, 24, None, 1)],
 )
 def test_the_tokens_of_a_tile(rows: int, group_size: int, block_size: int | None, num_tokens: int) -> None:
-    assert tiles.tokens_of(tiles.Tile(rows, 64, 4, 2), group_size, block_size) == num_tokens
+    assert tokens_of(tiles.Tile(rows, 64, 4, 2), group_size, block_size) == num_tokens
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtyp
         torch.arange(layout.payload_bytes * 8 // layout.item_bits).to(pool.kv.data.dtype).to(device).view(layout.shape)
     )
     pool.kv.data[1] = values
-    pool.fence()
+    pool.follow(pool.fence())
     data = bytearray(layout.payload_bytes)
     pool.read_page(PageId(1), memoryview(data))
     assert torch.equal(torch.frombuffer(data, dtype=pool.kv.data.dtype), values.flatten().cpu())
@@ -91,7 +91,7 @@ def test_a_copy_waits_for_what_was_computed_before_the_fence(device: str) -> Non
         for _ in range(10):
             pool.kv.data[0].fill_(-1.0)
         pool.kv.data[0].fill_(value)
-        pool.fence()
+        pool.follow(pool.fence())
         pool.read_page(PageId(0), memoryview(data))
         pool.wait()
         assert torch.frombuffer(data, dtype=torch.float32).eq(value).all()

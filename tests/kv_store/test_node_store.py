@@ -348,6 +348,38 @@ def test_a_device_that_fails_publishes_nothing(node: Node) -> None:
     assert node.directory.records.status().counts.draining == 0
 
 
+class FetchingPool(DevicePool):
+    """Another transfer of the same store fetches while the first page is read, and fails."""
+
+    fetch: Callable[[], object] | None = None
+
+    def read_page(self, page: PageId, into: memoryview) -> None:
+        super().read_page(page, into)
+        fetch, self.fetch = self.fetch, None
+        if fetch is not None:
+            with pytest.raises(RuntimeError, match="lost"):
+                fetch()
+
+    def write_page(self, page: PageId, data: memoryview) -> None:
+        raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("is_cold", [False, True], ids=["arena", "cold"])
+def test_a_fetch_that_fails_leaves_an_open_publish_its_slots(node: Node, is_cold: bool) -> None:
+    """A fetch from a cold tier has a reservation of its own, which is given back."""
+    names, others = names_of(8), names_of(8, first=1000)
+    node.publish(others)
+    if is_cold:
+        node.write_cold()
+        node.evict_all()
+    pool = FetchingPool(LAYOUT, 4, torch.device("cpu"))
+    store = node.store(pool)
+    pool.fetch = lambda: store.fetch(others, pages_from(2, 2))
+    assert store.write_through(names, pages_from(0, 2), None) == 2
+    assert node.directory.records.exists([name.key for name in names]) == [True, True]
+    assert node.directory.records.status().counts.draining == 0
+
+
 def test_withdrawn_blocks_are_found_nowhere(node: Node) -> None:
     names = names_of(18)
     store = node.publish(names)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import ReadResult
+from kv_store.block_store import NOTHING, ReadResult
+from kv_store.device_pool import Fence
 from kv_store.node.messages import KeepHint
 from kv_store.prefix.plan import FRONT, Needs, Read
 from kv_store.transfers import (
@@ -12,6 +13,7 @@ from kv_store.transfers import (
     Fetch,
     InlineTransfers,
     NoStore,
+    Prefetch,
     Purge,
     ThreadTransfers,
     Transfers,
@@ -36,12 +38,18 @@ class FakeStore:
     def __init__(self) -> None:
         self.asked: list[object] = []
         self.fenced_by: list[threading.Thread] = []
+        self.followed_by: list[threading.Thread] = []
         self.error: Exception | None = None
+        self.num_there: int | None = None
         self.gate = threading.Event()
         self.gate.set()
 
-    def fence(self) -> None:
+    def fence(self) -> Fence:
         self.fenced_by.append(threading.current_thread())
+        return None
+
+    def follow(self, fence: Fence) -> None:
+        self.followed_by.append(threading.current_thread())
 
     def fetch(
         self, names: Sequence[BlockName], pages: Sequence[PageId], peers: Sequence[str] = (), needs: Needs = FRONT
@@ -54,7 +62,7 @@ class FakeStore:
 
     def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         self._work("write_through", names, pages, hold)
-        return len(names)
+        return len(names) if self.num_there is None else self.num_there
 
     def purge(self, names: Sequence[BlockName], peers: Sequence[str] = ()) -> None:
         self._work("purge", names)
@@ -148,6 +156,36 @@ def test_the_engines_thread_fences_and_never_waits(store: FakeStore, threaded: T
     assert store.fenced_by == [threading.current_thread()]
     store.gate.set()
     waker.poll(threaded, 1)
+    assert store.followed_by != store.fenced_by
+
+
+def test_orders_pass_a_prefetch_and_it_passes_none(store: FakeStore) -> None:
+    """Each prefetch has its turn once 16 orders have passed it."""
+    transfers, reads = ThreadTransfers(store, lambda: None), [Prefetch(NAMES, PAGES) for _ in range(2)]
+    later = [Purge(NAMES) for _ in range(20)]
+    for one in (PURGE, *reads, *later):
+        transfers.begin(one)
+    for _ in range(23):
+        transfers.run_one()
+    ended = [done.transfer for done in transfers.poll()]
+    assert ended == [PURGE, *later[:15], reads[0], later[15], reads[1], *later[16:]]
+
+
+def test_a_prefetch_that_is_wanted_no_more_reads_nothing(store: FakeStore) -> None:
+    orders = [Prefetch(NAMES, PAGES, is_wanted=lambda one: one is orders[0]) for _ in range(2)]
+    transfers = InlineTransfers(store)
+    for one in orders:
+        transfers.begin(one)
+    assert [done.reading for done in transfers.poll()] == [READING, NOTHING]
+    assert len(store.asked) == 1
+
+
+@pytest.mark.parametrize("num_there", [1, 2])
+def test_a_write_tells_once_the_store_has_all_of_its_blocks(store: FakeStore, num_there: int) -> None:
+    store.num_there = num_there
+    told: list[str] = []
+    InlineTransfers(store).begin(WriteThrough(NAMES, PAGES, told=[lambda: told.append("told")]))
+    assert told == ["told"] * (num_there == len(NAMES))
 
 
 def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase
-from prefill_worker.behaviour import PrefillBatcher
+from prefill_worker.behaviour import PrefillBatcher, least_chunk_tokens
 from tests.harness.candidates import fetching, pages, prompt
+from wire.layout import KVLayout
 
 PATIENCE = 100
 
@@ -50,6 +53,47 @@ def test_admission(
     waiting: list[Candidate], running: list[Candidate], num_allocatable: int, admit: tuple[int, ...]
 ) -> None:
     assert batcher().plan(waiting, running, pages(num_allocatable)).admit == admit
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "chunks"),
+    [
+        pytest.param(2048, 0, [1024, 512, 256, 256], id="halves"),
+        pytest.param(8000, 0, [2048, 2048, 1952, 976, 496, 256, 224], id="halves behind the bound of a step"),
+        pytest.param(2000, 992, [512, 256, 240], id="halves of what no cache has"),
+        pytest.param(1001, 0, [512, 256, 233], id="ends of chunks are ends of blocks"),
+        pytest.param(384, 0, [384], id="half a chunk more is no further chunk"),
+        pytest.param(385, 0, [256, 129], id="more is one"),
+        pytest.param(100, 0, [100], id="a short prompt is whole"),
+    ],
+)
+def test_the_last_chunks_of_a_prompt_without_others_halve(num_tokens: int, num_cached: int, chunks: list[int]) -> None:
+    halving = PrefillBatcher(2048, 8, PATIENCE, least_chunk_tokens=256)
+    ran: list[int] = []
+    while (done := num_cached + sum(ran)) < num_tokens:
+        ran += halving.plan((), [prompt(0, num_tokens, done)], pages(1000)).run.values()
+    assert ran == chunks
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running"),
+    [([prompt(1, 9)], [prompt(0, 999)]), ([], [prompt(0, 999), prompt(1, 9)]), ([], [prompt(0, 999), fetching(1, 9)])],
+)
+def test_a_prompt_with_others_behind_it_is_not_cut(waiting: list[Candidate], running: list[Candidate]) -> None:
+    halving = PrefillBatcher(2048, 8, PATIENCE, least_chunk_tokens=16)
+    assert halving.plan(waiting, running, pages(1000)).run[0] == 999
+
+
+def test_a_chunk_that_ends_earlier_stays_so() -> None:
+    halving = PrefillBatcher(2048, 8, PATIENCE, least_chunk_tokens=16)
+    split = replace(prompt(0, 400), chunk_end=48)
+    assert halving.plan((), [split], pages(1000)).run == {0: 48}
+
+
+def test_the_least_chunk_has_as_much_kv_as_a_device_moves_at_once() -> None:
+    large = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    assert least_chunk_tokens(large) == 256
+    assert least_chunk_tokens(replace(large, num_layers=1, num_kv_heads=3, head_dim=64)) > 2048
 
 
 class Pool:

@@ -11,7 +11,7 @@ import pytest
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.holds import HoldBudgets
-from router.workers.line import MAX_PIECE_BYTES, Line, Outgoing, Transport
+from router.workers.line import MAX_PIECE_BYTES, MAX_PREFETCHES, Line, Outgoing, Transport
 from router.workers.members import Member, Members
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import expected
@@ -377,6 +377,27 @@ async def test_dropped_updates_are_missing() -> None:
     async with line_to(FaultyTransport(FakeWorker(WorkerId("w"), Role.DECODE), Faults(drop=frozenset({2})))) as line:
         await line.run(begin(A), heard.take)
     assert heard.token_ids == [expected(6)[1], *expected(6)[3:]]
+
+
+async def test_orders_to_read_ahead_go_before_the_begin_of_their_attempt_and_no_more_wait_than_fit() -> None:
+    outgoing = Outgoing()
+    outgoing.begin(begin(B))
+    orders = [worker_pb2.Prefetch(id=A, first_block=place) for place in range(MAX_PREFETCHES + 1)]
+    assert [outgoing.prefetch(order) for order in orders] == [*[True] * MAX_PREFETCHES, False]
+    message = outgoing.next()
+    assert message is not None
+    assert [*message.prefetches] == orders[:-1]
+    assert [one.id for one in message.begins] == [B]
+    assert outgoing.prefetch(orders[-1])
+
+
+async def test_a_worker_that_knows_no_orders_to_read_ahead_goes_on(script: Script) -> None:
+    """An earlier release skips the field, as it skips every field that it does not know."""
+    assert script.line.prefetch(worker_pb2.Prefetch(id=A))
+    call = asyncio.create_task(script.line.run(begin(A), Heard().take))
+    await until(lambda: script.worker.begins)
+    script.worker.say(ends=True)
+    await call
 
 
 def test_fifty_prompts_of_100_000_tokens_on_a_line_of_1_mb_per_s_delay_no_renewal() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -209,3 +210,20 @@ async def test_blocks_under_way_on_a_worker_count_as_its_own(pools: Pools) -> No
         assert pools.route().cached == {"p0": 4, "p1": 8, "d0": 4}
     assert pools.route().cached == {"p0": 4, "p1": 4, "d0": 4}
     assert not pools.members[WorkerId("p1")].under_way
+
+
+async def test_a_decode_worker_that_has_read_the_prompt_may_have_as_much_more_work(pools: Pools) -> None:
+    await pools.join("p0", "d0", "d1")
+    rest = pools.route().through(WorkerId("p0"))
+    likely = pools.placement.likely_decode(rest)
+    assert likely is not None
+    ahead = replace(rest, prefetched={likely.id: NUM_PROMPT})
+    for num_more, is_chosen in [(NUM_PROMPT, True), (NUM_PROMPT + 1, False)]:
+        with likely.assigned(0, num_more):
+            assert (await pools.placement.choose_decode(ahead) is likely) is is_chosen
+            assert await pools.placement.choose_decode(rest) is not likely
+
+
+async def test_no_decode_worker_is_likely_where_none_is_ready(pools: Pools) -> None:
+    await pools.join("p0")
+    assert pools.placement.likely_decode(pools.route()) is None

@@ -38,7 +38,7 @@ from wire.ids import PageId, SlotId
 from wire.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-ORDERING = ("synchronize", "wait", "wait_event", "wait_stream", "record", "fence", "record_stream")
+ORDERING = ("synchronize", "wait", "wait_event", "wait_stream", "record", "follow", "record_stream")
 OF_DEVICES = ("torch.Stream", "torch.Event", "torch.accelerator", "DevicePool", "NodeStore", "BlockStore")
 NUM_BLOCKS, NUM_SLOTS, WAIT_S = 4, 16, 60.0
 PAGES = [PageId(page) for page in range(NUM_BLOCKS)]

@@ -59,7 +59,7 @@ others = torch.zeros(1000, device=SIM)
 """,
     "a block handed over from device to device": """
 pools[0].page_bytes(PageId(3)).fill_(7)
-pools[0].fence()  # orders
+pools[0].follow(pools[0].fence())  # orders
 pools[0].read_page(PageId(3), slots.slot(SlotId(1)))
 pools[0].wait()  # orders
 pools[1].write_page(PageId(2), slots.slot(SlotId(1)))
@@ -70,7 +70,7 @@ pools[1].page_bytes(PageId(2)).sum()
 pools[0].write_page(PageId(3), slots.slot(SlotId(1)))
 pools[0].wait()  # orders
 pools[0].page_bytes(PageId(3)).fill_(1)
-pools[0].fence()  # orders
+pools[0].follow(pools[0].fence())  # orders
 pools[0].write_page(PageId(3), slots.slot(SlotId(0)))
 pools[0].wait()
 """,
@@ -113,7 +113,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> Arena:
 def run(slots: Arena) -> Callable[[str], None]:
     pools = [DevicePool(LAYOUT, 4, torch.device("sim", index)) for index in range(2)]
     for pool in pools:
-        pool.fence()
+        pool.follow(pool.fence())
     return lambda program: exec(program, globals() | {"pools": pools, "slots": slots, "PageId": PageId})
 
 

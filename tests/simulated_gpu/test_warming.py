@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from engine.checkpoint.config import ModelConfig
 from engine.model import decoder as module
 from engine.model.decoder import Decoder
-from engine.model.programs import GRAPH_BYTES, graph_bytes, program_sizes
+from engine.model.programs import GRAPH_BYTES, ProgramSize, captured_tokens, graph_bytes, program_sizes
 from engine.warm.warming import StepBounds, WarmStep, Warmth, limits_of, warm
 from kernels.tiles import PRODUCTS, read_table
 from kernels.torch_backend import TorchBackend
@@ -37,7 +38,8 @@ LOADS = [
     ("mixtral", "auto", "full", 13),
 ]
 """An architecture, a dtype of KV, a policy, and a bound on the kernels of its set."""
-NUM_STEPS = 6000 if RUNS_ALL else 240
+LOAD_S = 900 if RUNS_ALL else 40
+"""benchmarks/late_launches.py draws an hour."""
 LIMITS = StepBounds(16, 32, 64)
 NUM_BLOCKS = 64
 
@@ -49,13 +51,13 @@ def test_a_drawn_load_launches_nothing_outside_of_the_warmed_set(
     """Triton's own binder specializes the launches, on 1 and on multiples of 16."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": "/dev/null"}
-    command = [sys.executable, str(SCRIPT), arch, kv_dtype, policy, str(NUM_STEPS)]
+    command = [sys.executable, str(SCRIPT), arch, kv_dtype, policy, str(LOAD_S)]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380, check=True)
     found: dict[str, Any] = json.loads(answer.stdout)
     assert found["outside"] == []
     assert found["late_programs"] == 0
-    assert found["seen"] == found["warmed"] <= most
-    assert found["passes"] > NUM_STEPS // 3
+    assert found["seen"] <= found["warmed"] <= most
+    assert found["passes"] > 2 * LOAD_S
 
 
 def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
@@ -66,17 +68,58 @@ def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
 
 def test_sizes_are_finite_and_the_largest_comes_first() -> None:
     sizes = program_sizes(128, 8192)
-    assert sizes[0] == (128, 16384)
+    assert sizes[0] == ProgramSize(128, 16384)
     assert len(sizes) == 25
-    assert {rows for rows, _ in sizes} == {8, 16, 32, 64, 128}
-    assert {blocks for _, blocks in sizes} == {64, 256, 1024, 4096, 16384}
-    assert program_sizes(8, 4) == [(8, 64)]
+    assert {one.num_rows for one in sizes} == {8, 16, 32, 64, 128}
+    assert {one.num_blocks for one in sizes} == {64, 256, 1024, 4096, 16384}
+    assert program_sizes(8, 4) == [ProgramSize(8, 64)]
+
+
+def test_chunks_have_sizes_beside_no_rows_a_few_and_as_many_as_there_can_be() -> None:
+    sizes = program_sizes(100, 8192, 2000)
+    assert sizes[:3] == [ProgramSize(128, 8192, 2048), ProgramSize(8, 8192, 2048), ProgramSize(0, 8192, 2048)]
+    of_chunks = {(one.num_rows, one.chunk_tokens) for one in sizes if one.chunk_tokens}
+    assert of_chunks == {(rows, 64 << power) for rows in (0, 8, 128) for power in range(6)}
+    assert len(sizes) == 25 + 18
+    assert program_sizes(8, 4, 20) == [ProgramSize(8, 4, 64), ProgramSize(0, 4, 64), ProgramSize(8, 64)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "num_heads", "num_kv_heads", "head_dim", "most"),
+    [
+        pytest.param(576, 1536, 9, 3, 64, 16384, id="135M"),
+        pytest.param(2048, 8192, 32, 8, 64, 1024, id="1B"),
+        pytest.param(4096, 14336, 32, 8, 128, 256, id="8B"),
+        pytest.param(16384, 53248, 128, 8, 128, 64, id="405B"),
+    ],
+)
+def test_the_more_weights_a_layer_has_the_fewer_tokens_have_a_graph(
+    hidden: int, mlp: int, num_heads: int, num_kv_heads: int, head_dim: int, most: int
+) -> None:
+    """A layer of 8B multiplies 256 tokens in a quarter of a millisecond, and is launched in half of one."""
+    config = ModelConfig.parse(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 1000,
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "num_hidden_layers": 2,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-5,
+        }
+    )
+    assert captured_tokens(config) == most
 
 
 def test_graphs_share_all_but_their_launches() -> None:
     sizes = program_sizes(16, 256)
-    assert sizes == [(16, 256), (16, 64), (8, 256), (8, 64)]
+    assert sizes == [ProgramSize(*one) for one in ((16, 256), (16, 64), (8, 256), (8, 64))]
     assert graph_bytes(sizes, 1000, 50) == 16 * 1000 * 8 + 16 * 50 + 4 * GRAPH_BYTES
+    with_chunks = program_sizes(16, 256, 128)
+    assert graph_bytes(with_chunks, 1000, 50) == 24 * 1000 * 8 + 144 * 50 + 10 * GRAPH_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +130,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class FakeProgram:
     """A graph of a step, which runs it instead; torch's attention waits for the device, and is not captured."""
 
-    captured: ClassVar[list[tuple[int, int]]] = []
-    fault: ClassVar[Callable[[int], None]] = staticmethod(lambda num_rows: None)
+    captured: ClassVar[list[ProgramSize]] = []
+    fault: ClassVar[Callable[[ProgramSize], None]] = staticmethod(lambda size: None)
 
-    def __init__(self, forward: Any, angles: Any, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        FakeProgram.fault(num_rows)
-        FakeProgram.captured.append((num_rows, num_blocks))
+    def __init__(self, forward: Any, angles: Any, size: ProgramSize, device: torch.device) -> None:
+        FakeProgram.fault(size)
+        FakeProgram.captured.append(size)
 
     def run(self, batch: Any) -> torch.Tensor:
-        return torch.zeros(len(batch.token_ids), 8, device=SIM)
+        return torch.zeros(len(batch.sample_rows), 8, device=SIM)
 
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CapturedProgram", FakeProgram)
     monkeypatch.setattr(FakeProgram, "captured", [])
-    monkeypatch.setattr(FakeProgram, "fault", lambda num_rows: None)
+    monkeypatch.setattr(FakeProgram, "fault", lambda size: None)
 
 
 def warm_one(folder: Path) -> tuple[Warmth, Decoder, DevicePool]:
@@ -113,12 +156,14 @@ def warm_one(folder: Path) -> tuple[Warmth, Decoder, DevicePool]:
 
 def test_graphs_are_there_before_requests_and_later_ones_are_counted(folder: Path) -> None:
     warmth, model, pool = warm_one(folder)
-    assert FakeProgram.captured == [(16, 64), (8, 64)]
+    of_chunks = [ProgramSize(num_rows, 64, 64) for num_rows in (16, 8, 0)]
+    assert FakeProgram.captured == [*of_chunks, ProgramSize(16, 64), ProgramSize(8, 64)]
     assert warmth.without_program == []
     for num_rows in (1, 8, 16):
         model.forward(WarmStep(num_rows, 0, 4, samples_all=True).batch(16), pool.kv)
+        model.forward(WarmStep(num_rows, 40, 4, samples_all=False).batch(16), pool.kv)
     assert warmth.num_late == 0
-    assert model.prepare(17, 4, pool.kv)
+    assert model.prepare(ProgramSize(17, 4), pool.kv)
     assert warmth.num_late == 1
 
 
@@ -130,24 +175,53 @@ def test_limits_follow_from_the_pool(folder: Path) -> None:
 def test_a_size_without_memory_for_its_graph_is_served_without_and_not_tried_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fault(num_rows: int) -> None:
-        if num_rows == 16:
+    def fault(size: ProgramSize) -> None:
+        if size.num_rows == 16 and not size.chunk_tokens:
             raise torch.OutOfMemoryError("no memory for a graph")
 
     monkeypatch.setattr(FakeProgram, "fault", fault)
     warmth, model, pool = warm_one(folder)
-    assert warmth.without_program == [(16, 64)]
+    assert warmth.without_program == [ProgramSize(16, 64)]
     assert "steps of 16 rows and 64 blocks run without a graph: no memory for a graph" in caplog.text
     logits = model.forward(WarmStep(16, 0, 4, samples_all=True).batch(16), pool.kv)
     assert len(logits) == 16
     assert warmth.num_late == 0
 
 
+def test_a_chunk_takes_the_least_graph_that_has_memory_and_room_or_runs_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(size: ProgramSize) -> None:
+        if size.num_rows == 8 and size.chunk_tokens:
+            raise torch.OutOfMemoryError("no memory for a graph")
+
+    ran: list[ProgramSize] = []
+
+    class Noting(FakeProgram):
+        def __init__(self, forward: Any, angles: Any, size: ProgramSize, device: torch.device) -> None:
+            super().__init__(forward, angles, size, device)
+            self._size = size
+
+        def run(self, batch: Any) -> torch.Tensor:
+            ran.append(self._size)
+            return super().run(batch)
+
+    monkeypatch.setattr(FakeProgram, "fault", fault)
+    monkeypatch.setattr(module, "CapturedProgram", Noting)
+    warmth, model, pool = warm_one(folder)
+    assert warmth.without_program == [ProgramSize(8, 64, 64)]
+    assert "steps of 8 rows, 64 prompt tokens and 64 blocks run without a graph" in caplog.text
+    for num_decodes, num_tokens in ((0, 64), (3, 20), (16, 64), (0, 65), (17, 2)):
+        model.forward(WarmStep(num_decodes, num_tokens, 4, samples_all=False).batch(16), pool.kv)
+    assert ran == [ProgramSize(0, 64, 64), ProgramSize(16, 64, 64), ProgramSize(16, 64, 64)]
+    assert warmth.num_late == 0
+
+
 def test_a_device_that_is_lost_at_a_graph_is_refused_with_its_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fault(num_rows: int) -> None:
-        if num_rows == 8:
+    def fault(size: ProgramSize) -> None:
+        if size == ProgramSize(8, 64):
             commands().fail(SIM.index, "it fell off the bus")
             raise RuntimeError("it fell off the bus")
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+from kernels.row_operations import likeliest
 from tests.kernels.interpreter import bfloat16_as_on_a_gpu
-from tests.simulated_gpu.device import NAME, commands
+from tests.simulated_gpu.device import NAME, SimulatedGpu, commands
 
 _LAUNCH = ctypes.CFUNCTYPE(None)
 _one_at_a_time = threading.Lock()
@@ -83,6 +84,7 @@ def triton_kernels() -> Iterator[None]:
         patch.setattr(GridExecutor, "__call__", call)
         patch.setattr(GridExecutor, "_init_args_hst", lambda _, args, kwargs: (list(args), kwargs))
         patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        patch.setattr(SimulatedGpu, "likeliest", staticmethod(likeliest))
         yield
 
 

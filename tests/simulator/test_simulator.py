@@ -18,7 +18,7 @@ from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
 from kv_store.node.event_log import BlockEventLog
-from kv_store.transfers import Done, Fetch
+from kv_store.transfers import Done, Fetch, Prefetch
 from router.block_index import BlockIndex
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -58,6 +58,11 @@ def test_a_share_of_the_plans_splits_prefixes() -> None:
     far = [plan for seed in range(1, 101) if (plan := draw_plan(seed)).far_block_s > 0]
     runs = (simulate(plan) for plan in far)
     assert any(all(run.num[what] for what in ("splits", "groups", "jumps")) for run in runs)
+
+
+def test_a_share_of_the_plans_reads_blocks_ahead() -> None:
+    runs = [simulate(draw_plan(seed)) for seed in range(1, 31)]
+    assert sum(run.num["prefetches"] > 0 for run in runs) >= 5
 
 
 def test_a_seed_has_the_same_trace_in_every_process() -> None:
@@ -125,6 +130,11 @@ def whole_group(order: Fetch, store: BlockStore) -> Done:
     return Done(order, ReadResult([Tier.PEERS] * len(order.pages)))
 
 
+def whole_prefetch(order: Prefetch, store: BlockStore) -> Done:
+    store.fetch(order.names, order.pages)
+    return Done(order, ReadResult([Tier.HOST] * len(order.pages)))
+
+
 def run_over_holes(later: LaterRead, start: int, find: Find) -> list[PageId]:
     pages = [find(name.key) for name in later.front.names[start : later.stop]]
     return [page for page in pages if page is not None]
@@ -150,6 +160,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "blocks of a dead epoch stay in the index": (BlockIndex, "take", take_without_clearing, {"I12"}),
     "blocks that are gone have no event": (BlockEventLog, "note", note_stored, {"I12"}),
     "a group that came back short counts as whole": (Fetch, "run", whole_group, {"I4"}),
+    "blocks read ahead count whether they came or not": (Prefetch, "run", whole_prefetch, {"I4"}),
     "a jump passes over a hole": (LaterRead, "run", run_over_holes, {"I4", "I6"}),
     "a jump counts its tokens twice": (Jumped, "num_found", property(jump_counted_twice), {"I13"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),

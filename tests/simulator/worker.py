@@ -14,8 +14,9 @@ from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
+from kv_store.device_pool import Fence
 from kv_store.frame import checksum_of
-from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
+from kv_store.transfers import Done, Fetch, Prefetch, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
 from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator.invariants import PromptCounts, Truth, Watch
@@ -261,6 +262,8 @@ class SimTransfers(ThreadTransfers):
         if is_group:
             self._worker.world.count("groups")
             self._worker.step("group")
+        if isinstance(transfer, Prefetch):
+            self._worker.world.count("prefetches")
 
     def run_next(self) -> None:
         """Runs the oldest transfer, if one waits."""
@@ -270,16 +273,16 @@ class SimTransfers(ThreadTransfers):
             self.run_one()
             self._is_running = False
 
-    def _end_of(self, transfer: Transfer) -> Done:
+    def _end_of(self, transfer: Transfer, fence: Fence) -> Done:
         worker = self._worker
         worker.has_lost_lease = False
-        done = super()._end_of(transfer)
+        done = super()._end_of(transfer, fence)
         worker.world.watch.end(transfer)
         if done.error is not None:
             worker.world.watch.violated("bug", f"{worker.name}: a transfer failed: {done.error}")
         if done.reading.later is not None:
             worker.world.count("splits")
-        if isinstance(transfer, Fetch):
+        if isinstance(transfer, Fetch | Prefetch):
             self._check_fetched(transfer, done)
         worker.world.watch.expect_none("I1", "arena", worker.node.directory.records.check())
         return done

@@ -9,13 +9,14 @@ from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from kv_store.node.messages import DirectoryStatus, KeepHint
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
-from wire.block_names import digest_of, session_of
+from wire.block_names import PublicPart, cover, digest_of, session_of
 from wire.errors import Cancelled, InvalidRequest
-from wire.ids import AttemptId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import FarStatus, LedgerCounts, Tier
-from worker.convert import ended_with, request_from_pb, status_to_pb
+from worker.convert import MAX_AHEAD, ahead_from_pb, ended_with, request_from_pb, status_to_pb
 
+BLOCK_SIZE = 16
 COUNTS = LedgerCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(
     blocks=COUNTS,
@@ -192,3 +193,56 @@ def test_status_of_a_worker_without_a_store_in_reach() -> None:
     assert [tier.state for tier in far] == ["off"] * 3
     assert host.epoch == ""
     assert not status.HasField("prefill_token_s"), "no prompt has been computed"
+
+
+AHEAD_PROMPT = tuple(range(3, 3 + 9 * BLOCK_SIZE))
+AHEAD_ROOT = NamespaceRoot(b"r" * 32)
+
+
+def ahead_of(start: int, stop: int, public: PublicPart | None = None, **fields: Any) -> worker_pb2.Prefetch:
+    """An order to read the blocks `start` to `stop` - 1 of a prompt."""
+    names = cover(AHEAD_ROOT, AHEAD_PROMPT, BLOCK_SIZE, public)
+    message = worker_pb2.Prefetch(
+        id="r/1",
+        namespace_root=AHEAD_ROOT,
+        tokens=inference_pb2.TokenIds(ids=AHEAD_PROMPT[start * BLOCK_SIZE : stop * BLOCK_SIZE]),
+        first_block=start,
+        parent=names[start - 1].key if start else b"",
+        public_root=public.root if public else b"",
+        num_public_blocks=public.num_blocks if public else 0,
+        block_addresses=["h:1"],
+    )
+    for name in fields:
+        message.ClearField(name)
+    message.MergeFrom(worker_pb2.Prefetch(**fields))
+    return message
+
+
+@pytest.mark.parametrize("public", [None, PublicPart(NamespaceRoot(b"p" * 32), 4)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 9), (0, 4), (3, 5), (4, 9), (5, 5)])
+def test_blocks_to_read_ahead_have_the_names_of_the_prompts_blocks(
+    start: int, stop: int, public: PublicPart | None
+) -> None:
+    ahead = ahead_from_pb(ahead_of(start, stop, public), BLOCK_SIZE)
+    assert ahead.names == cover(AHEAD_ROOT, AHEAD_PROMPT, BLOCK_SIZE, public)[start:stop]
+    assert (ahead.attempt_id, ahead.peers) == (AttemptId("r/1"), ("h:1",))
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("id", {"id": "a b"}),
+        ("namespace_root", {"namespace_root": b"short"}),
+        ("tokens", {"tokens": inference_pb2.TokenIds(ids=range(BLOCK_SIZE + 1))}),
+        ("tokens", {"tokens": inference_pb2.TokenIds(ids=range((MAX_AHEAD + 1) * BLOCK_SIZE))}),
+        ("first_block", {"first_block": 2**32 - 1}),
+        ("parent", {"parent": b""}),
+        ("public_root", {"num_public_blocks": 1}),
+        ("num_public_blocks", {"num_public_blocks": 2**32 - 1, "public_root": bytes(32)}),
+        ("block_addresses", {"block_addresses": ["h:1"] * 17}),
+    ],
+)
+def test_no_field_of_an_order_to_read_ahead_may_be_out_of_its_range(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        ahead_from_pb(ahead_of(2, 4, **fields), BLOCK_SIZE)
+    assert raised.value.ids["param"] == param

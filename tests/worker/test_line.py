@@ -43,6 +43,9 @@ class Worker:
     def end_choice(self, line: WorkerLine, attempt: AttemptId, index: int) -> None:
         self.orders.append(("end_choice", (attempt, index)))
 
+    def prefetch(self, order: worker_pb2.Prefetch) -> None:
+        self.orders.append(("prefetch", order.id))
+
     def line_ended(self, line: WorkerLine) -> None:
         self.orders.append(("line_ended", line))
 

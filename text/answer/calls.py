@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from text.answer.formats import CallFormat
+from text.answer.formats import FENCE, MAY_BE_FENCED, CallFormat
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ Found = str | Reasoning | CallBegun | Arguments
 """A part of an answer; a plain `str` is a delta of the content."""
 MAX_PIECE_CHARS = 1024
 """Length of the pieces that a feed is parsed in: each call copies the held text, quadratic in a piece's length."""
+_NAME = r'([^"\\]{1,128})'
 _BARE_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,128})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s{0,8}(?={)")
 _BEGUN_BARE_HEAD = re.compile(
     r"\s{0,8}(?:[A-Za-z0-9_-]{1,128}(?:\[[A-Z_]{0,7}|\[ARGS\]\s{0,8}"
@@ -64,6 +65,7 @@ class _CallState(Enum):
 class CallParser:
     """Splits an answer into text and calls. A call begins as soon as it names a known function; all else is text.
 
+    START, BEHIND ──untagged head──▶ ARGUMENTS, in formats that take it
     START, BEHIND ──opener──▶ HEAD ──name──▶ ARGUMENTS ──last bracket──▶ TAIL ──▶ BEHIND, or LIST ──comma──▶ HEAD
          └──other text──▶ TEXT ──opener──▶ HEAD ──no call──▶ TEXT
                                            HEAD ──MAX_HEAD_CHARS──▶ VALUE ──last bracket──▶ BEHIND, LIST or TEXT
@@ -81,11 +83,14 @@ class CallParser:
         self._value: list[str] = []  # of VALUE, before what is held
         self._scan = _JsonScan()
         self._is_in_list = False
-        key = re.escape(call_format.arguments)
-        self._head = re.compile(
-            r'\s{0,8}{\s{0,8}"name"\s{0,8}:\s{0,8}"([^"\\]{1,128})"\s{0,8},'
-            rf'\s{{0,8}}"{key}"\s{{0,8}}:\s{{0,8}}(?={{)'
-        )
+        self._skipped = call_format.skipped  # and the end of a block of code, behind a call in one
+        self._untagged_heads = [
+            f'{fence}{{"name":"{name}","{call_format.arguments}":{{'
+            for name in (names if call_format.takes_untagged else ())
+            for fence in ("", FENCE, f"{FENCE}json")
+        ]
+        head = rf"{call_format.head_pattern(_NAME)}(?={{)"
+        self._head, self._untagged_head = re.compile(head), re.compile(f"{MAY_BE_FENCED}{head}")
         self._steps = {
             _CallState.START: self._take_start,
             _CallState.BEHIND: self._take_start,
@@ -116,7 +121,7 @@ class CallParser:
         """Returns the text held back, at the end of the answer."""
         held, self._held = "".join((*self._value, self._take_held())), ""
         is_behind = self._state in (_CallState.BEHIND, _CallState.LIST)
-        is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._format.skipped))
+        is_rest_of_call = is_behind and any(one.startswith(held.strip()) for one in ("", *self._skipped))
         return [held] if held and not is_rest_of_call else []
 
     def _take_held(self) -> str:
@@ -129,18 +134,28 @@ class CallParser:
         """Looks for a call at the start or directly after another call; None if more text is needed."""
         stripped, form = self._held.lstrip(), self._format
         if self._state is _CallState.BEHIND:
-            for one in form.skipped:
+            for one in self._skipped:
                 if stripped.startswith(one):
-                    self._held = stripped[len(one) :]
+                    self._held, self._skipped = stripped[len(one) :], form.skipped
                     return []
         num_spaces = len(self._held) - len(stripped)
         if stripped.startswith(form.opener):
             return self._go_to(_CallState.HEAD, num_spaces + len(form.opener))
         if not form.needs_opener and stripped.startswith(form.bracket):
             return self._go_to(_CallState.HEAD, num_spaces)
-        if any(one.startswith(stripped) for one in (form.opener, *form.skipped)):
+        if any(one.startswith(stripped) for one in (form.opener, *self._skipped)):
             return None
-        return self._go_to(_CallState.TEXT)
+        return self._take_untagged(stripped)
+
+    def _take_untagged(self, stripped: str) -> list[Found] | None:
+        """Begins a call without an opener once its whole head is there; None while the text may become one."""
+        if self._untagged_heads and (head := self._untagged_head.match(stripped)) and head[1] in self._names:
+            self._held, skipped = stripped, self._format.skipped
+            self._skipped = (FENCE, *skipped) if FENCE in head[0] else skipped
+            return self._begin_call(head, _CallState.TAIL)
+        squeezed = "".join(stripped[: MAX_HEAD_CHARS + 1].split())
+        may_become = len(stripped) <= MAX_HEAD_CHARS and any(one.startswith(squeezed) for one in self._untagged_heads)
+        return None if may_become else self._go_to(_CallState.TEXT)
 
     def _take_text(self) -> list[Found] | None:
         before, opener, _ = self._held.partition(self._format.opener)

@@ -1,6 +1,7 @@
 """The formats of answers: the syntax in which a family of models writes tool calls and reasoning.
 
-qwen          <tool_call>{"name": ..., "arguments": {...}}</tool_call> for each call; Qwen 2.5 and 3, Hermes
+qwen          <tool_call>{"name": ..., "arguments": {...}}</tool_call> for each call; Qwen 2.5 and 3, Hermes.
+              Also without tags at the start of an answer, alone or in a block of code, as Qwen 2.5 Coder writes
 llama         {"name": ..., "parameters": {...}} at the start of the answer, or behind <|python_tag|>
 mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
 mistral-args  [TOOL_CALLS]NAME[ARGS]{...} for each call
@@ -11,6 +12,10 @@ import json
 import re
 from dataclasses import dataclass, replace
 
+FENCE = "```"
+"""The mark before and behind a block of code in Markdown."""
+MAY_BE_FENCED = rf"\s{{0,8}}(?:{FENCE}(?:json)?)?"
+"""A regular expression of what may stand before a call without an opener."""
 AUTO, OFF = "auto", "off"
 """Settings of a format: AUTO finds it by the marks in the chat template; OFF means no format."""
 
@@ -21,8 +26,9 @@ class CallFormat:
 
     marks: delimiters that are special tokens in some vocabularies. arguments: the JSON key of a call's arguments.
     bracket: the first character of a call or, "[", of a list of calls. skipped: delimiters dropped after a call.
-    needs_opener: a call without an opener is text. behind_name: a head is a name and this, not JSON; the parser takes
-    both in formats with "[".
+    needs_opener: a call without an opener is text. takes_untagged: but a whole head at the start of an answer, alone or
+    in a block of code, begins one. behind_name: a head is a name and this, not JSON; the parser takes both in formats
+    with "[".
     """
 
     opener: str
@@ -35,7 +41,13 @@ class CallFormat:
     bracket: str = "{"
     skipped: tuple[str, ...] = ()
     needs_opener: bool = True
+    takes_untagged: bool = False
     behind_name: str = ""
+
+    def head_pattern(self, name: str) -> str:
+        """Writes a regular expression of heads in JSON, with white space; `name` is one of their names."""
+        parts = ("", r"\{", '"name"', ":", f'"{name}"', ",", f'"{self.arguments}"', ":", "")
+        return r"\s{0,8}".join(parts)
 
     def head(self, name: str) -> str:
         """Writes a call up to its arguments."""
@@ -90,6 +102,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         between="\n<tool_call>\n",
         tail="}\n</tool_call>",
         skipped=("</tool_call>",),
+        takes_untagged=True,
     ),
     "mistral-args": replace(_MISTRAL, lead="", between="[TOOL_CALLS]", tail="", trail="", behind_name="[ARGS]"),
     "mistral": _MISTRAL,

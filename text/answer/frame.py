@@ -3,9 +3,10 @@
     start: (channel's opener, reasoning, closer)? answer
     answer: calls                      where calls are required
           | content | calls            where the content has a format
-          | text | calls | text calls  where the arguments of a tool are strict, or one call is the most
+          | text | calls | text calls | call without marks
+                                     where the arguments of a tool are strict, or one call is the most
 
-Only further calls may follow a call.
+Only further calls may follow a call; none follows one without marks, which formats may take at the start of an answer.
 """
 
 import json
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from text.answer.answer import ReasoningCount
-from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats, CallFormat, Channel
+from text.answer.formats import CALL_FORMATS, CHANNELS, FENCE, MAY_BE_FENCED, AnswerFormats, CallFormat, Channel
 from text.grammar import PARAM, lark_term, schema_term
 from text.tokenizer_protocol import TextCodec
 from wire.errors import Unsupported
@@ -183,7 +184,9 @@ class _Rules:
         has_told = calls.needs_opener and not lead
         told = self._until("told", "PLAIN", calls.opener) if has_told else []
         behind = " | told listed" if has_told else ""
-        return [f"answer: {lead} PLAIN | calls{behind}", plain, *told, *self._calls(calls)]
+        untagged = self._untagged(calls) if calls.takes_untagged else []
+        behind += " | untagged" if untagged else ""
+        return [f"answer: {lead} PLAIN | calls{behind}", plain, *told, *self._calls(calls), *untagged]
 
     def _calls(self, calls: CallFormat) -> list[str]:
         """Writes the rules `calls` and `listed`: calls with and without the first opener."""
@@ -200,6 +203,15 @@ class _Rules:
             rules.append(f"call_{place}: {head} {schema_term(schema, use.field(name))} {tail}")
         return rules
 
+    def _untagged(self, calls: CallFormat) -> list[str]:
+        """Writes the rule `untagged`: one call without marks, alone or in a block of code."""
+        schemas, use = self._frame.tool_use.schemas(), self._frame.tool_use
+        rules = [f"UNTAGGED_END: /\\s{{0,8}}\\}}\\s{{0,8}}({FENCE})?\\s{{0,8}}/"]
+        for place, (name, schema) in enumerate(schemas.items()):
+            rules.append(f"UNTAGGED_{place}: /{MAY_BE_FENCED}{calls.head_pattern(re.escape(name))}/")
+            rules.append(f"untagged_{place}: UNTAGGED_{place} {schema_term(schema, use.field(name))} UNTAGGED_END")
+        return [*rules, "untagged: " + " | ".join(f"untagged_{place}" for place in range(len(schemas)))]
+
     def _until(self, rule: str, text: str, mark: str) -> list[str]:
         """Writes a rule for text up to the first occurrence of a mark, which it includes."""
         if not self._marks.search(mark):
@@ -212,6 +224,9 @@ class _Rules:
     def _plain(self, calls: CallFormat | None) -> str:
         """Writes the lexeme of text that begins neither with a channel's opener nor with a call without an opener."""
         text = r"/(\s*[^\s{](.|\n)*)?/" if calls and not calls.needs_opener else r"/(.|\n)*/"
+        if calls and calls.takes_untagged:
+            names = "|".join(map(re.escape, self._frame.tool_use.schemas()))
+            text += rf" & ~/\s*{MAY_BE_FENCED}{calls.head_pattern(f'(?:{names})')}(.|\n)*/"
         if self._frame.channel is None or self._frame.is_open:
             return text
         return rf"{text} & ~/\s*{re.escape(self._frame.channel.opener)}(.|\n)*/"

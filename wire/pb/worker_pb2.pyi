@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof", "ended_choices")
+    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof", "ended_choices", "prefetches")
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     RENEWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class ConnectRequest(_message.Message):
     PIECE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     ENDED_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     aborts: _containers.RepeatedScalarFieldContainer[str]
     renewals: _containers.RepeatedScalarFieldContainer[str]
     releases: _containers.RepeatedScalarFieldContainer[str]
@@ -25,7 +26,8 @@ class ConnectRequest(_message.Message):
     piece: BeginPart
     proof: bytes
     ended_choices: _containers.RepeatedCompositeFieldContainer[EndedChoice]
-    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[BeginPart, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[EndedChoice, _Mapping]]] = ...) -> None: ...
+    prefetches: _containers.RepeatedCompositeFieldContainer[Prefetch]
+    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[BeginPart, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[EndedChoice, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[Prefetch, _Mapping]]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("updates", "answers", "ended_holds")
@@ -85,6 +87,26 @@ class UnfinishedChoice(_message.Message):
     output: _inference_pb2.TokenIds
     def __init__(self, index: _Optional[int] = ..., output: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ...) -> None: ...
 
+class Prefetch(_message.Message):
+    __slots__ = ("id", "namespace_root", "tokens", "first_block", "parent", "public_root", "num_public_blocks", "block_addresses")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_ROOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLIC_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    namespace_root: bytes
+    tokens: _inference_pb2.TokenIds
+    first_block: int
+    parent: bytes
+    public_root: bytes
+    num_public_blocks: int
+    block_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., tokens: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., first_block: _Optional[int] = ..., parent: _Optional[bytes] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., block_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class BeginPart(_message.Message):
     __slots__ = ("id", "data", "last")
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -96,20 +118,22 @@ class BeginPart(_message.Message):
     def __init__(self, id: _Optional[str] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Update(_message.Message):
-    __slots__ = ("id", "choices", "prompt", "num_held_blocks", "end", "scores")
+    __slots__ = ("id", "choices", "prompt", "num_held_blocks", "end", "scores", "num_stored_blocks")
     ID_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
     prompt: PromptSource
     num_held_blocks: int
     end: End
     scores: PromptScores
-    def __init__(self, id: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ..., scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
+    num_stored_blocks: int
+    def __init__(self, id: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ..., scores: _Optional[_Union[PromptScores, _Mapping]] = ..., num_stored_blocks: _Optional[int] = ...) -> None: ...
 
 class PromptScores(_message.Message):
     __slots__ = ("first_position", "logprobs")

@@ -57,7 +57,7 @@ class Outline:
     def __init__(self, values: Mapping[str, Any]) -> None:
         """Takes the object in config.json. Raises ModelError, with the reason, for a model that cannot be served."""
         fields = JsonFields(values, "config.json")
-        self._type = fields.text("model_type", "unknown")
+        self._type, self._says_tied = fields.text("model_type", "unknown"), values.get("tie_word_embeddings") is True
         with self.refusing():
             self._config = _parse(self._type, fields)
             with torch.device("meta"):
@@ -103,6 +103,10 @@ class Outline:
         ):
             if found := info[f"{kind}_keys"]:
                 raise ModelError(f"the weights {problem} {str(min(found))[:256]}, by config.json")
+        outlined: Any = self.model
+        untied = {*outlined.all_tied_weights_keys} - {*model.all_tied_weights_keys}  # transformers warns, and serves it
+        if untied and self._says_tied:
+            raise ModelError(f"config.json: tie_word_embeddings is true, and {min(untied)} differs from the embeddings")
         filled: nn.Module = model.eval()
         return filled
 

@@ -16,7 +16,7 @@ from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
-from deploy.plan.machine import RayNode
+from deploy.plan.machine import RayNode, inspect_machine
 from deploy.plan.rules import TEXTS
 from deploy.processes.process import ProcessRef, spawn_leader
 from engine.checkpoint.pulled import NamedModel
@@ -25,7 +25,7 @@ from tests.harness.checkpoints import make_checkpoint
 from tests.harness.redis_process import RedisProcess
 from tests.kernels.backends import lend_kernels
 from wire.errors import ConfigError, ModelError, Unavailable
-from wire.pools import Addresses, PoolSizes
+from wire.pools import Addresses, PoolSizes, Role
 from wire.tier import Tier, Write
 from wire.typed_reader import from_json, to_json
 from worker.progress import Progress
@@ -137,6 +137,22 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         node = plan.node_config(NodeBaseline(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
         assert reporter.told["progress"] == f"8192 of {node.num_slots * node.model.layout.block_bytes}"
         assert reporter.told["prefill-1"] == "graphs 3 of 15"
+    finally:
+        _end(state)
+
+
+@pytest.mark.parametrize(("num_decode", "share"), [(1, 0.5), (2, 0.3333)])
+def test_workers_share_the_only_gpu_and_the_start_says_so(
+    checkpoint: Path, head: type[FakeHead], monkeypatch: pytest.MonkeyPatch, num_decode: int, share: float
+) -> None:
+    machine = dataclasses.replace(inspect_machine(), gpus=(140 << 30,))
+    monkeypatch.setattr(startup, "inspect_machine", lambda: machine)
+    reporter = Silent()
+    state = Startup(_config(checkpoint, pools={"decode": num_decode}), reporter).run()
+    try:
+        (plan,) = head.plans
+        assert [plan.resources(role).num_gpus for role in Role] == [share, share]
+        assert reporter.told["gpu"] == f"{share} of the only one for each worker; --gpus gives other shares"
     finally:
         _end(state)
 

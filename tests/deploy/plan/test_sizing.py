@@ -8,7 +8,7 @@ import pytest
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import DraftFacts, ModelFacts
-from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, num_more, require_room, share_gpu, size
+from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, UNUSABLE_OF_A_GPU, Sizes, num_more, require_room, share_gpu, size
 from engine.model.programs import GRAPH_BYTES
 from tests.harness.served import served_model
 from wire.errors import ConfigError
@@ -19,6 +19,7 @@ from wire.served_model import ServedModel
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = Machine(memory_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=8)
 GPU_NODE = Machine(memory_bytes=200 * GIB, shared_bytes=100 * GIB, num_cores=64, gpus=(140 * GIB,) * 2)
+USABLE_BYTES = 140 * GIB - 140 * GIB // UNUSABLE_OF_A_GPU
 
 
 GRAPHS_OF_LARGE = 25 * GRAPH_BYTES + 5 * 248 * 300 * 4
@@ -60,8 +61,8 @@ def divide(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
         pytest.param(LAPTOP, SMALL, {"worker": {"pool_bytes": "1MiB"}}, 32, 8192, 4, 0.0, id="pool as asked"),
         pytest.param(LAPTOP, SMALL, {"arena": {"size_bytes": "3GiB"}}, 8192, 98304, 4, 0.0, id="arena as asked"),
         pytest.param(LAPTOP, SMALL, {"worker": {"num_threads": 3}}, 8192, 8192, 3, 0.0, id="threads as asked"),
-        pytest.param(GPU_NODE, LARGE, {}, 69069, 512, 32, 1.0, id="GPU: what weights, graphs and reserve leave"),
-        pytest.param(GPU_NODE, LARGE, {"worker": {"num_gpus": 0.5}}, 33229, 512, 32, 0.5, id="half a GPU each"),
+        pytest.param(GPU_NODE, LARGE, {}, 67636, 512, 32, 1.0, id="GPU: what weights, graphs and reserve leave"),
+        pytest.param(GPU_NODE, LARGE, {"worker": {"num_gpus": 0.5}}, 32513, 512, 32, 0.5, id="half a GPU each"),
         pytest.param(GPU_NODE, SMALL, {"worker": {"num_gpus": 0}}, 8192, 8192, 32, 0.0, id="CPU though there are GPUs"),
     ],
 )
@@ -83,9 +84,18 @@ def test_graphs_leave_less_of_a_gpu_for_pages() -> None:
     """Launches of each graph, logits and attention of the largest step: a third of a GiB here."""
     wide = replace(LARGE, served=replace(LARGE.served, vocab_size=128_256), row_bytes=MIB)
     num_blocks = divide(config(), wide, GPU_NODE).num_pool_blocks
-    assert num_blocks == ((140 - 3 - 2) * GIB - 25 * GRAPH_BYTES - 128 * 128_256 * 8 - 128 * MIB) // (2 * MIB)
+    assert num_blocks == (USABLE_BYTES - (3 + 2) * GIB - 25 * GRAPH_BYTES - 128 * 128_256 * 8 - 128 * MIB) // (2 * MIB)
     few = divide(config(batch={"max_running": 8}), wide, GPU_NODE).num_pool_blocks
-    assert few == ((140 - 3 - 2) * GIB - 5 * GRAPH_BYTES - 8 * 128_256 * 8 - 8 * MIB) // (2 * MIB)
+    assert few == (USABLE_BYTES - (3 + 2) * GIB - 5 * GRAPH_BYTES - 8 * 128_256 * 8 - 8 * MIB) // (2 * MIB)
+
+
+def test_graphs_of_chunks_leave_less_of_a_gpu_for_pages() -> None:
+    """18 more graphs, memory of the most tokens of a step, and logits of eight chunks beside the rows."""
+    wide = replace(LARGE, served=replace(LARGE.served, vocab_size=128_256), row_bytes=MIB, captured_tokens=4096)
+    graphs = 43 * GRAPH_BYTES + 136 * 128_256 * 8 + (128 + 2048) * MIB
+    assert divide(config(), wide, GPU_NODE).num_pool_blocks == (USABLE_BYTES - (3 + 2) * GIB - graphs) // (2 * MIB)
+    few = divide(config(), replace(wide, captured_tokens=64), GPU_NODE).num_pool_blocks
+    assert few == (USABLE_BYTES - (3 + 2) * GIB - 28 * GRAPH_BYTES - 136 * 128_256 * 8 - (128 + 64) * MIB) // (2 * MIB)
 
 
 def test_the_arena_beside_a_gpu_is_a_quarter_of_memory_and_no_more_than_contexts_fill() -> None:
@@ -126,7 +136,7 @@ def test_a_draft_has_a_page_for_each_page() -> None:
     """Its weights and pages are counted in a worker's memory, and on a GPU they leave less for the worker's own."""
     draft = DraftFacts("/d", 2 * GIB, LARGE.served.layout.block_bytes // 4)
     model = replace(LARGE, draft=draft)
-    room_bytes = (140 - 3 - 2 - 2) * GIB - GRAPHS_OF_LARGE
+    room_bytes = USABLE_BYTES - (3 + 2 + 2) * GIB - GRAPHS_OF_LARGE
     assert divide(config(), model, GPU_NODE).num_pool_blocks == room_bytes // (2 * MIB + MIB // 2)
     tables = {"worker": {"pool_bytes": "1GiB"}, "pools": {"prefill": 0}}
     assert divide(config(**tables), model, LAPTOP).num_pool_blocks == 512

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.checkpoint import Checkpoint, open_draft
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
+from engine.speculation.draft_folder import open_draft
 from tests.engine.gguf.joined import CODER_500M, CODER_1500M
 from tests.engine.gguf.test_real_model import require_tokens_of_transformers
 

@@ -14,6 +14,7 @@ from text.answer.formats import CALL_FORMATS, CHANNELS, AnswerFormats
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 QWEN_F, QWEN_G = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in (F, G))
+UNTAGGED_F, UNTAGGED_G = (f'{{"name": "{name}", "arguments": {given}}}' for name, given in (F, G))
 LLAMA_F, LLAMA_G = (f'{{"name": "{name}", "parameters": {given}}}' for name, given in (F, G))
 MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
 BARE = '[TOOL_CALLS]f[ARGS]{"a": 1}\n[TOOL_CALLS]g[CALL_ID]Ab1[ARGS] {}'
@@ -47,6 +48,20 @@ CASES: list[tuple[str, str, Told | None]] = [
     ("qwen", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', None),
     ("qwen", '<tool_call>{"a": ]}</tool_call>', None),
     ("qwen", LLAMA_F, None),
+    ("qwen", UNTAGGED_F, [F]),
+    ("qwen", f"\n{UNTAGGED_F}\n{UNTAGGED_G}</tool_call>\n", [F, G]),
+    ("qwen", f"```json\n{UNTAGGED_F}\n```\n\n```\n{UNTAGGED_G}\n``` done", [F, G, " done"]),
+    ("qwen", f"``` json\n{UNTAGGED_F}", None),
+    ("qwen", f'```json\n{{\n  "name": "g",\n  "arguments": {NESTED}\n}}\n``', [("g", NESTED)]),
+    ("qwen", f"{QWEN_F}\n```python\na```", [F, "\n```python\na```"]),
+    ("qwen", f"{UNTAGGED_F} and {UNTAGGED_G}", [F, f" and {UNTAGGED_G}"]),
+    ("qwen", f"Like this: {UNTAGGED_F}", None),
+    ("qwen", '{"name": "h", "arguments": {}}', None),
+    ("qwen", '{"name": "f", "arguments": 1}', None),
+    ("qwen", '{"arguments": {}, "name": "f"}', None),
+    ("qwen", f'{{{" " * MAX_HEAD_CHARS}"name": "f", "arguments": {{}}}}', None),
+    ("qwen", '```json\n{"na', None),
+    ("mistral", UNTAGGED_F, None),
     ("llama", LLAMA_F, [F]),
     ("llama", f"<|python_tag|>{LLAMA_F}; {LLAMA_G}", [F, G]),
     ("llama", f"\n{LLAMA_F}\n", [F]),
@@ -113,7 +128,7 @@ THOUGHTS: list[tuple[str, str, str, Told]] = [
 PIECES = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>", "</think>"),
     *(ASSISTANT, CHANNEL, MESSAGE, "analysis", "to=functions.f", "<|end|>", "<|call|>", HARMONY_F),
-    *("{", "}", "[", "]", '"', "\\", ";", ",", "a", " ", LONG, " " * 9),
+    *("{", "}", "[", "]", '"', "\\", ";", ",", "a", " ", LONG, " " * 9, "```json\n", "```", UNTAGGED_F),
 )
 VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL, BARE)
 
@@ -200,6 +215,16 @@ def test_parts_are_told_as_they_come() -> None:
     assert parser.flush() == []
 
 
+def test_json_that_is_no_call_is_told_as_it_comes() -> None:
+    """It is held back only as long as it may begin a call of a known function, alone or in a block of code."""
+    parser = AnswerParser(AnswerFormats("qwen"), {"find"})
+    told = [('{"name"', []), (': "fi', []), ("sh", ['{"name": "fish']), ('", "arguments": {', ['", "arguments": {'])]
+    assert [parser.feed(piece) for piece, _ in told] == [expected for _, expected in told]
+    parser = AnswerParser(AnswerFormats("qwen"), {"find"})
+    told = [("```", []), ("py", ["```py"]), ("thon\n{", ["thon\n{"])]
+    assert [parser.feed(piece) for piece, _ in told] == [expected for _, expected in told]
+
+
 @pytest.mark.parametrize(
     ("template", "tool", "reasoning"),
     [
@@ -257,6 +282,9 @@ def test_many_calls_at_once_take_time_by_their_length() -> None:
         ("mistral", "[TOOL_CALLS]", " "),
         ("llama", "{", '"a": 1, '),
         ("llama", "", "\n"),
+        ("qwen", "{", " "),
+        ("qwen", "```json", "\n"),
+        ("qwen", UNTAGGED_F, " "),
     ],
 )
 def test_pieces_that_wait_take_time_by_their_number(form: str, lead: str, piece: str) -> None:

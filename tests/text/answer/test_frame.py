@@ -100,6 +100,25 @@ def test_a_strict_tool_is_text_or_calls(form: str) -> None:
     assert not takes(single, written(form, F, F))
 
 
+@pytest.mark.parametrize("shape", ["{}", "```json\n{}\n```", "\n```{}```"])
+@pytest.mark.parametrize("space", ["", "\n  "])
+def test_a_call_without_marks_is_held_as_one_with_them(shape: str, space: str) -> None:
+    def untagged(name: str, given: str) -> str:
+        return shape.replace("{}", f'{{{space}"name": "{name}",{space}"arguments": {given}{space.rstrip(" ")}}}')
+
+    frame, single = frame_of("qwen", STRICT), frame_of("qwen", ToolUse(TOOLS, parallel=False))
+    for one in (frame, single):
+        assert takes(one, untagged(*F))
+        assert takes(one, untagged("h", "{}"))
+        assert takes(one, f"See: {untagged(*BAD)}")
+        assert not takes(one, f"{untagged(*F)}\n{untagged(*F)}")
+    assert takes(single, untagged(*BAD))
+    assert not takes(frame, untagged(*BAD))
+    assert not takes(frame_of("qwen", REQUIRED), untagged(*F))
+    parts = AnswerParser(AnswerFormats("qwen"), {"f", "g"}).feed(untagged(*F))
+    assert [one.name for one in parts if isinstance(one, CallBegun)] == ["f"]
+
+
 @pytest.mark.parametrize(("content", "right", "wrong"), [(NUMBER, "12", "a"), (DATE, "1/2", "1"), (YES, "yes", "yes.")])
 def test_content_in_a_format_stands_beside_calls_and_behind_reasoning(
     content: ResponseFormat, right: str, wrong: str

@@ -2,26 +2,28 @@
 
 Rows are tokens times the query heads of one KV head, so that a tile of keys and values is read once for all of them.
 Chunks of prompts have tiles of many tokens; decoding rows have one token a tile, and their visible tokens are cut into
-splits that run in parallel and are merged by their log-sum-exp, so that one long sequence fills a GPU. The splits
-depend on the row's own length alone, so a row has the same bits in any batch, and a chunk's row in any chunk. Sources:
-T. Dao, "FlashAttention-2", arXiv 2307.08691; T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding", 2023.
+splits that run in parallel. Source: T. Dao, "FlashAttention-2", arXiv 2307.08691.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.int4_pages import load_tile
+from kernels.attention.widening import widen, widens_by_integers
 from kernels.backend import AttentionVariant, KVPages
-from kernels.int4_pages import load_tile
-from kernels.tiles import Tile, choose_tile, tokens_of
+from kernels.tiles import Tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 32
-MIN_SPLIT_LEN = 128
+MIN_SPLIT_LEN = 256
 # Fusing is spelled out because its default differs between Triton's versions, and with it the numbers.
 FUSING = {"enable_fp_fusion": True}
+HEAD_AXIS = 1
+"""The axis of KV heads in a launch of prompts: 1, neighbours are tiles of a head; 0, the heads of a tile."""
+BY_INTEGERS = False
+"""Whether codes of 8 bits are widened as kernels/attention/widening.py does."""
 
 
 @triton.jit
@@ -90,21 +92,23 @@ def attend(
     PADDED_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT_LEN: tl.constexpr,
+    HEAD_AXIS: tl.constexpr,
+    BY_INTEGERS: tl.constexpr,
 ):
     # One program attends with TOKENS tokens of a sequence, in the heads of one KV head, over one split of its context.
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(HEAD_AXIS)
     split = tl.program_id(2)
-    num_heads = tl.num_programs(1) * GROUP_SIZE
+    num_heads = tl.num_programs(HEAD_AXIS) * GROUP_SIZE
     num_splits = tl.num_programs(2)
     if cu_query_lens_ptr is None:
-        seq = first_seq + tl.program_id(0)
+        seq = first_seq + tl.program_id(1 - HEAD_AXIS)
         context_len = tl.load(context_lens_ptr + seq)
         first_row, first_position = seq, context_len - 1
         tile_start, tile_end = first_position, context_len
     else:
         # Tiles start at positions that are multiples of TOKENS: with int4, a tile is in one block.
         # The last tiles, which see the most keys, come first: short ones fill up the end.
-        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        program = tl.num_programs(1 - HEAD_AXIS) - 1 - tl.program_id(1 - HEAD_AXIS)
         seq, tile = find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS)
         context_len = tl.load(context_lens_ptr + seq)
         first_row = tl.load(cu_query_lens_ptr + seq)
@@ -205,7 +209,7 @@ def attend(
                 )
 
             # Codes are numbers of the query's dtype exactly; products take their scales.
-            scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+            scores = tl.dot(query, tl.trans(widen(key, query.dtype, BY_INTEGERS)), input_precision="ieee")
             if scales_ptr is not None:
                 scale_ptrs = scales_ptr + pages * scales_page_stride + kv_head.to(tl.int64) * scales_head_stride
                 scale_ptrs += columns % BLOCK_SIZE
@@ -232,7 +236,8 @@ def attend(
                     value = value.to(tl.float32) * scales[:, None]
                 else:
                     weights = weights * scales[None, :]
-            attended = tl.dot(weights.to(query.dtype), value.to(query.dtype), attended, input_precision="ieee")
+            value = widen(value, query.dtype, BY_INTEGERS)
+            attended = tl.dot(weights.to(query.dtype), value, attended, input_precision="ieee")
             running_max = tile_max
 
     # A sequence of no tokens leaves zeros of weight 2^-inf.
@@ -243,150 +248,9 @@ def attend(
         tl.store(log_sum_ptr + out_rows, running_max + tl.log2(divisor), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
-def merge_splits(
-    partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim] float32
-    log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32
-    context_lens_ptr,  # [num_seqs] int32
-    output_ptr,  # [num_seqs, num_heads, head_dim]
-    window,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MIN_SPLIT_LEN: tl.constexpr,
-):
-    # One program merges the splits of one head of one sequence, as many as its length has.
-    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    visible = tl.minimum(tl.load(context_lens_ptr + seq), window)
-    split_len = find_split_len(visible, MAX_SPLITS, MIN_SPLIT_LEN)
-    splits = tl.arange(0, MAX_SPLITS)
-    dims = tl.arange(0, PADDED_DIM)
-    # The first split of no tokens is there, too.
-    is_split = splits < tl.maximum(tl.cdiv(visible, split_len), 1)
-    in_split = is_split[:, None] & (dims < HEAD_DIM)[None, :]
-    row = seq * tl.num_programs(1) + head
-    split_rows = row * num_splits + splits
-
-    log_sum = tl.load(log_sum_ptr + split_rows, mask=is_split, other=float("-inf"))
-    partial = tl.load(partial_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :], mask=in_split, other=0.0)
-    largest = tl.max(log_sum, 0)
-    # Of a sequence without tokens every split weighs 2^-inf; its partials are zeros already.
-    weights = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weights, 0)
-    merged = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(output_ptr + row * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
-
-
-def paged_decode_attention(
-    query: Tensor,
-    pages: KVPages,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    variant: AttentionVariant,
-    turned: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Implements `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
-
-    `query`, `pages` and `block_tables` may have any strides in front of a contiguous last dimension. A row's splits
-    depend on its own length alone; nothing waits for the GPU.
-    """
-    num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = pages.data.shape[2:4]
-    output = query.new_empty(query.shape) if out is None else out
-    if num_seqs == 0:
-        return output
-    tile, max_context_len = choose_tile("decode", query, pages, variant), block_tables.shape[1] * block_size
-    window = max_context_len if variant.window is None else min(variant.window, max_context_len)
-    num_splits = min(triton.cdiv(window, MIN_SPLIT_LEN), MAX_SPLITS)
-
-    # One split needs no merging: its own attention is the output.
-    partial_shape = (num_seqs, num_heads, num_splits, head_dim)
-    partial = output if num_splits == 1 else query.new_empty(partial_shape, dtype=torch.float32)
-    log_sum = None if num_splits == 1 else query.new_empty(partial_shape[:3], dtype=torch.float32)
-    _launch(
-        (num_seqs, num_kv_heads, num_splits),
-        tile,
-        1,
-        query,
-        pages,
-        block_tables,
-        context_lens,
-        None,
-        partial,
-        log_sum,
-        variant,
-        turned,
-        window,
-        0,
-    )
-    if num_splits > 1:
-        merge_splits[(num_seqs, num_heads)](
-            partial,
-            log_sum,
-            context_lens,
-            output,
-            window,
-            num_splits,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=triton.next_power_of_2(head_dim),
-            MAX_SPLITS=MAX_SPLITS,
-            MIN_SPLIT_LEN=MIN_SPLIT_LEN,
-            num_warps=4,
-            **FUSING,
-        )
-    return output
-
-
-def paged_prefill_attention(
-    query: Tensor,
-    pages: KVPages,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    cu_query_lens: Tensor,
-    variant: AttentionVariant,
-    turned: Tensor | None = None,
-    out: Tensor | None = None,
-    first_seq: int = 0,
-) -> Tensor:
-    """Implements `kernels.reference.paged_prefill_attention`, on the current GPU, accumulating in float32.
-
-    Skips sequences before `first_seq`, which have one row each. Strides as in `paged_decode_attention`; nothing waits
-    for the GPU.
-    """
-    num_rows, num_heads = query.shape[:2]
-    num_kv_heads, block_size = pages.data.shape[2:4]
-    output = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    num_seqs = len(context_lens) - first_seq
-    if num_rows == first_seq:
-        return output
-    group_size = num_heads // num_kv_heads
-    tile = choose_tile("prompts", query, pages, variant)
-    num_tokens = tokens_of(tile, group_size, None if pages.int4 is None else block_size)
-    num_tiles = triton.cdiv(num_rows - first_seq, num_tokens) + 2 * num_seqs
-    window = variant.window or block_tables.shape[1] * block_size
-    _launch(
-        (num_tiles, num_kv_heads, 1),
-        tile,
-        num_tokens,
-        query,
-        pages,
-        block_tables,
-        context_lens,
-        cu_query_lens,
-        output,
-        None,
-        variant,
-        turned,
-        window,
-        first_seq,
-    )
-    return output
-
-
-def _launch(
-    grid: tuple[int, int, int],
+def launch(
+    num_tiles: int,
+    num_splits: int,
     tile: Tile,
     num_tokens: int,
     query: Tensor,
@@ -401,9 +265,15 @@ def _launch(
     window: int,
     first_seq: int,
 ) -> None:
+    """Launches `attend` with a tile, over the rows from `first_seq` on; nothing waits for the GPU.
+
+    num_tokens: tokens of a tile. cu_query_lens: None if sequence s has row s. log_sum: None for one split.
+    """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = pages.data.shape[2:4]
     group_size, int4 = num_heads // num_kv_heads, pages.int4
+    head_axis = 1 if cu_query_lens is None else HEAD_AXIS
+    grid = (num_tiles, num_kv_heads, num_splits) if head_axis else (num_kv_heads, num_tiles, num_splits)
     attend[grid](
         query,
         pages.data,
@@ -436,6 +306,8 @@ def _launch(
         PADDED_DIM=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT_LEN=MIN_SPLIT_LEN,
+        HEAD_AXIS=head_axis,
+        BY_INTEGERS=BY_INTEGERS and widens_by_integers(query),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **FUSING,
