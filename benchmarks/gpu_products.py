@@ -51,6 +51,9 @@ ROWS_TO_TILES = {1: FEW, 16: FEW, 64: SOME, 2048: [(128, 128, 8, 2), (128, 128, 
 """Candidates; tests/kernels/compile_for.py compiles them without a device."""
 SPLITS = [(512, 1024), (512, 512)]
 """Wanted programs and least depths of a split, beside the constants of `products`; for few rows."""
+PANEL_BYTES = [32 << 20, 64 << 20, 256 << 20]
+"""Widened weights of panels, to multiply by torch: their sums have another order, so that bits differ."""
+MAX_FEW_ROWS = 16
 COMPILATION_S, COMPARISON_S = 60, 40
 NUM_COMPILERS = 4
 """Processes of each format that compile at first."""
@@ -162,16 +165,35 @@ def _works_of(states: Tensor, weights: Sequence[Weight], earlier: Any) -> dict[s
     works: dict[str, Callable[[Weight], Tensor]] = {"the table's": lambda one: BACKEND.linear(states, one, None)}
     tiles = [Tile(*one) for one in ROWS_TO_TILES[len(states)]]
     works |= {_name_of(one): by_tile(one) for one in tiles}
-    if len(states) <= 16:
+    if len(states) <= MAX_FEW_ROWS:
         works |= {
             f"{wanted} programs, {least} deep": by_tile(tiles[0], WANTED_PROGRAMS=wanted, MIN_SPLIT_DEPTH=least)
             for wanted, least in SPLITS
         }
+    if len(states) > MAX_FEW_ROWS:
+        works |= {f"widened {one >> 20} MiB at a time, then torch's": _by_panels(states, one) for one in PANEL_BYTES}
     if earlier is not None:
         in_old_layout = {id(one): _with_old_tables(one) for one in weights if isinstance(one, CodedWeight)}
         out = states.new_empty(len(states), weights[0].columns)
         works["before"] = lambda one: earlier.linear(states, in_old_layout[id(one)], None, None, out)
     return works
+
+
+def _by_panels(states: Tensor, num_bytes: int) -> Callable[[Weight], Tensor]:
+    """Makes products that widen a matrix once, as many columns at a time as fit in a number of bytes."""
+
+    def run(weight: Weight) -> Tensor:
+        assert isinstance(weight, CodedWeight)
+        [part] = weight.parts
+        out = states.new_empty(len(states), weight.columns)
+        size = num_bytes // (2 * weight.depth) // 128 * 128
+        for first in range(0, weight.columns, size):
+            panel = states.new_empty(min(size, weight.columns - first), weight.depth)
+            products.widen_columns(part, first, panel)
+            torch.mm(states, panel.T, out=out[:, first : first + size])
+        return out
+
+    return run
 
 
 def _name_of(tile: Tile) -> str:

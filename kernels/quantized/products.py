@@ -458,13 +458,14 @@ def embed(token_ids: Tensor, table: CodedWeight, out: Tensor) -> Tensor:
     """Widens the rows `token_ids` int64 [T] of a table of one format, on the current GPU; `out` is contiguous."""
     [part] = table.parts
     if len(token_ids):
-        _widen(part, token_ids, 0, out)
+        widen_columns(part, token_ids, out)
     return out
 
 
-def _widen(part: Part, ids: Tensor | None, first: int, out: Tensor) -> None:
-    """Widens the columns `ids`, or columns from the first on, to `out`, contiguous [columns, depth]."""
+def widen_columns(part: Part, columns: Tensor | int, out: Tensor) -> None:
+    """Widens columns int64 [n], or n from one on, to `out`, contiguous [n, depth], on the current GPU."""
     num_rows, depth = out.shape
+    ids, first = (None, columns) if isinstance(columns, int) else (columns, 0)
     widen_rows[(triton.cdiv(num_rows, WIDENED_AT_ONCE), part.num_chunks)](
         ids,
         *_tables_of(part),

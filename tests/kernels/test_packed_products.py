@@ -85,6 +85,16 @@ def test_weights_are_widened_bit_by_bit(dtype: torch.dtype, name: str, device: t
         assert torch.equal(BACKEND.embed(ids, coded([matrix], dtype)), widened[ids])
 
 
+@pytest.mark.pairs(1)
+@each_format
+def test_a_panel_of_columns_is_widened_bit_by_bit(name: str, device: torch.device) -> None:
+    matrix = draw(name, 70, 512, device)
+    [part] = coded([matrix], torch.bfloat16).parts
+    panel = torch.full((30, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    products.widen_columns(part, 40, panel)
+    assert torch.equal(panel, matrix.dequantize().bfloat16()[40:])
+
+
 @each_dtype
 def test_parts_of_other_formats_and_odd_sizes_lie_in_one_matrix(dtype: torch.dtype, device: torch.device) -> None:
     names = {"Q4_K": 33, "Q6_K": 7, "Q8_0": 64, "Q5_1": 1}
