@@ -1,8 +1,9 @@
 """The layout of packed weights on a GPU: tables of codes and scales, for wide aligned loads.
 
 The depth is cut in chunks, and a chunk in planes of 32 places. Each place has a 16-bit word with its codes in several
-planes, from the lowest bits up: 4 codes of 4 bits or 2 of 8 bits. Codes of 5 and 6 bits have their lower four bits
-there, and a byte at each place has the rest, for all planes of a chunk. Tables go along the depth first, then along the
+planes, from the lowest bits up: 4 codes of 4 bits or 2 of 8 bits. Kernels read the words of two places as one, for a
+matrix instruction wants both in one register. Codes of 5 and 6 bits have their lower four bits there, and a byte at
+each place has the rest, for all planes of a chunk. Tables go along the depth first, then along the
 columns, so that a tile of columns is contiguous. A scale with its offset is a word of 32 bits for each column; so are
 the factors of scales and offsets, for two planes.
 """
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from kernels.backend import Weight
 from kernels.quantized.codebook import Codebook
-from kernels.quantized.matrix import Quantized
+from kernels.quantized.matrix import SCALES, Quantized
 
 PLANE = 32
 BITS_TO_PLANES = {4: 4, 5: 8, 6: 4, 8: 2}
@@ -60,9 +61,9 @@ class CodeFormat:
 class CodeTables:
     """The tables of a matrix, views of one contiguous tensor.
 
-    codes: int16 [chunks, words of a place, columns, 32]. rest: uint8 [chunks, columns, 32], for 5 and 6 bits. scales:
-    int32 [blocks, columns], each a float32, or a 16-bit scale below its offset. factors: int32 [pairs of planes,
-    columns], each four of 8 bits.
+    codes: int32 [chunks, words of two places, columns, 16]. rest: int16 [chunks, columns, 16], for 5 and 6 bits.
+    scales: int32 [blocks, columns], each a float32, or a 16-bit scale below its offset. factors: int32 [pairs of
+    planes, columns], each four of 8 bits.
     """
 
     codes: Tensor
@@ -96,6 +97,8 @@ def is_packable(matrix: Quantized) -> bool:
     group, scales, offsets = matrix.group, matrix.scales, matrix.offsets
     if matrix.bits == 8 and matrix.codes.dtype is torch.uint8:
         return False  # codes of 8 bits have a sign
+    if not scales.is_meta and scales.dtype is not torch.float16 and bool((scales.abs() > SCALES[1]).any()):
+        return False  # the kernels multiply scales by powers of 2
     has_factors = (matrix.scale_factors, matrix.offset_factors) != (None, None)
     is_whole = group % PLANE == 0 or group >= matrix.depth
     if has_factors and group == HALVED_GROUP:
@@ -163,10 +166,14 @@ def _tables_of(matrix: Quantized, form: CodeFormat) -> CodeTables:
         _shifted([one & mask for one in planes[first : first + per_word]], low_bits, torch.int16)
         for first in range(0, form.planes, per_word)
     ]
-    rest = None if form.bits in (4, 8) else _shifted([one >> 4 for one in planes], form.bits - 4, torch.uint8)
+    rest = (
+        None
+        if form.bits in (4, 8)
+        else _shifted([one >> 4 for one in planes], form.bits - 4, torch.uint8).view(torch.int16)
+    )
     scales = _padded(_scale_words(matrix), -(-num_chunks * form.chunk // form.block))
     factors = _factor_words(matrix, num_chunks * form.chunk) if form.has_factors else None
-    return CodeTables(torch.stack(words, 1), rest, scales.T.contiguous(), factors)
+    return CodeTables(torch.stack(words, 1).view(torch.int32), rest, scales.T.contiguous(), factors)
 
 
 def _shifted(planes: list[Tensor], bits: int, dtype: torch.dtype) -> Tensor:

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.quantized.codebook import Codebook
 from kernels.quantized.device_layout import PLANE, CodedWeight, Part
 from kernels.tiles import Tile, choose_product_tile
 
 SPLIT_COLUMNS, WANTED_PROGRAMS, MIN_SPLIT_DEPTH, MAX_SPLITS = 64, 256, 1024, 16
 MERGED_AT_ONCE = 512
-IDS_AT_ONCE = 16
+WIDENED_AT_ONCE = 16
 # On AMD's devices the matrix instruction would follow from the rows of a tile, and the order of sums with it.
 OPTIONS = {"enable_fp_fusion": True} | ({"matrix_instr_nonkdim": 16} if torch.version.hip else {})
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -36,48 +37,53 @@ def number_of_half(words, place: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_codes(
-    codes_ptr,
-    rest_ptr,
-    num_columns,
-    columns,
-    present,
-    chunk,
-    PLANE_INDEX: tl.constexpr,
-    PLANES: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):
-    """Loads a plane of codes as float32 [columns, 32]: integers minus ZERO, or the numbers of fp8 codes or a codebook.
+def shift_left(bits, places: tl.constexpr):
+    """Shifts bits to the left, or to the right by less than nothing."""
+    return bits << places if places >= 0 else bits >> -places
 
-    NUMBERS: `Codebook.halves`, or None.
+
+@triton.jit
+def read_codes(
+    words,
+    rest,
+    IS_ODD: tl.constexpr,
+    PLANE_INDEX: tl.constexpr,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+):
+    """Reads a plane's codes at even or odd places as float32: the numbers that they stand for.
+
+    Integers below 8 bits are not moved: as the bits of a float32 below its exponent they are subnormal numbers, which
+    one multiplication makes normal ones. They come over 2^(23 - the place of their lowest bit).
+    IS_FLOAT: codes are fp8 (e4m3) or FP4 (e2m1), which is doubled.
     """
     LOW_BITS: tl.constexpr = 8 if BITS == 8 else 4
-    WORDS: tl.constexpr = PLANES * LOW_BITS // 16
-    places = columns[:, None] * 32 + tl.arange(0, 32)[None, :]
-    word = (chunk * WORDS + PLANE_INDEX * LOW_BITS // 16).to(tl.int64)
-    words = tl.load(codes_ptr + word * num_columns * 32 + places, mask=present[:, None], other=0)
-    codes = (words >> (PLANE_INDEX * LOW_BITS % 16)) & ((1 << LOW_BITS) - 1)
-    if IS_FP8:
-        # A half with the exponent of 4 bits is the number over 2^8, subnormal ones too.
-        halves = ((codes & 0x7F) << 7) | ((codes & 0x80) << 8)
-        return halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    PLACE: tl.constexpr = PLANE_INDEX * LOW_BITS % 16
+    half = words >> 16 if IS_ODD else words
+    if IS_FLOAT:
+        # The bits of float32 numbers with the same exponents, over 2^120 or 2^127: subnormal ones too.
+        MANTISSA: tl.constexpr = 3 if BITS == 8 else 1
+        sizes = shift_left(half, 23 - MANTISSA - PLACE) & (((1 << (BITS - 1)) - 1) << (23 - MANTISSA))
+        signs = shift_left(half, 32 - BITS - PLACE) & 0x80000000
+        return (sizes | signs).to(tl.float32, bitcast=True) * (2.0**120 if BITS == 8 else 2.0**127)
     if BITS == 8:
-        codes = (codes << 8) >> 8
-    elif rest_ptr is not None:
-        REST_BITS: tl.constexpr = BITS - 4
-        rest = tl.load(rest_ptr + chunk.to(tl.int64) * num_columns * 32 + places, mask=present[:, None], other=0)
-        high = (rest.to(tl.int16) >> (PLANE_INDEX * REST_BITS)) & ((1 << REST_BITS) - 1)
-        codes = codes | (high << 4)
-    elif NUMBERS is not None:
+        # The end of a mantissa, less its beginning and the value of the sign's bit.
+        mantissas = (half & (0xFF << PLACE)) ^ (((150 - PLACE) << 23) | (0x80 << PLACE))
+        return mantissas.to(tl.float32, bitcast=True) - ((1 << (23 - PLACE)) + 0x80)
+    bits = half & (15 << PLACE)
+    if NUMBERS is not None:
         # Numbers of 8 bits are bytes of two words of 64 bits.
         LOW: tl.constexpr = NUMBERS[0]
         HIGH: tl.constexpr = NUMBERS[1]
+        codes = bits >> PLACE
         halves = tl.where(codes < 8, tl.full([], LOW, tl.int64), tl.full([], HIGH, tl.int64))
         return (halves >> ((codes & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.float32)
-    return codes.to(tl.float32) - ZERO
+    if rest is not None:
+        REST_BITS: tl.constexpr = BITS - 4
+        REST_PLACE: tl.constexpr = PLANE_INDEX * REST_BITS + 8 * IS_ODD
+        bits |= shift_left(rest, PLACE + 4 - REST_PLACE) & (((1 << REST_BITS) - 1) << (PLACE + 4))
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
@@ -88,7 +94,6 @@ def widen(
     factors_ptr,
     num_columns,
     columns,
-    present,
     chunk,
     PLANE_INDEX: tl.constexpr,
     PLANES: tl.constexpr,
@@ -96,40 +101,146 @@ def widen(
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,
     NUMBERS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     IS_HALVED: tl.constexpr,
     SCALE: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
     """Widens a plane of columns' weights to the dtype in which the file computes them, [columns, 32]."""
-    codes = load_codes(
-        codes_ptr, rest_ptr, num_columns, columns, present, chunk, PLANE_INDEX, PLANES, BITS, ZERO, NUMBERS, IS_FP8
-    )
+    OF_WORD: tl.constexpr = 2 if BITS == 8 else 4
+    places = columns[:, None] * 16 + tl.arange(0, 16)[None, :]
+    word = (chunk * (PLANES // OF_WORD) + PLANE_INDEX // OF_WORD).to(tl.int64)
+    words = tl.load(codes_ptr + word * num_columns * 16 + places).to(tl.uint32, bitcast=True)
+    rest = None
+    if rest_ptr is not None:
+        rest_ptrs = rest_ptr + chunk.to(tl.int64) * num_columns * 16 + places
+        rest = tl.load(rest_ptrs).to(tl.uint16, bitcast=True).to(tl.uint32)
+    even = read_codes(words, rest, False, PLANE_INDEX, BITS, NUMBERS, IS_FLOAT)
+    odd = read_codes(words, rest, True, PLANE_INDEX, BITS, NUMBERS, IS_FLOAT)
+    codes = tl.join(even, odd).reshape(columns.shape[0], 32)
+
     if BLOCK % (PLANES * 32) == 0:
         block = chunk // (BLOCK // (PLANES * 32))
     else:
         block = (chunk * PLANES + PLANE_INDEX) // (BLOCK // 32)
-    words = tl.load(scales_ptr + block.to(tl.int64) * num_columns + columns, mask=present, other=0)
+    scale_words = tl.load(scales_ptr + block.to(tl.int64) * num_columns + columns)
     if tl.float32 == SCALE:
-        scales = words.to(tl.float32, bitcast=True)[:, None]
+        scales = scale_words.to(tl.float32, bitcast=True)[:, None]
     else:
-        scales = number_of_half(words, 0, SCALE)[:, None]
+        scales = number_of_half(scale_words, 0, SCALE)[:, None]
     if factors_ptr is not None:
         pair = (chunk * (PLANES // 2) + PLANE_INDEX // 2).to(tl.int64)
-        factors = tl.load(factors_ptr + pair * num_columns + columns, mask=present, other=0)
+        factors = tl.load(factors_ptr + pair * num_columns + columns)
         first = number_of_byte(factors, PLANE_INDEX % 2 * 2)[:, None]
         second = number_of_byte(factors, PLANE_INDEX % 2 * 2 + 1)[:, None]
         if IS_HALVED:
-            first = tl.where((tl.arange(0, 32) < 16)[None, :], first, second)
+            halves = tl.join(first, second).reshape(columns.shape[0], 2, 1)
+            first = tl.broadcast_to(halves, columns.shape[0], 2, 16).reshape(columns.shape[0], 32)
         scales = scales * first
-    weights = codes * scales
+    POWER: tl.constexpr = 1 << (23 - PLANE_INDEX * 4 % 16) if BITS < 8 and not IS_FLOAT and NUMBERS is None else 1
+    if tl.float32 == SCALE:  # a product with it is rounded, and is no part of a sum
+        codes -= ZERO / POWER
+    weights = codes * (scales * POWER)
     if HAS_OFFSETS:
-        offsets = number_of_half(words, 1, SCALE)[:, None]
+        offsets = number_of_half(scale_words, 1, SCALE)[:, None]
         if factors_ptr is not None:
             offsets = offsets * second
         weights = weights + offsets
+    elif ZERO != 0 and tl.float32 != SCALE:
+        weights = weights - scales * ZERO
     return weights.to(SOURCE)
+
+
+@triton.jit
+def widen_word(
+    tables,
+    columns,
+    chunk,
+    WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOURCE: tl.constexpr,
+):
+    """Widens the planes of a word, one behind another, [columns, 64] of 8 bits, else [columns, 128]."""
+    OF_WORD: tl.constexpr = 2 if BITS == 8 else 4
+    PLANE: tl.constexpr = WORD * OF_WORD
+    first = widen(
+        *tables,
+        columns,
+        chunk,
+        PLANE,
+        PLANES,
+        BITS,
+        BLOCK,
+        ZERO,
+        NUMBERS,
+        IS_FLOAT,
+        HAS_OFFSETS,
+        IS_HALVED,
+        SCALE,
+        SOURCE,
+    )
+    second = widen(
+        *tables,
+        columns,
+        chunk,
+        PLANE + 1,
+        PLANES,
+        BITS,
+        BLOCK,
+        ZERO,
+        NUMBERS,
+        IS_FLOAT,
+        HAS_OFFSETS,
+        IS_HALVED,
+        SCALE,
+        SOURCE,
+    )
+    planes = tl.join(first, second).permute(0, 2, 1).reshape(columns.shape[0], 64)
+    if BITS < 8:
+        third = widen(
+            *tables,
+            columns,
+            chunk,
+            PLANE + 2,
+            PLANES,
+            BITS,
+            BLOCK,
+            ZERO,
+            NUMBERS,
+            IS_FLOAT,
+            HAS_OFFSETS,
+            IS_HALVED,
+            SCALE,
+            SOURCE,
+        )
+        fourth = widen(
+            *tables,
+            columns,
+            chunk,
+            PLANE + 3,
+            PLANES,
+            BITS,
+            BLOCK,
+            ZERO,
+            NUMBERS,
+            IS_FLOAT,
+            HAS_OFFSETS,
+            IS_HALVED,
+            SCALE,
+            SOURCE,
+        )
+        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+        planes = pairs.permute(0, 2, 3, 1).reshape(columns.shape[0], 128)
+    return planes
 
 
 @triton.jit
@@ -145,11 +256,11 @@ def write_rows(sums, bias_ptr, residual_ptr, out_ptr, rows, columns, present, re
     tl.store(out_ptr + wide_rows * out_stride + columns[None, :], sums, mask=present)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_chunks", "split_chunks"])
 def multiply(
     states_ptr,  # [num_rows, depth]
-    codes_ptr,  # [num_chunks, words of a place, num_columns, 32] int16
-    rest_ptr,  # [num_chunks, num_columns, 32] uint8, or None
+    codes_ptr,  # [num_chunks, words of two places, num_columns, 16] int32
+    rest_ptr,  # [num_chunks, num_columns, 16] int16, or None
     scales_ptr,  # [blocks, num_columns] int32
     factors_ptr,  # [pairs of planes, num_columns] int32, or None
     bias_ptr,  # [num_columns], or None
@@ -168,7 +279,7 @@ def multiply(
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,
     NUMBERS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     IS_HALVED: tl.constexpr,
     SCALE: tl.constexpr,
@@ -178,11 +289,15 @@ def multiply(
 ):
     # One program multiplies ROWS rows by COLUMNS columns, over one split of the depth, or over all of them in order.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    out_columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.minimum(out_columns, num_columns - 1)
     split = tl.program_id(2)
-    is_row, is_column = rows < num_rows, columns < num_columns
+    is_row, is_column = rows < num_rows, out_columns < num_columns
     num_own = tl.where(tl.num_programs(2) == 1, tl.cdiv(num_chunks, split_chunks), 1)
-    plane_places = tl.arange(0, 32)
+    tables = codes_ptr, rest_ptr, scales_ptr, factors_ptr, num_columns
+    DEPTH: tl.constexpr = 64 if BITS == 8 else 128
+    WORDS: tl.constexpr = PLANES * 32 // DEPTH
+    plane_places = tl.arange(0, DEPTH)
     row_ptrs = states_ptr + rows[:, None].to(tl.int64) * states_stride
 
     # Columns are the rows of the tile: codes then stay in registers from their widening to the matrix instruction.
@@ -192,29 +307,24 @@ def multiply(
         sums = tl.zeros([COLUMNS, ROWS], tl.float32)
         for place in range(tl.minimum(split_chunks, num_chunks - first_chunk)):
             chunk = first_chunk + place
-            for plane in tl.static_range(PLANES):
-                weights = widen(
-                    codes_ptr,
-                    rest_ptr,
-                    scales_ptr,
-                    factors_ptr,
-                    num_columns,
+            for word in tl.static_range(WORDS):
+                weights = widen_word(
+                    tables,
                     columns,
-                    is_column,
                     chunk,
-                    plane,
+                    word,
                     PLANES,
                     BITS,
                     BLOCK,
                     ZERO,
                     NUMBERS,
-                    IS_FP8,
+                    IS_FLOAT,
                     HAS_OFFSETS,
                     IS_HALVED,
                     SCALE,
                     SOURCE,
                 )
-                depths = (chunk * PLANES + plane) * 32 + plane_places
+                depths = (chunk * WORDS + word) * DEPTH + plane_places
                 present = is_row[:, None] & (depths < depth)[None, :]
                 states = tl.load(row_ptrs + depths[None, :], mask=present, other=0.0)
                 sums = tl.dot(weights.to(states.dtype), tl.trans(states), sums, input_precision="ieee")
@@ -222,7 +332,9 @@ def multiply(
 
     out_ptr += split.to(tl.int64) * num_rows * out_stride
     present = is_row[:, None] & is_column[None, :]
-    write_rows(tl.trans(total), bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+    write_rows(
+        tl.trans(total), bias_ptr, residual_ptr, out_ptr, rows, out_columns, present, residual_stride, out_stride
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -249,15 +361,16 @@ def add_splits(
     write_rows(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
-def embed_rows(
-    ids_ptr,  # [num_ids] int64
+@triton.jit(do_not_specialize=["first", "num_rows"])
+def widen_rows(
+    ids_ptr,  # [num_rows] int64; None for columns from `first` on
     codes_ptr,  # as `multiply` has them, as the next three
     rest_ptr,
     scales_ptr,
     factors_ptr,
-    out_ptr,  # [num_ids, depth]
-    num_ids,
+    out_ptr,  # [num_rows, depth]
+    first,
+    num_rows,
     num_columns,
     depth,
     PLANES: tl.constexpr,
@@ -265,43 +378,44 @@ def embed_rows(
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,
     NUMBERS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     IS_HALVED: tl.constexpr,
     SCALE: tl.constexpr,
     SOURCE: tl.constexpr,
-    IDS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    # One program widens one chunk of IDS columns of a table.
-    places = tl.program_id(0) * IDS + tl.arange(0, IDS)
+    # One program widens one chunk of ROWS columns of a table.
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1)
-    is_id = places < num_ids
-    columns = tl.load(ids_ptr + places, mask=is_id, other=0).to(tl.int32)
-    for plane in tl.static_range(PLANES):
-        weights = widen(
-            codes_ptr,
-            rest_ptr,
-            scales_ptr,
-            factors_ptr,
-            num_columns,
+    is_row = rows < num_rows
+    if ids_ptr is None:
+        columns = tl.minimum(first + rows, num_columns - 1)
+    else:
+        columns = tl.load(ids_ptr + rows, mask=is_row, other=0).to(tl.int32)
+    tables = codes_ptr, rest_ptr, scales_ptr, factors_ptr, num_columns
+    DEPTH: tl.constexpr = 64 if BITS == 8 else 128
+    WORDS: tl.constexpr = PLANES * 32 // DEPTH
+    for word in tl.static_range(WORDS):
+        weights = widen_word(
+            tables,
             columns,
-            is_id,
             chunk,
-            plane,
+            word,
             PLANES,
             BITS,
             BLOCK,
             ZERO,
             NUMBERS,
-            IS_FP8,
+            IS_FLOAT,
             HAS_OFFSETS,
             IS_HALVED,
             SCALE,
             SOURCE,
         )
-        depths = (chunk * PLANES + plane) * 32 + tl.arange(0, 32)
-        out_ptrs = out_ptr + places[:, None].to(tl.int64) * depth + depths[None, :]
-        tl.store(out_ptrs, weights, mask=is_id[:, None] & (depths < depth)[None, :])
+        depths = (chunk * WORDS + word) * DEPTH + tl.arange(0, DEPTH)
+        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * depth + depths[None, :]
+        tl.store(out_ptrs, weights, mask=is_row[:, None] & (depths < depth)[None, :])
 
 
 def constants_of(part: Part) -> dict[str, object]:
@@ -312,8 +426,8 @@ def constants_of(part: Part) -> dict[str, object]:
         "BITS": form.bits,
         "BLOCK": form.block,
         "ZERO": form.zero,
-        "NUMBERS": None if form.codebook is None else form.codebook.halves,
-        "IS_FP8": form.is_fp8,
+        "NUMBERS": None if form.codebook in (None, Codebook.E2M1) else form.codebook.halves,
+        "IS_FLOAT": form.is_fp8 or form.codebook is Codebook.E2M1,
         "HAS_OFFSETS": form.has_offsets,
         "IS_HALVED": form.is_halved,
         "SCALE": DTYPES[form.scale_dtype],
@@ -344,20 +458,27 @@ def embed(token_ids: Tensor, table: CodedWeight, out: Tensor) -> Tensor:
     """Widens the rows `token_ids` int64 [T] of a table of one format, on the current GPU; `out` is contiguous."""
     [part] = table.parts
     if len(token_ids):
-        grid = triton.cdiv(len(token_ids), IDS_AT_ONCE), part.num_chunks
-        embed_rows[grid](
-            token_ids,
-            *_tables_of(part),
-            out,
-            len(token_ids),
-            part.columns,
-            table.depth,
-            IDS=IDS_AT_ONCE,
-            num_warps=1,
-            **constants_of(part),
-            **OPTIONS,
-        )
+        widen_columns(part, token_ids, out)
     return out
+
+
+def widen_columns(part: Part, columns: Tensor | int, out: Tensor) -> None:
+    """Widens columns int64 [n], or n from one on, to `out`, contiguous [n, depth], on the current GPU."""
+    num_rows, depth = out.shape
+    ids, first = (None, columns) if isinstance(columns, int) else (columns, 0)
+    widen_rows[(triton.cdiv(num_rows, WIDENED_AT_ONCE), part.num_chunks)](
+        ids,
+        *_tables_of(part),
+        out,
+        first,
+        num_rows,
+        part.columns,
+        depth,
+        ROWS=WIDENED_AT_ONCE,
+        num_warps=1,
+        **constants_of(part),
+        **OPTIONS,
+    )
 
 
 def _multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:

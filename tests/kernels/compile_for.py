@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import triton
@@ -59,13 +59,13 @@ TYPES = {
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
-TYPES_OF_PRODUCTS = {"codes_ptr": "*i16", "rest_ptr": "*u8", "scales_ptr": "*i32", "factors_ptr": "*i32"}
+TYPES_OF_PRODUCTS = {"codes_ptr": "*i32", "rest_ptr": "*i16", "scales_ptr": "*i32", "factors_ptr": "*i32"}
 TYPES_OF_SUMS = {"partial_ptr": "*fp32", "counters_ptr": "*i32"}
 TYPES_OF_PRODUCTS |= {"ids_ptr": "*i64", "partial_ptr": "*fp32"}
 PLAIN = {
     "ZERO": 0,
     "NUMBERS": None,
-    "IS_FP8": False,
+    "IS_FLOAT": False,
     "HAS_OFFSETS": False,
     "IS_HALVED": False,
     "SCALE": tl.float16,
@@ -76,10 +76,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "Q5_K": {"BITS": 5, "PLANES": 8, "BLOCK": 256, "HAS_OFFSETS": True},
     "Q6_K": {"BITS": 6, "PLANES": 4, "BLOCK": 256, "ZERO": 32, "IS_HALVED": True},
     "Q8_0": {"BITS": 8, "PLANES": 2, "BLOCK": 32},
-    "MXFP4": {"BITS": 4, "PLANES": 4, "BLOCK": 32, "NUMBERS": Codebook.E2M1.halves, "SCALE": tl.bfloat16},
-    "FP8": {"BITS": 8, "PLANES": 2, "BLOCK": 128, "IS_FP8": True, "SCALE": tl.bfloat16, "SOURCE": tl.bfloat16},
+    "MXFP4": {"BITS": 4, "PLANES": 4, "BLOCK": 32, "IS_FLOAT": True, "SCALE": tl.bfloat16},
+    "IQ4_NL": {"BITS": 4, "PLANES": 4, "BLOCK": 32, "NUMBERS": Codebook.IQ4_NL.halves},
+    "FP8": {"BITS": 8, "PLANES": 2, "BLOCK": 128, "IS_FLOAT": True, "SCALE": tl.bfloat16, "SOURCE": tl.bfloat16},
 }
 """The formats that products are compiled for; the first three have factors."""
+OF_FEW_ROWS = ("IQ4_NL",)
+"""Formats compiled with the tile of few rows alone: they spill a few bytes in larger ones."""
 WITH_FACTORS = ("Q4_K", "Q5_K", "Q6_K")
 OF_INT4 = ("key_scales_ptr", "value_scales_ptr", "open_ptr", "page_to_open_ptr")
 OF_VARIANTS = ("sinks_ptr", "log2_soft_cap", "turned_ptr")
@@ -105,7 +108,11 @@ WIDE_LOAD = re.compile(
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came out: registers of a thread, in AMD's devices those of products too, bytes of spills and memory."""
+    """What came out: registers of a thread, in AMD's devices those of products too, bytes of spills and memory.
+
+    instructions_per_weight: of the loop of products with packed weights on NVIDIA's devices, for each weight of a
+    thread; else 0.
+    """
 
     architecture: str
     kernel: str
@@ -117,6 +124,7 @@ class Compiled:
     shared_bytes: int
     matrix_instructions: list[str]
     has_wide_loads: bool
+    instructions_per_weight: float
     instruction_depths: list[str]
 
 
@@ -147,9 +155,11 @@ def compile_kernel(
     compiled = triton.compile(source, target=target, options=options)
     if "cubin" in compiled.asm:
         text, (registers, spilled) = compiled.asm["ptx"], usage_of_cubin(compiled.asm["cubin"])
+        counts = name.startswith(PRODUCTS)
+        num_instructions = count_loop(inspect_cubin(compiled.asm["cubin"], "-sass")) if counts else 0
     else:
         text = compiled.asm["amdgcn"]
-        registers, spilled = usage_of_assembly(text)
+        (registers, spilled), num_instructions = usage_of_assembly(text), 0
     return Compiled(
         architecture,
         name,
@@ -161,19 +171,37 @@ def compile_kernel(
         compiled.metadata.shared,
         sorted(set(MATRIX_INSTRUCTION.findall(text))),
         bool(WIDE_LOAD.search(text)),
+        num_instructions,
         sorted(set(INSTRUCTION_DEPTH.findall(text))),
     )
 
 
 def usage_of_cubin(cubin: bytes) -> tuple[int, int]:
     """Reads the registers of a thread, and the bytes of its stack, where spilled ones go."""
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", inspect_cubin(cubin, "-res-usage")))
+    return int(found["REG"]), int(found["STACK"])
+
+
+def inspect_cubin(cubin: bytes, question: str) -> str:
+    """Asks cuobjdump about a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
-    return int(found["REG"]), int(found["STACK"])
+        command = [triton.knobs.nvidia.cuobjdump.path, question, file.name]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def count_loop(text: str) -> int:
+    """Counts the instructions of the shortest loop that has matrix instructions."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    place_to_line = {int(place, 16): line for place, line in found}
+    loops = []
+    for place, line in place_to_line.items():
+        if target := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", line):
+            own = [one for where, one in place_to_line.items() if int(target[1], 16) <= where <= place]
+            if any("MMA" in one for one in own):
+                loops.append(len(own))
+    return min(loops)
 
 
 def usage_of_assembly(text: str) -> tuple[int, int]:
@@ -212,11 +240,13 @@ def compile_products(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
     for name in FORMATS:
         constants = constants_of(name) | {"ROWS": tile.rows, "COLUMNS": tile.width}
-        if constants["BITS"] == bits:
+        if constants["BITS"] == bits and (kind == "few" or name not in OF_FEW_ROWS):
             label = f"{PRODUCTS} {kind} {name}"
-            yield compile_kernel(
+            one = compile_kernel(
                 architecture, products.multiply, label, dtype, options, None, TYPES_OF_PRODUCTS, **constants
             )
+            weights_of_a_thread = tile.width * constants["PLANES"] / tile.num_warps
+            yield replace(one, instructions_per_weight=one.instructions_per_weight / weights_of_a_thread)
 
 
 def compile_ordered(
@@ -280,8 +310,8 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     padded = triton.next_power_of_2(head_dim)
     widening = {"num_warps": 1, **products_options(architecture)}
     merging = {"num_warps": 4, **products_options(architecture)}
-    formats, types = constants_of("Q5_K") | {"IDS": products.IDS_AT_ONCE}, TYPES_OF_PRODUCTS
-    yield compile_kernel(architecture, products.embed_rows, "embed_rows", dtype, widening, None, types, **formats)
+    formats, types = constants_of("Q5_K") | {"ROWS": products.WIDENED_AT_ONCE}, TYPES_OF_PRODUCTS
+    yield compile_kernel(architecture, products.widen_rows, "widen_rows", dtype, widening, None, types, **formats)
     at_once = {"COLUMNS": products.MERGED_AT_ONCE}
     yield compile_kernel(architecture, products.add_splits, "add_splits", dtype, merging, None, types, **at_once)
     yield compiled(decode.merge_splits, "merge_splits", rows, HEAD_DIM=head_dim, PADDED_DIM=padded, **splits)

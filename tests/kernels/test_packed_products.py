@@ -85,6 +85,16 @@ def test_weights_are_widened_bit_by_bit(dtype: torch.dtype, name: str, device: t
         assert torch.equal(BACKEND.embed(ids, coded([matrix], dtype)), widened[ids])
 
 
+@pytest.mark.pairs(1)
+@each_format
+def test_a_panel_of_columns_is_widened_bit_by_bit(name: str, device: torch.device) -> None:
+    matrix = draw(name, 70, 512, device)
+    [part] = coded([matrix], torch.bfloat16).parts
+    panel = torch.full((30, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    products.widen_columns(part, 40, panel)
+    assert torch.equal(panel, matrix.dequantize().bfloat16()[40:])
+
+
 @each_dtype
 def test_parts_of_other_formats_and_odd_sizes_lie_in_one_matrix(dtype: torch.dtype, device: torch.device) -> None:
     names = {"Q4_K": 33, "Q6_K": 7, "Q8_0": 64, "Q5_1": 1}
@@ -193,6 +203,7 @@ def test_packed_weights_take_at_most_1_2_of_their_file(name: str) -> None:
         {"scales": torch.ones(40, 8), "offsets": torch.ones(40, 8)},
         {"offsets": torch.ones(40, 8, dtype=torch.bfloat16)},
         {"bits": 8, "zero": 128},
+        {"scales": torch.full((40, 8), 2.0**100)},
         {
             "group": 16,
             "block": 16,
@@ -206,6 +217,7 @@ def test_packed_weights_take_at_most_1_2_of_their_file(name: str) -> None:
         "long scales with offsets",
         "offsets of another dtype",
         "codes of 8 bits without a sign",
+        "scales that are no weights' of a model",
         "blocks of half a plane",
     ],
 )
