@@ -1,8 +1,12 @@
 """Blocks between a device's pages and the node's pinned arena, against one long copy of pinned memory each way.
 
-A publish copies pages out and takes their checksums, a fetch verifies them and copies pages in.
+A publish copies pages out and takes their checksums, a fetch copies pages in and verifies them there.
+
+    python3 -m benchmarks.gpu_store      both as shares of the copy; ends in 30 s
 """
 
+import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -11,7 +15,6 @@ import torch
 
 from benchmarks.gpu_timing import Row
 from kv_store.device_pool import DevicePool
-from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
@@ -29,12 +32,13 @@ NUM_ROUNDS = 7
 
 
 def measure() -> Iterator[Row]:
-    """Rows of a publish and a fetch of 256 blocks, wall time."""
+    """Rows of a publish and a fetch of 256 blocks, by wall time; first neighbours, then pages in a drawn order."""
     for name, layout in LAYOUTS.items():
-        yield from _measure(name, layout)
+        yield from _measure(name, layout, [*range(NUM_BLOCKS)])
+        yield from _measure(f"{name}, scattered", layout, random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS))
 
 
-def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
+def _measure(name: str, layout: KVLayout, order: list[int]) -> Iterator[Row]:
     arena, directory = Arena.anonymous(layout.block_bytes, NUM_BLOCKS), Directory(NUM_BLOCKS)
     pool = DevicePool(layout, 2 * NUM_BLOCKS, DEVICE)
     store = NodeStore(layout, arena, directory, [], pool)
@@ -42,13 +46,12 @@ def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
     chain = NameChain(NamespaceRoot(bytes(32)), layout.block_size)
     chain.extend(range(num_tokens))
     names = chain.full(num_tokens)
-    pages = [PageId(page) for page in range(NUM_BLOCKS)]
-    targets = [PageId(NUM_BLOCKS + page) for page in range(NUM_BLOCKS)]
+    pages = [PageId(page) for page in order]
+    targets = [PageId(NUM_BLOCKS + page) for page in order]
     for page in pages:
         pool.page_bytes(page).random_(0, 256)
     host = torch.empty(NUM_BLOCKS * layout.payload_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device=DEVICE)
-    payload = memoryview(bytearray(layout.payload_bytes))
 
     def publish() -> None:
         if store.write_through(names, pages, None) < NUM_BLOCKS:
@@ -59,8 +62,8 @@ def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
             raise RuntimeError("not all blocks were found")
 
     def checksums() -> None:
-        for _ in range(NUM_BLOCKS):
-            checksum_of(payload)
+        for start in range(0, NUM_BLOCKS, pool.num_copied_at_once):
+            pool.begin_checksums(pages[start : start + pool.num_copied_at_once])()
 
     rounds = []
     for _ in range(NUM_ROUNDS):
@@ -89,3 +92,10 @@ def _time(work: Callable[[], object]) -> float:
     work()
     torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    for row in measure():
+        words = f"{row.name}, {row.shape}: {1e3 * row.seconds:.2f} ms, {row.ceiling} {1e3 * row.floor_s:.2f}"
+        sys.stdout.write(f"{words}: {row.of_ceiling:.2f} of it; {row.peer} {1e3 * row.peer_s:.2f}\n")

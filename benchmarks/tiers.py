@@ -125,7 +125,7 @@ class ArenaTurns:
         self._pages = [PageId(page) for page in range(num_blocks)]
         self._targets = [PageId(num_blocks + page) for page in range(num_blocks)]
         for page, payload in zip(self._pages, blocks.payloads, strict=True):
-            pool.write_page(page, payload)
+            pool.write_pages(page, payload)
         self._store = NodeStore(LAYOUT, self._arena, self._directory, [], pool)
 
     def empty(self) -> None:

@@ -55,6 +55,10 @@ class Accelerator(Protocol):
         """Returns the reason why the device's kernels cannot keep KV in a dtype of wire.layout.KV_DTYPES, else None."""
         ...
 
+    def sum_pages(self, pages: torch.Tensor, chosen: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+        """Sums chosen pages on the current stream, as `kernels.reference.sum_pages` does. Does not block."""
+        ...
+
     def pin(self, address: int, num_bytes: int) -> str | None:
         """Pins host memory for DMA by all such devices; returns the error if that fails, else None."""
         ...
@@ -100,6 +104,11 @@ class Cuda:
             f"fp8 wants a GPU of compute capability 8.9 or later, and {device} has {major}.{minor}; "
             "set int8, which takes as many bytes"
         )
+
+    def sum_pages(self, pages: torch.Tensor, chosen: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+        from kernels.checksums import sum_pages  # as Triton above
+
+        sum_pages(pages, chosen, keys, out)
 
     def pin(self, address: int, num_bytes: int) -> str | None:
         error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)

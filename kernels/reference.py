@@ -1,4 +1,4 @@
-"""Paged attention and the write of KV, in plain torch: the oracle of the other kernels over pages.
+"""Paged attention, the write of KV and its sums, in plain torch: the oracle of the other kernels over pages.
 
 A CPU without a compiler serves with these functions; `kernels.attention` has the same signatures. KV is gathered
 sequence by sequence, cut to the visible tokens before anything is computed: the rest of a page and other pages are
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.backend import LARGEST_CODE, AttentionVariant, KVPages
+from kernels.cpu.checksums import CHUNK_WORDS, PIECE_CHUNKS, PIECE_WORDS, ROW_WORDS
+
+_HALF = 0xFFFFFFFF
 
 
 def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -311,3 +314,27 @@ def _causal_mask(query_len: int, num_keys: int, sliding_window: int | None, devi
     seen = torch.ones(query_len, num_keys, dtype=torch.bool, device=device)
     visible = seen.tril(num_keys - query_len)
     return visible if sliding_window is None else visible.triu(num_keys - query_len - sliding_window + 1)
+
+
+def sum_pages(pages: Tensor, chosen: Tensor, keys: Tensor, out: Tensor) -> None:
+    """Sums chosen pages, piece by piece, as kernels.cpu.checksums says. out: int64 [num_chosen, num_pieces, 2].
+
+    pages: int64 [num_pages, num_words]; chosen: int32; keys: int32 [2, CHUNK_WORDS, 2], flat.
+    """
+    of_chunk, of_piece = keys.view(2, CHUNK_WORDS, 2).long()
+    num_words, num_padded = pages.shape[1], out.shape[1] * PIECE_WORDS
+    shape = (out.shape[1], PIECE_CHUNKS, CHUNK_WORDS)
+    words = pad(pages[chosen.long()], (0, num_padded - num_words)).unflatten(1, shape)
+    present = (torch.arange(num_padded, device=pages.device) < num_words).view(shape)
+    chunks = _sum_words(words, of_chunk, present)
+    both = torch.cat([chunks[..., 0], chunks[..., 1]], dim=-1)
+    out.copy_(_sum_words(both, of_piece, present[..., 0].repeat(1, 2)))
+
+
+def _sum_words(words: Tensor, keys: Tensor, present: Tensor) -> Tensor:
+    """Sums the last dimension of int64 words twice, in a new last dimension."""
+    places = torch.arange(words.shape[-1], device=words.device)
+    low, high = (words + keys[: len(places), 0]) & _HALF, ((words >> 32) + keys[: len(places), 1]) & _HALF
+    products = low * high * present
+    weighed = (CHUNK_WORDS // ROW_WORDS - places // ROW_WORDS) * products
+    return torch.stack([products.sum(-1), (weighed + words * present).sum(-1)], dim=-1)

@@ -1,15 +1,20 @@
 """A worker's pages of KV, on its device."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.accelerator import accelerator_of
 from kernels.backend import Int4, KVPages
+from kernels.cpu.checksums import KEYS, WORD_BYTES, num_pieces
+from kv_store.frame import checksum_of, checksum_of_sums
 from kv_store.ledger import Ledger
 from wire.ids import PageId
 from wire.layout import KVLayout
@@ -24,7 +29,7 @@ _DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
 }
-COPIED_AT_ONCE = 256
+COPIED_AT_ONCE = 64
 Fence = torch.Event | None
 """The work that a device had in its queue at a moment; None of a CPU, whose work is done."""
 DEFAULT_OPEN = 256
@@ -46,6 +51,8 @@ class DevicePool:
         self.kv = view_pages(self._pages, layout, len(self._free_open))
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._memory = self._pages.numpy() if device.type == "cpu" else None
+        has_sums = device.type != "cpu" and layout.payload_bytes % WORD_BYTES == 0
+        self._sums = _DeviceSums(self._pages) if has_sums else None
 
     @property
     def num_open(self) -> int:
@@ -74,7 +81,7 @@ class DevicePool:
 
     @property
     def num_copied_at_once(self) -> int:
-        """Counts the pages to read before `wait`: in host memory 1, whose bytes are then still in the CPU's cache."""
+        """Counts the most pages of `begin_checksums`: in host memory 1, whose bytes are still in the CPU's cache."""
         return 1 if self._memory is not None else COPIED_AT_ONCE
 
     def page_bytes(self, page: PageId) -> torch.Tensor:
@@ -97,24 +104,54 @@ class DevicePool:
         if self._stream is not None and fence is not None:
             self._stream.wait_event(fence)
 
-    def write_page(self, page: PageId, data: memoryview) -> None:
-        """Begins to copy `data` into a page: `layout.payload_bytes` of host memory, unchanged until `wait`."""
+    def write_pages(self, first: PageId, data: memoryview) -> None:
+        """Begins to copy whole payloads of host memory, unchanged until a wait, to the pages from `first` on."""
+        last = first + max(1, len(data) // self.layout.payload_bytes)
         if self._memory is None:
-            self._copy(self.page_bytes(page), _as_tensor(data))
+            self._copy(self._pages[first:last].view(-1), _as_tensor(data))
         else:
-            _copy_bytes(self._memory[page], np.frombuffer(data, np.uint8))
+            _copy_bytes(self._memory[first:last].reshape(-1), np.frombuffer(data, np.uint8))
 
     def new_payload(self) -> memoryview:
         """Makes host memory for the payload of a block, pinned if there is a device."""
         is_pinned = self._memory is None
         return torch.zeros(self.layout.payload_bytes, dtype=torch.uint8, pin_memory=is_pinned).numpy().data
 
-    def read_page(self, page: PageId, into: memoryview) -> None:
-        """Begins to copy a page into `layout.payload_bytes` of writable host memory, complete after `wait`."""
+    def read_pages(self, first: PageId, into: memoryview) -> None:
+        """Begins to copy the pages from `first` on to whole payloads of writable host memory, complete after a wait."""
+        last = first + max(1, len(into) // self.layout.payload_bytes)
         if self._memory is None:
-            self._copy(_as_tensor(into), self.page_bytes(page))
+            self._copy(_as_tensor(into), self._pages[first:last].view(-1))
         else:
-            _copy_bytes(np.frombuffer(into, np.uint8), self._memory[page])
+            _copy_bytes(np.frombuffer(into, np.uint8), self._memory[first:last].reshape(-1))
+
+    def begin_in(
+        self, copies: Iterable[tuple[PageId, memoryview]], pages: Sequence[PageId]
+    ) -> Callable[[], list[bytes]]:
+        """Begins to copy payloads to at most `num_copied_at_once` pages, as `write_pages` does, and to sum these.
+
+        Returns the function that waits, and returns the pages' checksums; call it before the next but one `begin_in` or
+        `begin_out`.
+        """
+        for page, data in copies:
+            self.write_pages(page, data)
+        return self.begin_checksums(pages)
+
+    def begin_out(
+        self, copies: Iterable[tuple[PageId, memoryview]], pages: Sequence[PageId]
+    ) -> Callable[[], list[bytes]]:
+        """Begins to copy pages to payloads, and to sum them; returns as `begin_in` does."""
+        for page, into in copies:
+            self.read_pages(page, into)
+        return self.begin_checksums(pages)
+
+    def begin_checksums(self, pages: Sequence[PageId]) -> Callable[[], list[bytes]]:
+        """Begins to sum pages, behind all running copies; returns as `begin_in` does."""
+        if self._sums is None:
+            self.wait()
+            return [checksum_of(self._pages[page].cpu().numpy().data) for page in pages].copy
+        with self._stream or nullcontext():
+            return self._sums.begin(pages)
 
     def wait(self) -> None:
         """Waits for all running copies; a pool in host memory has none."""
@@ -126,6 +163,36 @@ class DevicePool:
         _require_equal(target.numel(), source.numel())
         with self._stream or nullcontext():
             target.copy_(source, non_blocking=True)
+
+
+class _DeviceSums:
+    """The sums of pages of a device, `uint8 [num_pages, payload_bytes]`, in two batches of COPIED_AT_ONCE at once."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self._pages = pages.view(torch.int64)
+        self._accelerator = accelerator_of(pages.device)
+        self._keys = torch.frombuffer(bytearray(KEYS), dtype=torch.int32).to(pages.device)
+        chosen = torch.empty(2, COPIED_AT_ONCE, dtype=torch.int32, device=pages.device)
+        sums = self._pages.new_empty(2, COPIED_AT_ONCE, num_pieces(self._pages.shape[1]), 2)
+        here = (torch.empty_like(one, device="cpu").pin_memory() for one in (chosen, sums))
+        events = [torch.Event(pages.device) for _ in range(2)]
+        self._buffers = cycle(zip(chosen, sums, *here, events, strict=True))
+
+    def begin(self, pages: Sequence[PageId]) -> Callable[[], list[bytes]]:
+        """Begins a batch on the current stream; returns the function that waits for it, and for all before it."""
+        front = slice(len(pages))
+        chosen, sums, chosen_here, sums_here, event = next(self._buffers)
+        chosen_here[front] = torch.tensor(pages, dtype=torch.int32)
+        chosen[front].copy_(chosen_here[front], non_blocking=True)
+        self._accelerator.sum_pages(self._pages, chosen[front], self._keys, sums[front])
+        sums_here[front].copy_(sums[front], non_blocking=True)
+        event.record()
+        return partial(_checksums_after, event, sums_here[front])
+
+
+def _checksums_after(event: torch.Event, sums: torch.Tensor) -> list[bytes]:
+    event.synchronize()
+    return [checksum_of_sums(one.data) for one in sums.numpy()]
 
 
 def view_pages(pages: torch.Tensor, layout: KVLayout, num_open: int = 0) -> KVPages:

@@ -4,7 +4,7 @@ front   = "BTKV" || length of the header (u32, little-endian) || header || zeros
 header  = msgpack of [version, key, parent, digest of the token ids, digest of the root, layout, codec]
 frame   = front || payload
 
-checksum  xxh3-128 of the payload: finds accidents, and is the arena's, too
+checksum  xxh3-128 of the payload's sums (kernels/cpu/checksums.py): finds accidents, and is the arena's, too
 salt      16 random bytes, which make a key for this frame only: HMAC-SHA-256(MAC key, salt)
 MAC       AES-256-GMAC under that key over all of the frame but itself: finds forgery. No key seals twice: nonce 0
 
@@ -19,7 +19,8 @@ import struct
 import msgpack
 import xxhash
 
-from wire.block_names import BlockName
+from kernels.cpu.checksums import sum_pieces
+from wire.block_names import FRAME_VERSION, BlockName
 from wire.errors import ForgedFrame, WireError
 from wire.layout import PAGE_ALIGNMENT, KVLayout
 
@@ -30,7 +31,6 @@ _SALT_BYTES = 16
 _MAC_BYTES = 16
 _KNOWN_BYTES = FRONT_BYTES - CHECKSUM_BYTES - _SALT_BYTES - _MAC_BYTES
 _MAGIC = b"BTKV"
-_VERSION = 2
 _CODEC = "raw"
 _NONCE = bytes(12)
 _OWNER = slice(114, 146)
@@ -39,8 +39,13 @@ HEAD_BYTES = _OWNER.stop
 
 
 def checksum_of(payload: memoryview) -> bytes:
-    """Computes the xxh3-128 of a payload."""
-    return xxhash.xxh3_128_digest(payload)
+    """Computes the checksum of a payload."""
+    return checksum_of_sums(sum_pieces(payload))
+
+
+def checksum_of_sums(sums: bytearray | memoryview) -> bytes:
+    """Computes the checksum of a payload from its sums, which a device has computed or this host."""
+    return xxhash.xxh3_128_digest(sums)
 
 
 def namespace_of(head: bytes) -> bytes:
@@ -87,7 +92,7 @@ class FrameSeal:
 
     def _known(self, name: BlockName) -> bytes:
         owner = [name.key, name.parent, name.tokens_digest, name.root_digest]
-        header = bytes(msgpack.packb([_VERSION, *owner, self._layout, _CODEC]))
+        header = bytes(msgpack.packb([FRAME_VERSION, *owner, self._layout, _CODEC]))
         return (_MAGIC + struct.pack("<I", len(header)) + header).ljust(_KNOWN_BYTES, b"\0")
 
     def _mac(self, proven: bytes, payload: memoryview) -> bytes:

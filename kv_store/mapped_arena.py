@@ -77,11 +77,21 @@ class MappedArena:
         """Views the payload of a slot; for None, a buffer for one block at a time."""
         return self._scratch if slot is None else self._arena.slot(slot)[: len(self._scratch)]
 
-    def reject(self, block: Block) -> None:
-        """Rejects a block with wrong bytes: takes it out of the index."""
+    def payloads(self, first: SlotId, num_slots: int) -> memoryview:
+        """Views the payloads of consecutive slots, if `joins_payloads`."""
+        return self._arena.slot(first, num_slots)
+
+    @property
+    def joins_payloads(self) -> bool:
+        """Whether payloads fill their slots, so that a copy may take several."""
+        return len(self._scratch) == self.block_bytes
+
+    def reject(self, tier: Tier, name: BlockName, slot: SlotId | None, checksum: bytes) -> None:
+        """Rejects a block with another checksum after its copy to a page: takes it out of the index, if it is there."""
         self.num_corrupt += 1
-        log.warning("slot %d of the arena does not hold what was written there: its block is rejected", block.slot)
-        self.directory.reject([block])
+        log.warning("block %s of tier %s came to its page with a wrong checksum", name.key.hex()[:16], tier)
+        if slot is not None:
+            self.directory.reject([Block(slot, name, checksum)])
 
     def or_else(self, otherwise: T, action: Callable[[], T]) -> T:
         """Runs an action; if the directory is unreachable, counts a failure and returns `otherwise`."""

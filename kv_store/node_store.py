@@ -1,22 +1,20 @@
 """The store of a node's process: arena, other nodes and cold tiers under one lookup, below its device pages.
 
-A block is copied to a device only if its checksum is right, and a read from the arena counts only if its lease held to
-the end.
+A block counts as read only if its checksum is right in its page, after the copy, and if the lease of its slot in the
+arena held to the end.
 """
 
-import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from functools import cache, partial
-from itertools import count, islice, takewhile
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count, groupby, islice, takewhile
+from typing import TypeVar
 
 from kv_store.block_store import NOTHING, ReadResult, StoreStatus
 from kv_store.device_pool import DevicePool, Fence
-from kv_store.frame import checksum_of
 from kv_store.mapped_arena import Leased, MappedArena, leased
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
@@ -36,7 +34,6 @@ from wire.tier import COLD_TIERS, Cause, Miss, Tier
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
-_MAX_SUM_THREADS = 4
 
 
 class NodeControl:
@@ -101,10 +98,8 @@ class NodeStore:
         self.control = NodeControl(self._host, self._far)
         self._pool = pool
         self._clock = clock
-        # Of a CPU's pages one by one, while they are in its cache; of a GPU's in threads, for copies are faster.
-        self._checksums = (
-            partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
-        )
+        pool.follow(pool.fence())
+        pool.begin_checksums([PageId(0)])()  # compiles what later ones need
 
     def fence(self) -> Fence:
         return self._pool.fence()
@@ -197,13 +192,38 @@ class NodeStore:
         return causes(names, unasked, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
 
     def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
+        """Publishes in batches: the directory's books of one are made while the next is copied."""
         self._host.attach()
         hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
+        num_at_once = self._pool.num_copied_at_once
+        if num_at_once == 1:  # in host memory nothing is copied meanwhile
+            num_at_once = max(1, len(names))
+        with ExitStack() as stack:
+
+            def begin(batch: Sequence[tuple[BlockName, PageId]]) -> tuple[int, Generator[int, None, None]]:
+                publish = stack.enter_context(closing(self._publish(batch, hold)))
+                return next(publish), publish
+
+            begun = map(begin, _batches(zip(names, pages, strict=True), num_at_once))
+            return sum(num_resident + next(publish) for num_resident, publish in _with_next_begun(begun))
+
+    def _publish(self, batch: Sequence[tuple[BlockName, PageId]], hold: Hold | None) -> Generator[int, None, None]:
+        """Reserves slots and begins to copy; then commits. Yields after each how many more blocks are resident."""
         with self._writing() as reservation_id:
-            reservation = self._host.directory.reserve(reservation_id, names, hold)
-            blocks = self._copy_out(zip(names, pages, reservation.slots, strict=True))
+            reservation = self._host.directory.reserve(reservation_id, [name for name, _ in batch], hold)
+            placed = zip(batch, reservation.slots, strict=True)
+            chosen = [(name, page, slot) for (name, page), slot in placed if slot is not None]
+            waits = [self._begin_out(group) for group in _batches(chosen, self._pool.num_copied_at_once)]
+            yield reservation.num_resident
+            sums = (one for wait in waits for one in wait())
+            blocks = [Block(slot, name, one) for (name, _, slot), one in zip(chosen, sums, strict=True)]
             num_written = self._host.directory.commit(reservation_id, blocks, hold) if blocks else 0
-            return reservation.num_resident + num_written
+        yield num_written
+
+    def _begin_out(self, group: Sequence[tuple[BlockName, PageId, SlotId]]) -> Callable[[], list[bytes]]:
+        """Begins to copy pages to slots; returns the function that waits for it, and returns checksums."""
+        places = [(page, slot) for _, page, slot in group]
+        return self._pool.begin_out(self._copies(places), [page for page, _ in places])
 
     @contextmanager
     def _leased(self, names: Sequence[BlockName]) -> Iterator[Leased]:
@@ -237,65 +257,90 @@ class NodeStore:
         with self._writing() as reservation_id:
             lacking = [name for name, source in zip(step.names, step.sources, strict=True) if source is not None]
             reserved = iter(self._host.directory.reserve(reservation_id, lacking, None).slots if lacking else ())
-            here = [entry for entry in entries[: len(step.names)] if entry is not None]
+            here = [entry.checksum for entry in entries[: len(step.names)] if entry is not None]
             slots = [next(reserved) if entry is None else entry.slot for entry in entries[: len(step.names)]]
-            payloads = [self._host.payload(slot) for slot in slots]
-            tiers: list[Tier] = []
-            promoted: list[tuple[Tier, Block]] = []
 
             def get(
                 source: BlockSource | None, names: Sequence[BlockName], into: Sequence[memoryview]
             ) -> Generator[bytes, None, None]:
                 if source is None:
-                    return self._verify(names, here, into)
+                    return (checksum for checksum in here)
                 return self.costs.timed(source, source.get(names, into), is_late)
 
-            with closing(read(step.names, step.sources, payloads, get)) as blocks:
-                for page, name, slot, payload, (source, checksum) in zip(
-                    pages, step.names, slots, payloads, blocks, strict=False
-                ):
-                    self._pool.write_page(page, payload)
-                    tiers.append(Tier.HOST if source is None else source.tier)
-                    if source is not None and slot is not None:
-                        promoted.append((source.tier, Block(slot, name, checksum)))
-            self._pool.wait()  # a promoted block that can be found may be evicted
+            with closing(read(step.names, step.sources, [*map(self._host.payload, slots)], get)) as blocks:
+                found = (
+                    _Found(page, name, slot, Tier.HOST if source is None else source.tier, checksum)
+                    for page, name, slot, (source, checksum) in zip(pages, step.names, slots, blocks, strict=False)
+                )
+                right = self._copy_in(found, 1 if None in slots else self._pool.num_copied_at_once)
             if lacking:
-                self._promote(reservation_id, promoted)
-            return tiers
+                self._promote(reservation_id, right)
+            return [one.tier for one in right]
 
-    def _verify(
-        self, names: Sequence[BlockName], entries: Sequence[Entry], payloads: Sequence[memoryview]
-    ) -> Generator[bytes, None, None]:
-        """Yields the checksums of leased blocks, up to the first wrong block, which it rejects."""
-        for name, entry, checksum in zip(names, entries, self._checksums(payloads), strict=True):
-            if checksum != entry.checksum:
-                self._host.reject(Block(entry.slot, name, entry.checksum))
-                return
-            yield checksum
+    def _copy_in(self, found: Iterator["_Found"], num_at_once: int) -> list["_Found"]:
+        """Copies blocks to their pages, up to the first with another checksum there, which it rejects."""
+        right: list[_Found] = []
+        wrong: list[_Found] = []
 
-    def _promote(self, reservation_id: str, blocks: Sequence[tuple[Tier, Block]]) -> None:
+        def begin(group: Sequence[_Found]) -> tuple[Sequence[_Found], Callable[[], list[bytes]]]:
+            copies = self._copies([(one.page, one.slot) for one in group])
+            return group, self._pool.begin_in(copies, [one.page for one in group])
+
+        groups = _batches(takewhile(lambda _: not wrong, found), num_at_once)
+        for group, wait in _with_next_begun(map(begin, groups)):
+            for one, checksum in zip(group, wait(), strict=True):
+                (wrong if wrong or checksum != one.checksum else right).append(one)
+        for one in wrong[:1]:
+            self._host.reject(one.tier, one.name, one.slot, one.checksum)
+        return right
+
+    def _copies(self, places: Sequence[tuple[PageId, SlotId | None]]) -> Iterator[tuple[PageId, memoryview]]:
+        """Yields the copies between pages and slots: neighbours on both sides go together."""
+        if len(places) == 1 or not self._host.joins_payloads:
+            yield from ((page, self._host.payload(slot)) for page, slot in places)
+            return
+        known = sorted((page, slot) for page, slot in places if slot is not None)
+        for _, run in groupby(enumerate(known), lambda one: (one[1][0] - one[0], one[1][1] - one[0])):
+            [(_, (page, slot)), *more] = run
+            yield page, self._host.payloads(slot, 1 + len(more))
+
+    def _promote(self, reservation_id: str, found: Sequence["_Found"]) -> None:
         """Commits blocks from far tiers to the arena, and abandons the other reserved slots."""
-        if blocks:
-            self._host.directory.commit(reservation_id, [block for _, block in blocks], None)
+        far = [(one, one.slot) for one in found if one.tier is not Tier.HOST and one.slot is not None]
+        if far:
+            blocks = [Block(slot, one.name, one.checksum) for one, slot in far]
+            self._host.directory.commit(reservation_id, blocks, None)
         for tier in COLD_TIERS:  # other nodes may lose theirs
-            if keys := [block.name.key for source, block in blocks if source is tier]:
+            if keys := [one.name.key for one, _ in far if one.tier is tier]:
                 self._host.directory.records.mark_cold(tier, keys, [])
         self._host.directory.abandon(reservation_id)
 
-    def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
-        """Copies the pages that have a slot, as many at once as the pool can; a failure may leave copies running."""
-        copies = ((name, page, slot) for name, page, slot in wanted if slot is not None)
-        blocks: list[Block] = []
-        while group := [*islice(copies, self._pool.num_copied_at_once)]:
-            for _, page, slot in group:
-                self._pool.read_page(page, self._host.payload(slot))
-            self._pool.wait()
-            sums = self._checksums(self._host.payload(slot) for _, _, slot in group)
-            blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
-        return blocks
+
+@dataclass(frozen=True)
+class _Found:
+    """A block that a read has brought to a slot, or to the buffer for one block, and the page to copy it to."""
+
+    page: PageId
+    name: BlockName
+    slot: SlotId | None
+    tier: Tier
+    checksum: bytes
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Makes this process's threads for checksums; xxhash releases the GIL."""
-    return ThreadPoolExecutor(min(_MAX_SUM_THREADS, os.cpu_count() or 1), "checksums")
+T = TypeVar("T")
+
+
+def _batches(items: Iterable[T], num_at_once: int) -> Iterator[list[T]]:
+    """Cuts items into lists, each made when it is asked for."""
+    left = iter(items)
+    return iter(lambda: [*islice(left, num_at_once)], [])
+
+
+def _with_next_begun(items: Iterable[T]) -> Iterator[T]:
+    """Yields each item once the next has been made, too."""
+    begun = deque[T]()
+    for item in items:
+        begun.append(item)
+        if len(begun) > 1:
+            yield begun.popleft()
+    yield from begun

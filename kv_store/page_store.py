@@ -39,7 +39,7 @@ class PageStore:
         places = [place for place in needs.places(end) if not names[place].is_tail]
         with closing(self._tiers.read([names[place] for place in places], [self._payload] * len(places))) as read:
             for tier, page, place in zip(read, pages, places, strict=False):
-                self._pool.write_page(page, self._payload)
+                self._pool.write_pages(page, self._payload)
                 self._pool.wait()
                 blocks[place] = tier
         return ReadResult(blocks)
@@ -63,6 +63,6 @@ class PageStore:
         return needs.usable_end(reversed([*enumerate(is_here)]))
 
     def _payload_of(self, page: PageId) -> memoryview:
-        self._pool.read_page(page, self._payload)
+        self._pool.read_pages(page, self._payload)
         self._pool.wait()
         return self._payload

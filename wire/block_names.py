@@ -1,6 +1,6 @@
 """Names of KV blocks, from the tokens and the namespace of their KV. The only module that makes keys.
 
-root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy)
+root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy, version of frames)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
 kept[i] = SHA-256(root, "kept", policy, key of the whole prompt, i)    a block of the tokens that a policy keeps; one
@@ -26,6 +26,10 @@ import msgpack
 
 from wire.ids import BlockKey, NamespaceRoot
 
+FRAME_VERSION = 3
+"""The version of a block's frame and checksum. Releases with other versions have other keys: neither reads, or deletes
+as damaged, what the other has written."""
+
 
 @dataclass(frozen=True)
 class BlockName:
@@ -48,7 +52,7 @@ def namespace_root(
 
     layout: includes KV dtype and quantization. policy: empty for the full cache.
     """
-    parts = [tenant, fingerprint, layout, adapter, policy]
+    parts = [tenant, fingerprint, layout, adapter, policy, FRAME_VERSION]
     return NamespaceRoot(hmac.digest(secret, msgpack.packb(parts), "sha256"))
 
 

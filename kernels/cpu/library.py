@@ -23,7 +23,16 @@ from kernels.user_cache import OTHER_CACHE, locked, own_folder, require_own
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
-UNITS = ("attention.cpp", "experts.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
+UNITS = (
+    "attention.cpp",
+    "checksums.cpp",
+    "experts.cpp",
+    "linear.cpp",
+    "packed.cpp",
+    "program.cpp",
+    "rows.cpp",
+    "threads.cpp",
+)
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c")
@@ -97,6 +106,14 @@ def load_library(isa: str) -> ctypes.CDLL:
     if (prebuilt := _prebuilt(isa)).exists():
         return _load_prebuilt(prebuilt)
     return load_units(unit_paths(), compiler_flags(isa), source_version())
+
+
+def load_unit(isa: str, unit: str) -> ctypes.CDLL:
+    """Loads the prebuilt kernels, or one of their units, compiled by itself in a second or two. Raises NoKernels."""
+    if (prebuilt := _prebuilt(isa)).exists():
+        return _load_prebuilt(prebuilt)
+    version = hashlib.sha256((SOURCE / unit).read_bytes()).hexdigest()
+    return load_units([SOURCE / unit], compiler_flags(isa), version)
 
 
 def prebuild() -> None:

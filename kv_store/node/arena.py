@@ -116,11 +116,11 @@ class Arena:
         """Makes an arena without a file."""
         return cls(mmap.mmap(-1, _size(block_bytes, num_slots)), block_bytes, num_slots, None)
 
-    def slot(self, slot: SlotId) -> memoryview:
-        """Views the `block_bytes` bytes of a slot. Not to be used after `close`."""
-        if not 0 <= slot < self.num_slots:
+    def slot(self, slot: SlotId, num_slots: int = 1) -> memoryview:
+        """Views the `block_bytes` bytes of a slot, and of the slots behind it. Not to be used after `close`."""
+        if not 0 <= slot <= self.num_slots - num_slots:
             raise StoreError(f"slot {slot} of an arena of {self.num_slots}")
-        return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+        return self._view[slot * self.block_bytes : (slot + num_slots) * self.block_bytes]
 
     def close(self) -> None:
         """Unmaps the arena, or leaves that to the last view of a slot that is still in use."""

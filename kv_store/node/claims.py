@@ -150,7 +150,9 @@ class Reservations:
 
     def take(self, reservation_id: str, names: list[BlockName]) -> list[SlotId]:
         """Reserves slots for the first of `names`, as many as are allocatable. The slots drain meanwhile."""
-        slots = self._ledger.allocate(min(len(names), self._ledger.num_allocatable))
+        slots = sorted(
+            self._ledger.allocate(min(len(names), self._ledger.num_allocatable))
+        )  # one copy may take neighbours
         for slot in slots:
             self._ledger.begin_transfer(slot)
             self._ledger.free(slot)

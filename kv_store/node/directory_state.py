@@ -183,7 +183,7 @@ class SlotShares:
 
 
 class Proof(NamedTuple):
-    """Digests of a block's tokens and root, and the xxh3-128 of its payload."""
+    """Digests of a block's tokens and root, and the checksum of its payload."""
 
     tokens_digest: bytes
     root_digest: bytes

@@ -63,7 +63,7 @@ class KeepHint:
 
 @dataclass(frozen=True)
 class Block:
-    """A slot, the block in it, and the xxh3-128 of its payload."""
+    """A slot, the block in it, and the checksum of its payload."""
 
     slot: SlotId
     name: BlockName
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """The slot of a found block, and the expected xxh3-128 of its payload."""
+    """The slot of a found block, and the expected checksum of its payload."""
 
     slot: SlotId
     checksum: bytes

@@ -6,7 +6,7 @@
            ── verb (u8), count (u32), keys ──▶
            EXISTS ◀─ one byte a key
            DELETE ◀─ one byte
-           READ   ◀─ for each key 1, xxh3-128 and payload; 0 for the first that is missing, and the end
+           READ   ◀─ for each key 1, checksum and payload; 0 for the first that is missing, and the end
 
 With an identity all of it goes over TLS, where both show a certificate of the cluster. A request is also the flow
 control: the reader asks for blocks that it has room for, and the server buffers only in the socket. Every wait is

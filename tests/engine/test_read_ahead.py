@@ -286,7 +286,7 @@ def test_a_prefetch_that_fails_costs_its_pages_for_its_time_alone(monkeypatch: p
     rest = rest_of(handed_off(node))
     decode = Decode(node)
     with monkeypatch.context() as patch:
-        patch.setattr(decode.pool, "write_page", fail)
+        patch.setattr(decode.pool, "write_pages", fail)
         decode.core.prefetch(ahead(6))
         assert decode.core.stats().blocks.draining == 6
         decode.step()

@@ -1,6 +1,6 @@
 """Decode reads blocks that prefill has released and others have overwritten, at every step: no wrong token leaves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,16 +29,16 @@ def at_step(step: str, cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch, 
 
     cluster.gates["d0"].before = lambda call, _: strike_at(f"before {call}")
     cluster.gates["d0"].after = lambda call, _: strike_at(f"after {call}")
-    write_page = DevicePool.write_page
+    write_pages = DevicePool.write_pages
 
     def write(self: DevicePool, page: PageId, payload: memoryview) -> None:
         nonlocal num_copied
         strike_at(f"before copy {num_copied}")
-        write_page(self, page, payload)
+        write_pages(self, page, payload)
         strike_at(f"after copy {num_copied}")
         num_copied += 1
 
-    monkeypatch.setattr(DevicePool, "write_page", write)
+    monkeypatch.setattr(DevicePool, "write_pages", write)
 
 
 async def answer(step: str, lease_is_over: bool, monkeypatch: pytest.MonkeyPatch, **broken: Any) -> list[int]:
@@ -76,6 +76,30 @@ async def test_no_wrong_token_leaves(step: str, lease_is_over: bool, monkeypatch
     assert await answer(step, lease_is_over, monkeypatch) == MODEL.oracle(PROMPT, 20)
 
 
-async def test_without_the_end_of_leases_wrong_tokens_would_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+class AnyChecksum(bytes):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = bytes.__hash__
+
+
+async def test_without_the_end_of_leases_and_checksums_of_pages_wrong_tokens_would_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = DevicePool.begin_checksums
+
+    def unchecked(pool: DevicePool, pages: Sequence[PageId]) -> Callable[[], list[bytes]]:
+        checksums = begin(pool, pages)()
+        return lambda: [AnyChecksum(one) for one in checksums]
+
+    monkeypatch.setattr(DevicePool, "begin_checksums", unchecked)
     wrong = await answer("before copy 3", True, monkeypatch, release=lambda lease_id: True)
     assert wrong != MODEL.oracle(PROMPT, 20)
+
+
+async def test_checksums_of_pages_alone_let_no_wrong_token_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = await answer("before copy 3", True, monkeypatch, release=lambda lease_id: True)
+    assert tokens == MODEL.oracle(PROMPT, 20)

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from engine.model.hash_model import HashModel
+from kv_store import frame
 from kv_store.tiers.redis_tier import RedisTier
 from tests.faults.rest import at_rest
 from tests.harness import assembled_worker, local_cluster
@@ -15,6 +16,7 @@ from tests.harness.answer import ask
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from tests.kv_store.names import MAC_KEY
+from wire import block_names
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 
@@ -28,11 +30,12 @@ AMPLE_S = 10.0
 
 @dataclass(frozen=True)
 class Release:
-    """What is served under one name. Its model says other things if its seed is another."""
+    """What is served under one name. Its model says other things if its seed is another. frames: their version."""
 
     fingerprint: bytes
     layout: KVLayout = LAYOUT
     seed: int = 0
+    frames: int = block_names.FRAME_VERSION
 
     async def serve(self, redis_url: str) -> int:
         """Tokens of the prompt that came from Redis, to workers and an arena that were empty; all goes there."""
@@ -51,6 +54,8 @@ class Release:
         with pytest.MonkeyPatch.context() as patch:
             for module in (local_cluster, assembled_worker):
                 patch.setattr(module, "FINGERPRINT", self.fingerprint)
+            for module in (block_names, frame):
+                patch.setattr(module, "FRAME_VERSION", self.frames)
             cluster = FaultyCluster(model, Sizes())
             cold = RedisTier(redis_url, self.layout, MAC_KEY, AMPLE_S)
             patch.setattr(cluster, "cold", cold)
@@ -64,8 +69,8 @@ class Release:
 
 @pytest.mark.parametrize(
     "new",
-    [Release(b"n" * 32, seed=1), Release(b"n" * 32), Release(b"o" * 32, OTHER_LAYOUT)],
-    ids=["weights", "fingerprint", "block_size"],
+    [Release(b"n" * 32, seed=1), Release(b"n" * 32), Release(b"o" * 32, OTHER_LAYOUT), Release(b"o" * 32, frames=2)],
+    ids=["weights", "fingerprint", "block_size", "frames"],
 )
 async def test_no_block_of_one_is_taken_for_one_of_the_other(new: Release, redis_url: str) -> None:
     url, old = redis_url + "?db=9", Release(b"o" * 32)

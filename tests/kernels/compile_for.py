@@ -21,9 +21,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import row_operations
+from kernels import checksums, row_operations
 from kernels.attention import decode, int4_pages, paged
 from kernels.attention.prompts import tokens_of
+from kernels.cpu.checksums import CHUNK_WORDS, PIECE_CHUNKS, ROW_WORDS
 from kernels.products import experts, ordered
 from kernels.quantized import products
 from kernels.quantized.codebook import Codebook
@@ -290,6 +291,15 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     half = triton.next_power_of_2(head_dim // 2)
     close, rows = int4_pages.LAUNCH_OPTIONS, row_operations.OPTIONS
     block: dict[str, Any] = {"BLOCK_SIZE": BLOCK_SIZE, "PADDED_BLOCK": BLOCK_SIZE, "PADDED_HALF": half}
+    of_sums: dict[str, Any] = {"CHUNK_WORDS": CHUNK_WORDS, "PIECE_CHUNKS": PIECE_CHUNKS, "MOST_CHUNKS": PIECE_CHUNKS}
+    of_sums |= {
+        "ROW_WORDS": ROW_WORDS,
+        "PAGE_WORDS": 46080,
+        "CHUNKS": checksums.CHUNKS_AT_ONCE,
+    }  # of a page of 135M, whose last piece is short
+    types = dict.fromkeys(("pages_ptr", "sums_ptr"), "*i64") | dict.fromkeys(("chosen_ptr", "keys_ptr"), "*i32")
+    kernel, options = checksums.sum_pieces, checksums.OPTIONS
+    yield compile_kernel(architecture, kernel, "sum_pieces", dtype, options, None, types, **of_sums)
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)

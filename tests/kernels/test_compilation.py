@@ -22,7 +22,7 @@ DTYPES = {"float32": "fp32"}
 ROWS = {
     *("close_block", "normalize", "gate_rows", "merge_splits", "find_likeliest"),
     *("rotate_and_write_heads", "rotate_and_write_heads of int8", "widen_rows", "add_splits"),
-    *("multiply_by_expert", "combine_rows"),
+    *("multiply_by_expert", "combine_rows", "sum_pieces"),
 }
 WANTED_PROGRAMS = {"decode": 2, "prompts": 1}
 """At once on a processor: decoding waits for memory, and a second program loads meanwhile."""

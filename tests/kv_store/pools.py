@@ -14,7 +14,7 @@ def filled_pool(names: Sequence[BlockName], num_pages: int = 64) -> DevicePool:
     """A pool with these blocks in its first pages."""
     pool = DevicePool(LAYOUT, num_pages, torch.device("cpu"))
     for page, name in enumerate(names):
-        pool.write_page(PageId(page), memoryview(payload_of(name)))
+        pool.write_pages(PageId(page), memoryview(payload_of(name)))
     return pool
 
 
@@ -24,5 +24,5 @@ def pages_from(first: int, num_pages: int) -> list[PageId]:
 
 def page_of(pool: DevicePool, page: PageId) -> bytes:
     data = bytearray(LAYOUT.payload_bytes)
-    pool.read_page(page, memoryview(data))
+    pool.read_pages(page, memoryview(data))
     return bytes(data)

@@ -25,9 +25,9 @@ def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtyp
     pool.kv.data[1] = values
     pool.follow(pool.fence())
     data = bytearray(layout.payload_bytes)
-    pool.read_page(PageId(1), memoryview(data))
+    pool.read_pages(PageId(1), memoryview(data))
     assert torch.equal(torch.frombuffer(data, dtype=pool.kv.data.dtype), values.flatten().cpu())
-    pool.write_page(PageId(2), memoryview(data))
+    pool.write_pages(PageId(2), memoryview(data))
     assert torch.equal(pool.kv.data[2], pool.kv.data[1])
     assert not pool.kv.data[0].any()
     assert torch.equal(pool.page_bytes(PageId(2)), pool.page_bytes(PageId(1)))
@@ -92,7 +92,7 @@ def test_a_copy_waits_for_what_was_computed_before_the_fence(device: str) -> Non
             pool.kv.data[0].fill_(-1.0)
         pool.kv.data[0].fill_(value)
         pool.follow(pool.fence())
-        pool.read_page(PageId(0), memoryview(data))
+        pool.read_pages(PageId(0), memoryview(data))
         pool.wait()
         assert torch.frombuffer(data, dtype=torch.float32).eq(value).all()
 
@@ -100,13 +100,13 @@ def test_a_copy_waits_for_what_was_computed_before_the_fence(device: str) -> Non
 def test_read_only_memory_can_be_written_to_a_page() -> None:
     pool = DevicePool(LAYOUT, 1, torch.device("cpu"))
     [name] = names_of(4)
-    pool.write_page(PageId(0), memoryview(payload_of(name)).toreadonly())
+    pool.write_pages(PageId(0), memoryview(payload_of(name)).toreadonly())
     assert page_of(pool, PageId(0)) == payload_of(name)
 
 
 @pytest.mark.parametrize("num_bytes", [1, LAYOUT.payload_bytes - 1, LAYOUT.payload_bytes + 1])
 def test_only_whole_blocks_are_copied(num_bytes: int) -> None:
     pool = DevicePool(LAYOUT, 1, torch.device("cpu"))
-    for copy in (pool.write_page, pool.read_page):
+    for copy in (pool.write_pages, pool.read_pages):
         with pytest.raises(ValueError, match="bytes"):
             copy(PageId(0), memoryview(bytearray(num_bytes)))

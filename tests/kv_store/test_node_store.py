@@ -28,7 +28,7 @@ from wire.block_names import BlockName
 from wire.errors import ConfigError
 from wire.ids import AttemptId, BlockKey, PageId, SlotId
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import Cause, Miss, Tier
 
 NUM_SLOTS = 16
 FIRST_FETCHED = 40
@@ -260,14 +260,43 @@ def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> No
     assert entry is not None
     node.arena.slot(entry.slot)[7] ^= 1
     node.clock.now += 2.0
-    pool = filled_pool([])
-    store = node.store(pool)
-    assert store.fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 2
-    assert not any(page_of(pool, PageId(2)))
+    store = node.store(filled_pool([]))
+    assert store.fetch(names, pages_from(0, 4)).blocks == [
+        *[Tier.HOST] * 2,
+        Miss(Cause.LOAD_FAILED, "its checksum in the arena was wrong"),
+        Miss(Cause.BEHIND),
+    ]
     assert store.control.status().num_corrupt == 1
     assert node.directory.records.exists([name.key for name in names]) == [True, True, False, True]
     node.publish(names)
     assert node.fetch(names) == [Tier.HOST] * 4
+
+
+class SpoilingPool(DevicePool):
+    """A copy to page 2 goes wrong."""
+
+    def write_pages(self, first: PageId, data: memoryview) -> None:
+        super().write_pages(first, data)
+        if first == 2:
+            self.page_bytes(first)[5] ^= 1
+
+
+@pytest.mark.parametrize("is_cold", [False, True], ids=["arena", "cold"])
+def test_a_block_that_its_copy_spoils_is_never_used(
+    node: Node, is_cold: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checksum is taken in its page. A cold one does not go into the arena either."""
+    names = names_of(16)
+    node.publish(names)
+    if is_cold:
+        node.write_cold()
+        node.evict_all()
+    tier = Tier.REDIS if is_cold else Tier.HOST
+    with caplog.at_level("WARNING"):
+        store = node.store(SpoilingPool(LAYOUT, 4, torch.device("cpu")))
+        assert store.fetch(names, pages_from(0, 4)).tiers == [tier] * 2
+    assert f"block {names[2].key.hex()[:16]} of tier {tier} came to its page with a wrong checksum" in caplog.text
+    assert node.directory.records.exists([name.key for name in names]) == [True, True, False, not is_cold]
 
 
 def test_a_corrupt_cold_block_ends_the_prefix(node: Node) -> None:
@@ -290,8 +319,8 @@ class SlowPool(DevicePool):
         self._clock = clock
         self._seconds = seconds
 
-    def write_page(self, page: PageId, data: memoryview) -> None:
-        super().write_page(page, data)
+    def write_pages(self, page: PageId, data: memoryview) -> None:
+        super().write_pages(page, data)
         self._clock.now += self._seconds
 
 
@@ -335,7 +364,7 @@ def test_sources_are_asked_only_while_computing_would_take_longer(node: Node) ->
 
 
 class BrokenPool(DevicePool):
-    def read_page(self, page: PageId, into: memoryview) -> None:
+    def read_pages(self, page: PageId, into: memoryview) -> None:
         raise RuntimeError("the device is lost")
 
 
@@ -353,14 +382,14 @@ class FetchingPool(DevicePool):
 
     fetch: Callable[[], object] | None = None
 
-    def read_page(self, page: PageId, into: memoryview) -> None:
-        super().read_page(page, into)
+    def read_pages(self, page: PageId, into: memoryview) -> None:
+        super().read_pages(page, into)
         fetch, self.fetch = self.fetch, None
         if fetch is not None:
             with pytest.raises(RuntimeError, match="lost"):
                 fetch()
 
-    def write_page(self, page: PageId, data: memoryview) -> None:
+    def write_pages(self, page: PageId, data: memoryview) -> None:
         raise RuntimeError("the device is lost")
 
 

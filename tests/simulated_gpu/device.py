@@ -32,6 +32,7 @@ import torch
 from torch.utils import cpp_extension
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from kernels import reference
 from kernels.accelerator import ACCELERATORS, Accelerator, Graph
 from kernels.backend import Backend
 from kernels.cpu.library import load_units
@@ -116,6 +117,9 @@ class SimulatedGpu:
 
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
         return None
+
+    def sum_pages(self, pages: torch.Tensor, chosen: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+        reference.sum_pages(pages, chosen, keys, out)
 
     def pin(self, address: int, num_bytes: int) -> str | None:
         return None if commands().pin(address, num_bytes) else "it is pinned already, or not shared"

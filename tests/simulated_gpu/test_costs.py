@@ -16,13 +16,15 @@ from engine.request import BlocksAhead, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.warm.warming import limits_of, make_programs
 from kernels.triton_backend import TritonBackend
-from kv_store.device_pool import DevicePool
+from kv_store.device_pool import COPIED_AT_ONCE, DevicePool
 from kv_store.node import arena
+from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.transfers import Fetch, ThreadTransfers, WriteThrough
 from prefill_worker.behaviour import PrefillBatcher
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import ROOT, drive, hand_off_of, make_core, request, rest_of, serve
+from tests.harness.fake_clock import FakeClock
 from tests.harness.node import Node
 from tests.kv_store.names import LAYOUT, names_of
 from tests.simulated_gpu.device import SIM, Counts, commands, counts, exposed
@@ -30,10 +32,11 @@ from tests.simulated_gpu.triton_kernels import triton_kernels
 from text.byte_tokenizer import NUM_BYTES, ByteTokenizer
 from wire.block_names import cover
 from wire.ids import PageId
+from wire.layout import KVLayout
 from wire.sampling import FormatKind, ResponseFormat, SamplingParams
 from wire.tier import Tier
 
-NUM_BLOCKS = 256
+NUM_BLOCKS = 128
 NUM_LAYERS = 2
 NUM_DRAWN = 3
 DRAWN = [
@@ -59,6 +62,8 @@ NUM_EXPOSED = 4
 LAUNCHES_BEHIND = 4
 """Of the last row, its norm, the head and the choice of a token, behind the last product of the last layer."""
 BYTES_OF_A_TOKEN = 8
+BYTES_OF_SUMS, BYTES_OF_A_PLACE = 16, 4
+"""Of a block of one piece, from the device, and of its page's number, to the device."""
 
 
 def costs_of_steps(core: EngineCore, asked: Sequence[EngineRequest]) -> Iterator[Counts]:
@@ -156,20 +161,28 @@ def test_chunks_with_scores_wait_once(tmp_path: Path) -> None:
     assert {(one.synchronizations, one.to_host, one.synchronous) for one in asked} == {(1, 1, 0)}
 
 
-def test_a_hand_off_of_many_blocks_waits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "num_copies"), [(LAYOUT, COPIED_AT_ONCE), (replace(LAYOUT, block_size=64), 1)], ids=["padded", "dense"]
+)
+def test_a_hand_off_of_many_blocks_waits_once_a_batch(
+    monkeypatch: pytest.MonkeyPatch, layout: KVLayout, num_copies: int
+) -> None:
+    """A batch out or in is one launch, and two small copies beside those of blocks: one where they fill their slots."""
     monkeypatch.setattr(arena, "GPU_CONTROLS", (Path("/dev/null"),))
     names, pages = names_of(NUM_BLOCKS * LAYOUT.block_size)[:NUM_BLOCKS], [PageId(one) for one in range(NUM_BLOCKS)]
-    node = Node(LAYOUT)
-    prefill, decode = (DevicePool(LAYOUT, NUM_BLOCKS, torch.device("sim", index)) for index in range(2))
-    before = counts()
-    node.transfers(prefill).begin(WriteThrough(names, pages))
-    fetching = node.transfers(decode)
-    fetching.begin(Fetch(names, pages))
-    (fetched,) = fetching.poll()
-    asked = counts() - before
+    directory = Directory(NUM_BLOCKS, FakeClock(), block_bytes=layout.block_bytes)  # interpreted kernels outlast leases
+    node, num_batches = Node(layout, NUM_BLOCKS, directory=directory), NUM_BLOCKS // COPIED_AT_ONCE
+    with triton_kernels():
+        prefill, decode = (DevicePool(layout, NUM_BLOCKS, torch.device("sim", index)) for index in range(2))
+        publishing, fetching = node.transfers(prefill), node.transfers(decode)
+        before = counts()
+        publishing.begin(WriteThrough(names, pages))
+        fetching.begin(Fetch(names, pages))
+        (fetched,) = fetching.poll()
+        asked = counts() - before
     assert fetched.reading.blocks == [Tier.HOST] * NUM_BLOCKS
-    assert (asked.to_host, asked.to_device) == (NUM_BLOCKS, NUM_BLOCKS)
-    assert asked.synchronizations == 2
+    assert (asked.to_host, asked.to_device) == (num_batches * (num_copies + 2), num_batches * (num_copies + 2))
+    assert asked.launches == asked.synchronizations == 2 * num_batches
 
 
 def test_copies_wait_for_no_work_behind_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +198,7 @@ def test_copies_wait_for_no_work_behind_their_order(monkeypatch: pytest.MonkeyPa
     transfers.run_one()
     assert exposed().bytes_to_host == 0
     transfers.run_one()
-    assert exposed().bytes_to_host == LAYOUT.payload_bytes
+    assert exposed().bytes_to_host == LAYOUT.payload_bytes + BYTES_OF_SUMS
 
 
 @pytest.mark.parametrize("num_in_tail", [0, 5])
@@ -225,11 +238,11 @@ def test_work_behind_the_last_product_of_a_prompt_and_its_hand_off_is_bounded(
             while not any(isinstance(event, Fetched) for event in decode.step().events):
                 pass
         fetched = exposed()
-    assert published.bytes_to_host <= num_last * block_bytes + BYTES_OF_A_TOKEN
-    assert published.bytes_to_device == 0
-    assert published.launches <= LAUNCHES_BEHIND
+    assert published.bytes_to_host <= num_last * (block_bytes + BYTES_OF_SUMS) + BYTES_OF_A_TOKEN
+    assert published.bytes_to_device <= num_last * BYTES_OF_A_PLACE
+    assert published.launches <= LAUNCHES_BEHIND + 1
     assert published.waits <= 2
-    assert fetched.bytes_to_host == published.bytes_to_host
-    assert fetched.bytes_to_device <= num_last * block_bytes
-    assert fetched.launches <= published.launches + 1
+    assert fetched.bytes_to_host <= published.bytes_to_host + num_last * BYTES_OF_SUMS
+    assert fetched.bytes_to_device <= published.bytes_to_device + num_last * (block_bytes + BYTES_OF_A_PLACE)
+    assert fetched.launches <= published.launches + 2
     assert fetched.waits <= 3

@@ -173,7 +173,7 @@ def test_a_missing_fence_is_wrong_bytes_under_some_seeds() -> None:
         pool.page_bytes(PageId(1)).fill_(7)
         if is_fenced:
             pool.follow(pool.fence())
-        pool.read_page(PageId(1), memoryview(host.numpy().data))
+        pool.read_pages(PageId(1), memoryview(host.numpy().data))
         pool.wait()
         device.synchronize()
         assert (races() == []) is is_fenced

@@ -35,6 +35,7 @@ from tests.kv_store.names import LAYOUT, names_of
 from tests.simulated_gpu.device import SIM, commands, races
 from tests.simulated_gpu.triton_kernels import triton_kernels
 from wire.ids import PageId, SlotId
+from wire.layout import KVLayout
 from wire.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -87,12 +88,12 @@ def carry_in_a_thread(store: NodeStore, transfer: Transfer) -> None:
     transfers.close()
 
 
-def hand_over_blocks(carry: Carry) -> None:
+def hand_over_blocks(carry: Carry, layout: KVLayout = LAYOUT) -> None:
     """Takes blocks from one device to another by the arena and a cold tier, and fails once amid copies."""
-    cold, directory = MemoryTier(LAYOUT), TouchedArena(NUM_SLOTS, high_water=0.0, block_bytes=LAYOUT.block_bytes)
-    directory.node = node = Node(LAYOUT, NUM_SLOTS, cold, directory)
-    source, target = (DevicePool(LAYOUT, NUM_BLOCKS, torch.device("sim", index)) for index in range(2))
-    stores = [NodeStore(LAYOUT, node.arena, directory, [cold], pool) for pool in (source, target)]
+    cold, directory = MemoryTier(layout), TouchedArena(NUM_SLOTS, high_water=0.0, block_bytes=layout.block_bytes)
+    directory.node = node = Node(layout, NUM_SLOTS, cold, directory)
+    source, target = (DevicePool(layout, NUM_BLOCKS, torch.device("sim", index)) for index in range(2))
+    stores = [NodeStore(layout, node.arena, directory, [cold], pool) for pool in (source, target)]
     names = names_of(NUM_BLOCKS * LAYOUT.block_size)[:NUM_BLOCKS]
 
     def fill(pool: DevicePool, value: int) -> None:
@@ -109,10 +110,10 @@ def hand_over_blocks(carry: Carry) -> None:
     fill(target, 9)
     directory.delete([name.key for name in names[:2]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "write_page", failing_after(3, target.write_page))
+        patch.setattr(target, "write_pages", failing_after(3, target.write_pages))
         carry(stores[1], Fetch(names, PAGES))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "read_page", failing_after(1, source.read_page))
+        patch.setattr(source, "read_pages", failing_after(1, source.read_pages))
         carry(stores[0], WriteThrough(names_of(NUM_BLOCKS * LAYOUT.block_size, first=9)[:NUM_BLOCKS], PAGES))
 
 
@@ -184,7 +185,13 @@ def fail_steps(folder: Path) -> None:
     core.abort(requests[0].attempt_id)
 
 
-OF_BLOCKS = [lambda _: hand_over_blocks(carry_inline), lambda _: hand_over_blocks(carry_in_a_thread)]
+NO_WORDS = KVLayout(1, 1, 1, 1, "bfloat16")
+"""A layout whose payloads are no whole words, so that the host takes their checksums."""
+OF_BLOCKS = [
+    lambda _: hand_over_blocks(carry_inline),
+    lambda _: hand_over_blocks(carry_in_a_thread),
+    lambda _: hand_over_blocks(carry_in_a_thread, NO_WORDS),
+]
 PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/model/programs.py": [decode],
     "engine/model/sampler.py": [decode],

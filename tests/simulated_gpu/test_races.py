@@ -60,22 +60,22 @@ others = torch.zeros(1000, device=SIM)
     "a block handed over from device to device": """
 pools[0].page_bytes(PageId(3)).fill_(7)
 pools[0].follow(pools[0].fence())  # orders
-pools[0].read_page(PageId(3), slots.slot(SlotId(1)))
+pools[0].read_pages(PageId(3), slots.slot(SlotId(1)))
 pools[0].wait()  # orders
-pools[1].write_page(PageId(2), slots.slot(SlotId(1)))
+pools[1].write_pages(PageId(2), slots.slot(SlotId(1)))
 pools[1].wait()  # orders
 pools[1].page_bytes(PageId(2)).sum()
 """,
     "a page that is taken again": """
-pools[0].write_page(PageId(3), slots.slot(SlotId(1)))
+pools[0].write_pages(PageId(3), slots.slot(SlotId(1)))
 pools[0].wait()  # orders
 pools[0].page_bytes(PageId(3)).fill_(1)
 pools[0].follow(pools[0].fence())  # orders
-pools[0].write_page(PageId(3), slots.slot(SlotId(0)))
+pools[0].write_pages(PageId(3), slots.slot(SlotId(0)))
 pools[0].wait()
 """,
     "a slot that is written again": """
-pools[0].write_page(PageId(3), slots.slot(SlotId(1)))
+pools[0].write_pages(PageId(3), slots.slot(SlotId(1)))
 pools[0].wait()  # orders
 slots.slot(SlotId(1))[:] = bytes(LAYOUT.block_bytes)
 """,

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels import checksums
 from kernels.row_operations import likeliest
 from tests.kernels.interpreter import bfloat16_as_on_a_gpu
 from tests.simulated_gpu.device import NAME, SimulatedGpu, commands
@@ -85,6 +86,7 @@ def triton_kernels() -> Iterator[None]:
         patch.setattr(InterpreterBuilder, "create_masked_load", load)
         patch.setattr(InterpreterBuilder, "create_masked_store", store)
         patch.setattr(GridExecutor, "__call__", call)
+        patch.setattr(SimulatedGpu, "sum_pages", lambda _, *tensors: checksums.sum_pages(*tensors))
         patch.setattr(GridExecutor, "_init_args_hst", lambda _, args, kwargs: (list(args), kwargs))
         patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
         patch.setattr(SimulatedGpu, "likeliest", staticmethod(likeliest))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +11,8 @@ import pytest
 
 from engine.events import Jumped
 from engine.kv.later_read import Find, LaterRead
-from kv_store import node_store
 from kv_store.block_store import BlockStore, ReadResult
+from kv_store.device_pool import DevicePool
 from kv_store.eviction.order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
@@ -88,6 +89,11 @@ class AnyChecksum(bytes):
         return super().__hash__()
 
 
+def unchecked_pages(pool: DevicePool, pages: Sequence[PageId]) -> Callable[[], list[bytes]]:
+    checksums = BEGIN(pool, pages)()
+    return lambda: [AnyChecksum(one) for one in checksums]
+
+
 def unchecked_frame(seal: FrameSeal, name: BlockName, front: bytes, payload: memoryview) -> bytes:
     return checksum_of(payload)
 
@@ -140,13 +146,14 @@ def run_over_holes(later: LaterRead, start: int, find: Find) -> list[PageId]:
     return [page for page in pages if page is not None]
 
 
+BEGIN = DevicePool.begin_checksums
 NOTE, TAKE, RUN = BlockEventLog.note, BlockIndex.take, Fetch.run
 ACCEPT, RELEASE, STATE = ChoiceStream.accept, Directory.release, Ledger.state
 PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a block of the arena is not checked": (
-        node_store,
-        "checksum_of",
-        lambda payload: AnyChecksum(checksum_of(payload)),
+        DevicePool,
+        "begin_checksums",
+        unchecked_pages,
         {"I4"},
     ),
     "a block of the cold tier is not checked": (FrameSeal, "verify", unchecked_frame, {"I4", "I7"}),
