@@ -83,7 +83,7 @@ class WarmStep:
         num_blocks = max(self.num_blocks, -(-self.chunk_tokens // block_size))
         lengths = [1] * self.num_decodes + [self.chunk_tokens] * bool(self.chunk_tokens)
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        positions = torch.cat([torch.arange(one) for one in lengths])
+        positions = torch.zeros(self.num_rows, dtype=torch.int64)  # a step may have more tokens than a context
         return Batch(
             token_ids=torch.zeros_like(positions),
             positions=positions,
@@ -182,9 +182,7 @@ def make_programs(
     without: list[ProgramSize] = []
     if not isinstance(model, Decoder):
         return without
-    is_captured = model.device.type != "cpu"
-    chunk_tokens = min(limits.max_chunk_tokens, captured_tokens(model.config)) * is_captured
-    sizes = program_sizes(limits.max_rows, limits.max_blocks, chunk_tokens)
+    sizes = _program_sizes(model, limits)
     for num_done, size in enumerate(sizes):
         report("graphs", num_done, len(sizes))
         with _naming(f"a graph of {size}", model.device):
@@ -194,10 +192,19 @@ def make_programs(
     return without
 
 
+def _program_sizes(model: Decoder, limits: StepBounds) -> list[ProgramSize]:
+    on_gpu = model.device.type != "cpu"
+    chunk_tokens = min(limits.max_chunk_tokens, captured_tokens(model.config)) * on_gpu
+    return program_sizes(limits.max_rows, limits.max_blocks, chunk_tokens)
+
+
 def note_kernels(model: CausalModel, kv: KVPages, limits: StepBounds, launches: "Launches") -> list[WarmStep]:
     """Notes the kernels of all steps, without running them; returns the steps that needed one more kernel."""
-    needed = []
-    for step in limits.steps:
+    needed, steps = [], limits.steps
+    if isinstance(model, Decoder):  # padding may take rows to a further tile of products
+        num_tokens = _program_sizes(model, limits)[0].num_tokens
+        steps = [*steps, WarmStep(0, num_tokens, limits.max_blocks, samples_all=False)]
+    for step in steps:
         num_noted = len(launches.signatures)
         with _naming(step, model.device), launches.noting():
             likeliest(model.forward(step.batch(model.layout.block_size).to(model.device), kv))
