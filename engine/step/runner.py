@@ -271,7 +271,7 @@ class Runner:
         num_single = sum(chunk.is_decoding for chunk in chunks)
         return Batch(
             token_ids=self._join(drafts.token_ids if drafts else rows.token_ids[work.rows], known),
-            positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),
+            positions=self._join(column(rows.positions), [np.arange(start, end) for _, start, end in spans]),
             slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),
             context_lens=self._join(context_lens, [[end - one.kv.table.num_dropped] for one, _, end in spans]),

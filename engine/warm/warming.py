@@ -84,7 +84,7 @@ class WarmStep:
         num_blocks = max(self.num_blocks, -(-self.chunk_tokens // block_size))
         lengths = [1] * self.num_decodes + [self.chunk_tokens] * bool(self.chunk_tokens)
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        positions = torch.zeros(sum(lengths), dtype=torch.int64)
+        positions = torch.zeros(self.num_rows, dtype=torch.int64)  # a step may have more tokens than a context
         return Batch(
             token_ids=torch.zeros_like(positions),
             positions=positions,
