@@ -255,7 +255,7 @@ class Attempt:
         return worker_pb2.Begin(
             id=self.id,
             namespace_root=admitted.root,
-            prompt=pb.TokenIds(ids=prepared.prompt_ids),
+            prompt=prepared.ids_to_send,
             sampling_params=sampling_to_pb(prepared.sampling),
             choices=request.answer.unfinished,
             time_left_s=max(admitted.deadline_s - self._clock(), 0.001),

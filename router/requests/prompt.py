@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from router.requests.checks import ServingLimits, ValidPrompt, ValidRequest, resolve
 from router.requests.tokenizing import NO_PREFIXES, PieceCache, PublicPrefixes, TokenizerThreads
@@ -41,6 +41,11 @@ class PreparedPrompt:
     shown: Sequence[str] = ()
     public: PublicPart | None = None
     frame: AnswerFrame = NO_FRAME
+
+    @cached_property
+    def ids_to_send(self) -> pb.TokenIds:
+        """The prompt as all orders have it: made once, for it takes a quarter of a millisecond for 8,000 tokens."""
+        return pb.TokenIds(ids=self.prompt_ids)
 
 
 @dataclass(frozen=True, kw_only=True)

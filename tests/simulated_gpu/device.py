@@ -103,7 +103,7 @@ class SimulatedGraph:
 class SimulatedGpu:
     """The row of `kernels.accelerator.ACCELERATORS`; its kernels are torch's own operators."""
 
-    def backend(self) -> Backend:
+    def backend(self, kernels: str = "auto") -> Backend:
         return TorchBackend()
 
     def graph(self, device: torch.device) -> Graph:

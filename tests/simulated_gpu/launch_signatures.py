@@ -2,7 +2,8 @@
 
 A script, as Triton's interpreter cannot be left again in a process that has entered it. Kernels are noted in place of
 their launch, for a target without a device; logits are drawn. Arguments: an architecture of tests.harness.checkpoints,
-or of tests.engine.gguf.files as gguf:KIND, a dtype of KV, a policy, and the seconds of the load. Prints a JSON object.
+of tests.engine.gguf.files as gguf:KIND, or exact:ARCH for products of one order, a dtype of KV, a policy, and the
+seconds of the load. Prints a JSON object.
 
 Seconds are of a clock that steps move, by what they take an 8B model on an H200, and pauses between bursts of requests.
 """
@@ -31,8 +32,9 @@ from engine.warm.compiling import Launches
 from engine.warm.warming import limits_of, make_programs, note_kernels
 from kernels import row_operations
 from kernels.backend import KVPages
+from kernels.products import ordered
 from kernels.quantized import products
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import ExactBackend, TritonBackend
 from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import make_core, request
@@ -73,9 +75,10 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def load(arch: str, kv_dtype: str, policy: str, folder: Path) -> Decoder:
-    kind, _, packed = arch.partition(":")
-    file = make_gguf(folder, packed, "llama-tied") if kind == "gguf" else make_checkpoint(arch, folder)
-    return Decoder.load(find_folder(str(file)), "bfloat16", device.SIM, 16, TritonBackend(), kv_dtype, policy)
+    kind, _, other = arch.partition(":")
+    file = make_gguf(folder, other, "llama-tied") if kind == "gguf" else make_checkpoint(other or kind, folder)
+    backend = ExactBackend() if kind == "exact" else TritonBackend()
+    return Decoder.load(find_folder(str(file)), "bfloat16", device.SIM, 16, backend, kv_dtype, policy)
 
 
 def run(core: EngineCore, drawn: Drawn, draw: random.Random, seconds: float) -> int:
@@ -146,7 +149,7 @@ def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, An
 if __name__ == "__main__":
     device.load()
     device.SimulatedGpu.likeliest = staticmethod(likeliest)  # type: ignore[method-assign, assignment]
-    products.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
+    products.MIN_SPLIT_DEPTH = ordered.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     arch, kv_dtype, policy, seconds = sys.argv[1:]
     json.dump(count(arch, kv_dtype, policy, float(seconds)), sys.stdout)
