@@ -13,6 +13,7 @@ from engine.checkpoint.hub import find_folder
 from tests.clients import programs
 from tests.clients.speaking_model import make_speaking_model
 from tests.cluster.served_cluster import ServedCluster
+from tests.engine.gguf.joined import CODER_500M
 
 MODEL = "smollm2"
 TOOLS = (
@@ -54,6 +55,17 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster
     named = ("--model", str(model), "--served-model-name", programs.MODEL)
     sizes = ("--pool-bytes", "64MiB", "--arena-bytes", "64MiB")
     with serving(ServedCluster(f"s{os.getpid()}", folder), *named, *sizes) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def choosing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    """Qwen2.5-Coder-0.5B-Instruct with its own template, of two processors; skipped where the index has it no more."""
+    path = find_folder(str(CODER_500M.path()))
+    folder = tmp_path_factory.mktemp("choosing")
+    named = ("--model", str(path), "--served-model-name", programs.MODEL)
+    sizes = ("--pool-bytes", "1GiB", "--arena-bytes", "512MiB")
+    with serving(ServedCluster(f"q{os.getpid()}", folder, timeout_s=600), *named, *sizes) as served:
         yield served
 
 

@@ -64,7 +64,7 @@ class Ended:
     left: list[str]
 
 
-def claude_code(question: str = QUESTION, **more: str) -> Program:
+def claude_code(question: str = QUESTION, *flags: str, **more: str) -> Program:
     environment = {
         "ANTHROPIC_BASE_URL": "<url>",
         "ANTHROPIC_API_KEY": "none",
@@ -73,11 +73,11 @@ def claude_code(question: str = QUESTION, **more: str) -> Program:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         **more,
     }
-    return Program(("claude", "-p", question), environment)
+    return Program(("claude", "-p", question, *flags), environment)
 
 
-def codex() -> Program:
-    command = ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", QUESTION)
+def codex(question: str = QUESTION, *flags: str) -> Program:
+    command = ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *flags, question)
     return Program(command, {"BATON_KEY": "none"}, {".codex/config.toml": CODEX})
 
 
@@ -134,7 +134,7 @@ def aider() -> Program:
     )
 
 
-def run(program: Program, url: str, folder: Path) -> Ended:
+def run(program: Program, url: str, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
     """Runs a program in `folder`/project, its home beside it, until it ends or its time is over.
 
     What it asks of other machines over HTTPS goes to `url`, where it is refused.
@@ -161,7 +161,7 @@ def run(program: Program, url: str, folder: Path) -> Ended:
     }
     try:
         for command in filter(None, (program.before, program.command)):
-            status, output, errors = run_alone([filled(part) for part in command], environment, project)
+            status, output, errors = run_alone([filled(part) for part in command], environment, project, timeout_s)
             if status:
                 break
     finally:
@@ -169,8 +169,8 @@ def run(program: Program, url: str, folder: Path) -> Ended:
     return Ended(status, output, errors, left)
 
 
-def run_alone(command: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str, str]:
-    """Runs a command in a group of processes of its own, which is killed at the end, at the latest after TIMEOUT_S."""
+def run_alone(command: list[str], environment: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str, str]:
+    """Runs a command in a group of processes of its own, which is killed at the end, at the latest after timeout_s."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command,
@@ -183,11 +183,11 @@ def run_alone(command: list[str], environment: dict[str, str], folder: Path) -> 
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
+        output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
-        errors += f"\nkilled after {TIMEOUT_S} s"
+        errors += f"\nkilled after {timeout_s} s"
     return process.returncode, output, errors
 
 

@@ -10,7 +10,8 @@ from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-TIMEOUT_S = 100
+TIMEOUT_S = 900
+"""The longest answer: a real model's, on a busy machine."""
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"
 SCHEMA_OF = {MESSAGES: "input_schema", RESPONSES: "parameters", CHAT: "parameters"}
@@ -78,15 +79,29 @@ class Forced:
         return changed
 
 
+@dataclass(frozen=True)
+class Likeliest:
+    """Leaves the model its choice of a tool, and draws nothing: it is the same at each run. Bounds all answers."""
+
+    max_tokens: int
+
+    def force(self, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns a request at temperature 0; None where it declares no tools."""
+        bound = "max_output_tokens" if route == RESPONSES else "max_tokens"
+        changes = {"temperature": 0, bound: self.max_tokens}
+        return {**body, **changes} if route in SCHEMA_OF and body.get("tools") else None
+
+
 class Proxy(ThreadingHTTPServer):
     """Keeps exchanges in the order in which they began.
 
-    forced: changes the first request that declares its tool. comment: goes in front of a stream and behind its events.
+    forced: changes the first request that declares its tool, or all with tools. comment: goes in front of a stream and
+    behind its events.
     """
 
     daemon_threads = True
 
-    def __init__(self, gateway: str, forced: Forced | None, comment: bytes) -> None:
+    def __init__(self, gateway: str, forced: Forced | Likeliest | None, comment: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.comment = comment
         self.exchanges: list[Exchange] = []
@@ -112,7 +127,7 @@ class Proxy(ThreadingHTTPServer):
             changed = self._forced.force(exchange.route, exchange.body)
             if changed is None:
                 return exchange.request
-            self._forced = None
+            self._forced = self._forced if isinstance(self._forced, Likeliest) else None
             return json.dumps(changed).encode()
 
     def connect(self) -> HTTPConnection:
@@ -156,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxy_before(gateway: str, forced: Forced | None = None, comment: bytes = b"") -> Iterator[Proxy]:
+def proxy_before(gateway: str, forced: Forced | Likeliest | None = None, comment: bytes = b"") -> Iterator[Proxy]:
     """A proxy that listens until the end of the block."""
     with Proxy(gateway, forced, comment) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)

@@ -32,7 +32,7 @@ class ServedCluster:
     """`name` is short: it is part of paths. State and caches of the user stay out of it.
 
     program: the command. forks: forks commands in place of the program. target: ON_FORKS to have the cluster's actors
-    forked, too.
+    forked, too. timeout_s: of a command.
     """
 
     def __init__(
@@ -42,8 +42,10 @@ class ServedCluster:
         program: Sequence[str] = (sys.executable, "-m", "cli"),
         forks: ForkServer | None = None,
         target: str = ON_FORKS,
+        timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> None:
         self.name = name
+        self._timeout_s = timeout_s
         self._program = program
         self._forks = forks
         self._target = target
@@ -76,7 +78,7 @@ class ServedCluster:
         """A command, whatever becomes of it."""
         with self.started(command, *arguments) as process:
             try:
-                out, error = process.communicate(timeout=COMMAND_TIMEOUT_S)
+                out, error = process.communicate(timeout=self._timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 out, error = process.communicate()
