@@ -59,6 +59,7 @@ class FreeModel:
     vocab_size = _VOCAB_SIZE
     max_context_len = 1 << 16
     eos_token_ids: tuple[int, ...] = ()
+    keeps_phases = False
 
     def __init__(self) -> None:
         self.spent_s = 0.0

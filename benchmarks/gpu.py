@@ -53,7 +53,7 @@ HEAD_TIMEOUT_S = 90.0
 AFTER_TIMEOUT_S = 40.0
 GRACE_S = 20.0
 """For the end of steps, where the run is interrupted."""
-MAX_LINE = 600
+MAX_LINE = 1500
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -221,7 +221,7 @@ def _cluster(words: str, least_s: float, options: argparse.Namespace, folder: Pa
     name = f"bench-{words.replace(' ', '-')[:8]}"
     after = (sys.executable, "-m", "cli", "down", "--name", name)
     wants = "" if options.rehearse or what == "killed" else "model"
-    return Step(words, command, least_s, least_s + 70, grace_s=20, after=after, wants=wants)
+    return Step(words, command, least_s, least_s + 90, grace_s=20, after=after, wants=wants)
 
 
 def _python(script: str, *words: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,6 +51,8 @@ MIN_TOKENS = 8
 """Tokens of each stream before the kill."""
 NUM_AT_ONCE = 4
 """Streams at once of the answers that others are compared to."""
+SMALL_POOL = "32GiB"
+"""KV pages of a worker with all of the device, where default sizes have not started."""
 READY = re.compile(r"worker (\S+) is ready after ([\d.]+) s")
 LATE = re.compile(r"(\d+) kernels or graphs were made while requests waited")
 
@@ -103,7 +106,7 @@ class Handoff:
             return sum(span.duration_ms for span in spans if span.name == name)
 
         ends = {span.name: span.start_ms + span.duration_ms for span in spans}
-        [generate] = [span.start_ms for span in spans if span.name == "decode.generate"]
+        generate = next(span.start_ms for span in spans if span.name == "decode.generate")
         network = sum(span.duration_ms for span in spans if span.name == "network" and span.start_ms < generate)
         return cls(
             look_up=lasted("prefill.fetch"),
@@ -149,31 +152,18 @@ class Asked:
         print(f"$ baton {shlex.join(command)}\n{self.service.call(*command, timeout_s=CALL_TIMEOUT_S).stdout}")
 
 
-def pools(asked: Asked) -> None:
-    starts(asked)
-    first_tokens(asked)
-    handoffs(asked)
-    loads(asked)
-    late(asked)
+def doctor(asked: Asked) -> None:
     asked.show("doctor")
-    asked.show("status")
 
 
-def colocated(asked: Asked) -> None:
-    starts(asked)
-    first_tokens(asked)
-    loads(asked)
-    late(asked)
-    asked.show("status")
+def status(asked: Asked) -> None:
+    asked.show("status", "--check")
 
 
-def killed(asked: Asked) -> None:
+def kill(asked: Asked) -> None:
+    """Notes the streams that keep their tokens when their decode worker is killed; waits for the new worker."""
     asyncio.run(_kill(asked))
     asked.service.wait_for_rest(RECOVERY_S)
-    starts(asked)
-    late(asked)
-    asked.show("doctor")
-    asked.show("status", "--check")
 
 
 def starts(asked: Asked) -> None:
@@ -219,11 +209,18 @@ def handoffs(asked: Asked) -> None:
     """Notes the parts of hand-offs, medians of prompts of one length."""
     with _client(asked) as client:
         for length in asked.sizes.handoff_lens:
-            parts = []
+            parts = list[Handoff]()
+            shape = f"{length} tokens"
             for _ in range(NUM_REPEATS + 1):
                 whole = client.generate(asked.prompt(length), max_tokens=16, temperature=0, ignore_eos=True)
-                parts.append(Handoff.of(whole))
-            shape = f"{length} tokens"
+                if whole.timeline.prefill_worker is None:
+                    print(f"  {shape}: no hand-off, {whole.timeline.prefill_reason}", flush=True)
+                else:
+                    parts.append(Handoff.of(whole))
+            told = (f"{one.name} {one.start_ms:.1f}+{one.duration_ms:.1f}" for one in whole.timeline.spans)
+            print(f"  {shape}: {', '.join(told)}", flush=True)
+            if len(parts) < 2:
+                continue
             for name in ("look_up", "compute", "publish", "network", "fetch", "fetched"):
                 asked.note(name.replace("_", "-"), median(getattr(one, name) for one in parts[1:]), "ms", shape)
             asked.note("hand-off share", median(one.share for one in parts[1:]), "", shape)
@@ -346,7 +343,7 @@ def settings_of(options: argparse.Namespace) -> list[str]:
     if options.what == "killed":
         own += ["--dtype", options.dtype, "--pool-bytes", "2GiB", "--arena-bytes", "1GiB"]
     elif options.gpus != 0:
-        own += ["--arena-bytes", "16GiB", *(["--pool-bytes", "32GiB"] if options.what == "colocated" else [])]
+        own += ["--arena-bytes", "16GiB"]
     if options.gpus == 0:
         own += ["--threads", "1", "--pool-bytes", "256MiB", "--arena-bytes", "256MiB"]
     return [*own, "--http-port", "0", *shlex.split(options.flags)]
@@ -367,21 +364,39 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     if options.kernels is not None:
         os.environ["TRITON_CACHE_DIR"] = str(options.kernels)
+    tries = [settings_of(options)]
+    if options.what == "colocated":
+        tries.append([*tries[0], "--pool-bytes", SMALL_POOL])
+    for settings in tries:
+        try:
+            return serve(options, settings)
+        except subprocess.CalledProcessError as error:
+            print(f"FAILED: {shlex.join(error.cmd)}\n{error.stdout}", flush=True)
+    return 1
+
+
+def serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Starts a cluster, asks it, and ends it; returns 1 if a question failed, which keeps no other from being asked.
+
+    Raises CalledProcessError, with the command's output, if the cluster does not start.
+    """
     from benchmarks.baton_service import BatonService
 
-    act, num_prefill, num_decode = WORKERS[options.what]
+    asks, num_prefill, num_decode = WORKERS[options.what]
     where = f"{options.what} {options.dtype}" if options.what == "killed" else options.what
     model = None if options.model is None else str(options.model)
-    begun_s = time.perf_counter()
-    try:
-        with BatonService(where.replace(" ", "-"), model, num_prefill, num_decode, settings_of(options)) as service:
-            ready_s = time.perf_counter() - begun_s
-            print(service.told, flush=True)
-            act(Asked(service, where, REHEARSED if options.gpus == 0 else ON_DEVICE, ready_s))
-    except subprocess.CalledProcessError as error:
-        print(f"FAILED: {shlex.join(error.cmd)}\n{error.stdout}", flush=True)
-        return 1
-    return 0
+    begun_s, num_failed = time.perf_counter(), 0
+    with BatonService(where.replace(" ", "-"), model, num_prefill, num_decode, settings) as service:
+        ready_s = time.perf_counter() - begun_s
+        print(service.told, flush=True)
+        asked = Asked(service, where, REHEARSED if options.gpus == 0 else ON_DEVICE, ready_s)
+        for ask in asks:
+            try:
+                ask(asked)
+            except Exception:
+                num_failed += 1
+                print(f"FAILED {ask.__name__}\n{traceback.format_exc(limit=-3)}", flush=True)
+    return int(num_failed > 0)
 
 
 def _leave(*_: object) -> None:
@@ -389,10 +404,10 @@ def _leave(*_: object) -> None:
     raise SystemExit(1)
 
 
-WORKERS: dict[str, tuple[Callable[[Asked], None], int, int]] = {
-    "pools": (pools, 1, 1),
-    "colocated": (colocated, 0, 1),
-    "killed": (killed, 1, 2),
+WORKERS: dict[str, tuple[Sequence[Callable[[Asked], None]], int, int]] = {
+    "pools": ((starts, first_tokens, handoffs, loads, late, doctor, status), 1, 1),
+    "colocated": ((starts, first_tokens, loads, late, status), 0, 1),
+    "killed": ((kill, starts, late, doctor, status), 1, 2),
 }
 """Questions to a cluster, with its prefill and decode workers, by name."""
 

@@ -30,7 +30,7 @@ from engine.model.weights import DecoderWeights, LayerWeights
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.warm.warming import compile_kernels, limits_of, make_programs
-from kernels.backend import Activation, Heads
+from kernels.backend import Activation, Backend, Heads
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
@@ -98,9 +98,9 @@ PROMPTS = [(SMALL, 128), (SMALL, 1100), (SMALL, 2048), (LARGE, 128), (LARGE, 512
 """By default 8B has graphs of up to 256 prompt tokens; here all have one."""
 
 
-def make_decoder(shape: Shape) -> Decoder:
+def make_decoder(shape: Shape, backend: Backend | None = None) -> Decoder:
     """Makes a decoder of a shape with random weights."""
-    backend = TritonBackend()
+    backend = backend or TritonBackend()
 
     def weight(columns: int, depth: int) -> Linear:
         numbers = torch.empty(columns, depth, dtype=torch.bfloat16, device=DEVICE).normal_(std=depth**-0.5)

@@ -3,6 +3,7 @@
     python3 benchmarks/gpu_lab.py step          a decode step of 8B, kernel by kernel, and what lies idle between them
     python3 benchmarks/gpu_lab.py splits        decoding rows cut into fewer splits, or more
     python3 benchmarks/gpu_lab.py products      products of one order beside cuBLAS; bits of a row among others
+    python3 benchmarks/gpu_lab.py exact         steps and a prompt of 8B with these products and with cuBLAS's
     python3 benchmarks/gpu_lab.py attention     prompts by candidates beside cuDNN's and the product's own
     python3 benchmarks/gpu_lab.py small_kv      decoding over int8 and fp8 by tile, widened by a cast and by integers
     python3 benchmarks/gpu_lab.py pages         pages to pinned memory with sums of each, beside copies and a product
@@ -13,6 +14,7 @@ Needs what benchmarks/gpu.py needs. Prints as it goes.
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -32,32 +34,30 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_candidates import attention, small_kv
 from benchmarks.gpu_prototypes import (
     NUM_KEYS,
-    OrderedProduct,
-    ProductTile,
     sum_and_copy,
 )
 from benchmarks.gpu_timing import time_in_turn
+from kernels import tiles
 from kernels.backend import KVPages
+from kernels.products import ordered
 
 Work = Callable[[], object]
 STEPS = [(1, 1024), (16, 1024), (64, 2048)]
 DECODES = [(1, 1024), (1, 8192), (1, 32_768), (16, 1024), (16, 8192), (64, 2048), (128, 1024)]
 SPLITS = [(32, 128), (32, 256), (32, 512), (16, 256), (16, 512), (8, 512), (64, 128)]
 """The most splits of a row, and the fewest tokens of one."""
-MATRICES = {"qkv": (6144, 4096, 2), "o": (4096, 4096, 4), "gate up": (28_672, 4096, 1), "down": (4096, 14_336, 8)}
-"""Columns, depth and splits."""
+MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate up": (28_672, 4096), "down": (4096, 14_336)}
+"""Columns and depth."""
 PRODUCT_TILES = {
-    16: [ProductTile(16, *one, is_turned=True) for one in ((64, 128, 4, 4), (128, 128, 4, 4), (128, 64, 4, 6))],
-    64: [
-        ProductTile(64, 64, 128, 4, 4, is_turned=True),
-        ProductTile(64, 128, 64, 4, 5, is_turned=True),
-        ProductTile(64, 128, 64, 4, 5),
-    ],
-    512: [ProductTile(*one) for one in ((128, 128, 64, 8, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 5))],
-    8192: [ProductTile(*one) for one in ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (256, 128, 64, 8, 3))],
+    16: [(16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 64, 4, 6)],
+    64: [(64, 128, 64, 4, 5), (64, 128, 64, 4, 4), (64, 256, 64, 4, 4), (64, 256, 64, 8, 4), (64, 64, 128, 4, 4)],
+    128: [(128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4)],
+    256: [(128, 128, 64, 8, 4), (64, 128, 64, 4, 5), (64, 256, 64, 4, 4), (256, 128, 64, 8, 3), (128, 256, 64, 8, 3)],
+    2048: [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4)],
 }
-"""Candidates by the most rows that they are for. No loop is split over warps: with one, Triton 3.6's product hung."""
-NUM_ROWS = (1, 16, 64, 256, 2048)
+"""Candidates by numbers of rows. No loop is split over warps: with one, Triton 3.6's product hung."""
+NUM_ROWS = {1: 16, 16: 16, 64: 64, 128: 128, 256: 256, 2048: 2048}
+"""Rows, with their candidates."""
 NUM_BLOCKS, BLOCK_BYTES = 256, 2 << 20
 SQUARE = 4096
 """The size of products beside hand-offs."""
@@ -71,7 +71,7 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    questions = {one.__name__: one for one in (step, splits, products, attention, small_kv, pages)}
+    questions = {one.__name__: one for one in (step, splits, products, exact, attention, small_kv, pages)}
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
             print(line, flush=True)
@@ -157,38 +157,89 @@ def splits() -> Iterator[str]:
 
 
 def products() -> Iterator[str]:
-    """Times products of one order beside cuBLAS's, and compares the first row's bits among any number of rows."""
+    """Times products of one order beside cuBLAS's, compares bits among any number of rows, then steps of 8B."""
+    yield from _compile_products()
     totals = dict.fromkeys(NUM_ROWS, (0.0, 0.0))
-    for name, (columns, depth, num_splits) in MATRICES.items():
+    counters = ordered.Counters()
+    for name, (columns, depth) in MATRICES.items():
         copies = max(2, -(-WORKING_SET_BYTES // (2 * columns * depth)))
         weights = [
             torch.empty(columns, depth, dtype=torch.bfloat16, device="cuda").normal_(std=depth**-0.5)
             for _ in range(copies)
         ]
-        ordered = [OrderedProduct(one, num_splits) for one in weights]
         states = torch.empty(max(NUM_ROWS), depth, dtype=torch.bfloat16, device="cuda").normal_()
         first: Tensor | None = None
-        for num_rows in NUM_ROWS:
+        for num_rows, kind in NUM_ROWS.items():
             rows = states[:num_rows].contiguous()
             works: dict[str, Work] = {"cuBLAS": _bind(_each, weights, F.linear, rows)}
-            for tile in PRODUCT_TILES[min(most for most in PRODUCT_TILES if most >= num_rows)]:
-                for at_once in (True, False) if num_rows <= 512 and num_splits > 1 else (False,):
-                    out = ordered[0](rows, tile, at_once)
-                    first = out[0].clone() if first is None else first
-                    if not torch.equal(out[0], first):
-                        yield f"{name}, {num_rows} rows: OTHER BITS with {tile}"
-                    works[f"{tile}, {'at once' if at_once else 'in turn'}"] = _bind(_run, ordered, rows, tile, at_once)
+            for numbers in PRODUCT_TILES[kind]:
+                work = _bind(_multiply, rows, weights, counters, tiles.OrderedTile(*numbers))
+                out = work()
+                assert isinstance(out, Tensor)
+                first = out[:1].clone() if first is None else first
+                if not torch.equal(out[:1], first):
+                    yield f"{name}, {num_rows} rows: OTHER BITS with {numbers}"
+                works[str(numbers)] = work
             seconds = {key: one / copies for key, one in time_in_turn(works).items()}
+            told = ", ".join(f"{key} {one * 1e6:.1f}" for key, one in seconds.items())
             theirs = seconds.pop("cuBLAS")
-            best = min(seconds, key=lambda key: seconds[key])
-            ours, before = seconds[best], totals[num_rows]
-            totals[num_rows] = before[0] + ours, before[1] + theirs
-            rate = 2 * columns * depth / ours / 1e12
-            yield f"{name}, {num_rows} rows: {ours * 1e6:.1f} us, {rate:.2f} TB/s, cuBLAS {theirs * 1e6:.1f}; {best}"
-        del weights, ordered
+            before = totals[num_rows]
+            totals[num_rows] = before[0] + min(seconds.values()), before[1] + theirs
+            yield f"{name}, {num_rows} rows: {theirs / min(seconds.values()):.2f} of {told}"
+        del weights
         torch.cuda.empty_cache()
     for num_rows, (ours, theirs) in totals.items():
         yield f"all four, {num_rows} rows: {ours * 1e6:.1f} us, cuBLAS {theirs * 1e6:.1f}: {theirs / ours:.2f}"
+
+
+def _compile_products() -> Iterator[str]:
+    """Compiles the candidates in children, as a worker compiles its kernels before it is ready."""
+    from engine.warm.compiling import Compilers, Launches
+
+    launches, counters = Launches(), ordered.Counters()
+    for columns, depth in MATRICES.values():
+        weight = torch.empty(columns, depth, dtype=torch.bfloat16, device="cuda")
+        for num_rows, kind in NUM_ROWS.items():
+            rows = torch.empty(num_rows, depth, dtype=torch.bfloat16, device="cuda")
+            with launches.noting():
+                for numbers in PRODUCT_TILES[kind]:
+                    _multiply(rows, [weight], counters, tiles.OrderedTile(*numbers))
+    began_s = time.monotonic()
+    Compilers().compile([*launches.signatures])
+    yield f"{len(launches.signatures)} kernels compiled in {time.monotonic() - began_s:.1f} s"
+
+
+def exact() -> Iterator[str]:
+    """Times decode steps and a prompt of 8B with products of one order and with cuBLAS's, in turn."""
+    from benchmarks.gpu_engine import LARGE, Load, make_decoder
+    from engine.warm.warming import compile_kernels, limits_of
+    from kernels.triton_backend import ExactBackend, TritonBackend
+
+    models = {}
+    for backend in (TritonBackend(), ExactBackend()):
+        models[backend.name] = model = make_decoder(LARGE, backend)
+        kv = Load(model, 8192).core.pool.kv
+        compile_kernels(model, backend, kv, limits_of(model, kv, 64, 8192))
+    for num_seqs, context_len in STEPS:
+        medians = {}
+        for name, model in models.items():
+            load = Load(model, num_seqs * (context_len + 256))
+            for _ in range(num_seqs):
+                load.add(context_len, 100)
+            while load.step()[1] < num_seqs:
+                pass
+            medians[name] = median([load.step()[0] for _ in range(40)][8:])
+            del load
+            torch.cuda.empty_cache()
+        library, ours = medians.values()
+        told = f"library {library * 1e6:.0f} us, in order {ours * 1e6:.0f} us"
+        yield f"8B, a step of {num_seqs} x {context_len}: {told}, {100 * ours / library:.1f} percent"
+    for name, model in models.items():
+        load, seconds = Load(model, 8192), []
+        for _ in range(5):
+            load.add(2048, 1)
+            seconds.append(load.step()[0])
+        yield f"8B, a prompt of 2,048, {name}: {median(seconds) * 1e3:.1f} ms"
 
 
 def _each(weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> None:
@@ -196,9 +247,12 @@ def _each(weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor
         multiply(rows, one)
 
 
-def _run(ordered: Sequence[OrderedProduct], rows: Tensor, tile: ProductTile, at_once: bool) -> None:
-    for one in ordered:
-        one(rows, tile, at_once)
+def _multiply(rows: Tensor, weights: Sequence[Tensor], counters: ordered.Counters, tile: tiles.OrderedTile) -> Tensor:
+    """Multiplies with each of the weights; returns the first product."""
+    outs = [rows.new_empty(len(rows), len(one)) for one in weights]
+    for one, out in zip(weights, outs, strict=True):
+        ordered.multiply(rows, one, None, None, out, counters, tile)
+    return outs[0]
 
 
 def pages() -> Iterator[str]:

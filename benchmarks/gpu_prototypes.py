@@ -1,4 +1,4 @@
-"""Triton kernels that are candidates: products of one order, prompts over contiguous keys, sums of blocks.
+"""Triton kernels that are candidates: prompts over contiguous keys, sums of blocks.
 
 Their numbers are tested in the interpreter; benchmarks/gpu_lab.py times them. Nothing of the product imports them.
 """
@@ -10,133 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
 CHUNK_WORDS = 128
 """int64 words of a chunk of 1 KiB, which has two sums."""
 NUM_KEYS = 4 * CHUNK_WORDS
-MAX_PARTIAL = 1 << 23
-MAX_TILES = 1 << 14
-ROWS_AT_ONCE = 8
-"""Tiles of rows whose programs are neighbours, so that they find the columns in the cache."""
-
-
-@triton.jit
-def multiply_in_order(
-    states,  # descriptor of [M, K]
-    weight,  # descriptor of [N, K]
-    out_ptr,  # [M, N]
-    partial_ptr,  # [SPLITS, tiles, ROWS * COLUMNS] float32
-    counter_ptr,  # [tiles] int32, zeros before and after
-    num_rows,
-    num_columns,
-    depth,
-    split_depth,
-    SPLITS: tl.constexpr,
-    OWN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    IS_TURNED: tl.constexpr,
-):
-    # One program has a tile of the product and one split of the depth, or all OWN splits, one after another. The last
-    # of a tile's SPLITS programs adds their sums, in order.
-    program, split = tl.program_id(0), tl.program_id(1)
-    row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
-    first = program // (GROUP * column_tiles) * GROUP
-    at_once = min(row_tiles - first, GROUP)
-    inside = program % (GROUP * column_tiles)
-    row, column = (first + inside % at_once) * ROWS, inside // at_once * COLUMNS
-    # Few rows are the right operand, whose size may be 16.
-    total = tl.zeros((COLUMNS, ROWS), tl.float32) if IS_TURNED else tl.zeros((ROWS, COLUMNS), tl.float32)
-    for own in range(OWN):
-        begin = (split + own) * split_depth
-        sums = tl.zeros_like(total)
-        for k in tl.range(begin, min(begin + split_depth, depth), STEP):
-            left, right = states.load([row, k]), weight.load([column, k])
-            sums = tl.dot(right, left.T, sums) if IS_TURNED else tl.dot(left, right.T, sums)
-        if OWN == 1:
-            total = sums
-        else:
-            total += sums
-
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    places = columns[:, None] * ROWS + rows[None, :] if IS_TURNED else rows[:, None] * COLUMNS + columns[None, :]
-    if SPLITS > 1:
-        tiles = (row_tiles * column_tiles).to(tl.int64)
-        here_ptr = partial_ptr + program * (ROWS * COLUMNS) + places
-        tl.store(here_ptr + split * tiles * (ROWS * COLUMNS), total)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        if tl.atomic_add(counter_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
-            return
-        tl.debug_barrier()
-        total = tl.load(here_ptr, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            total += tl.load(here_ptr + other * tiles * (ROWS * COLUMNS), cache_modifier=".cg")
-        tl.store(counter_ptr + program, 0)
-    if IS_TURNED:
-        row_numbers, column_numbers = row + rows[None, :], column + columns[:, None]
-    else:
-        row_numbers, column_numbers = row + rows[:, None], column + columns[None, :]
-    present = (row_numbers < num_rows) & (column_numbers < num_columns)
-    out_ptrs = out_ptr + row_numbers.to(tl.int64) * num_columns + column_numbers
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=present)
-
-
-@dataclass(frozen=True)
-class ProductTile:
-    """The shape of a program. step: the depth of an iteration; is_turned: rows are the right operand."""
-
-    rows: int
-    columns: int
-    step: int
-    num_warps: int
-    num_stages: int
-    is_turned: bool = False
-
-
-class OrderedProduct:
-    """Products with one matrix, whose splits of the depth follow from the matrix alone: a row knows no batch."""
-
-    def __init__(self, weight: Tensor, num_splits: int) -> None:
-        self.weight = weight
-        depth = weight.shape[1]
-        self._split_depth = triton.cdiv(triton.cdiv(depth, num_splits), CHUNK_WORDS) * CHUNK_WORDS
-        self._num_splits = triton.cdiv(depth, self._split_depth)
-        self._counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=weight.device)
-        self._partial = torch.empty(MAX_PARTIAL, dtype=torch.float32, device=weight.device)
-
-    def __call__(self, states: Tensor, tile: ProductTile, splits_at_once: bool) -> Tensor:
-        """Multiplies rows [M, depth]. Raises ValueError where all splits at once want more memory than there is."""
-        (num_rows, depth), num_columns = states.shape, len(self.weight)
-        tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
-        splits = self._num_splits if splits_at_once else 1
-        if splits > 1 and (splits * tiles * tile.rows * tile.columns > MAX_PARTIAL or tiles > MAX_TILES):
-            raise ValueError(f"{splits} splits of {num_rows} rows are too many at once")
-        out = torch.empty(num_rows, num_columns, dtype=states.dtype, device=states.device)
-        multiply_in_order[(tiles, splits)](
-            TensorDescriptor.from_tensor(states, [tile.rows, tile.step]),
-            TensorDescriptor.from_tensor(self.weight, [tile.columns, tile.step]),
-            out,
-            self._partial,
-            self._counters,
-            num_rows,
-            num_columns,
-            depth,
-            self._split_depth,
-            SPLITS=splits,
-            OWN=self._num_splits // splits,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            STEP=tile.step,
-            GROUP=ROWS_AT_ONCE,
-            IS_TURNED=tile.is_turned,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-        return out
 
 
 @triton.jit

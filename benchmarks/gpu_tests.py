@@ -27,15 +27,19 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 
-TESTS = [
-    "tests/gpu",
-    *(f"tests/kernels/test_{name}.py" for name in ("packed_products", "experts_in_triton", "int4_pages", "kv_write")),
-    "tests/kernels/test_row_operations.py",
-    *(f"tests/kernels/test_paged_{name}.py" for name in ("decode", "prefill")),
-]
+KERNELS = (
+    "packed_products",
+    "ordered_products",
+    "experts_in_triton",
+    "row_operations",
+    "int4_pages",
+    "kv_write",
+    "paged_decode",
+    "paged_prefill",
+)
+TESTS = ["tests/gpu", *(f"tests/kernels/test_{one}.py" for one in KERNELS)]
+TESTS = [one for one in TESTS if (ROOT / one).exists()]
 """In the order in which they are wanted."""
-DRAWING = TESTS[-2:]
-"""Files that want hypothesis."""
 # The settings of pyproject.toml name plugins that a bare GPU machine may lack; these tests need none of them.
 PYTEST = [
     "-c",
@@ -102,6 +106,10 @@ class Lane:
 def is_drawn(item: pytest.Item) -> bool:
     """Tells whether hypothesis draws a test's cases."""
     return bool(getattr(getattr(item, "function", None), "is_hypothesis_test", False))
+
+
+def wants_hypothesis(path: Path) -> bool:
+    return path.is_file() and "from hypothesis import" in path.read_text()
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:
@@ -261,11 +269,11 @@ def main() -> int:
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("tests", nargs="*", help="files and folders (default: all that want a GPU)")
     options = parser.parse_args()
-    drawing = [] if importlib.util.find_spec("hypothesis") else DRAWING
-    tests = options.tests or [one for one in TESTS if one not in drawing]
+    has_hypothesis = importlib.util.find_spec("hypothesis") is not None
+    tests = options.tests or [one for one in TESTS if has_hypothesis or not wants_hypothesis(ROOT / one)]
     if options.lane is not None:
         return int(pytest.main([*PYTEST, *tests], plugins=[Lane(options.lane, options.of, options.notes)]))
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     begun_s = time.monotonic()
     tally = run(tests, options.lanes, options.seconds)
     for test in sorted(tally.seconds, key=lambda one: -tally.seconds[one])[:NUM_SLOWEST]:
@@ -276,7 +284,8 @@ def main() -> int:
     return 0 if tally.is_good else 1
 
 
-def _stop(*_: object) -> None:
+def stop(*_: object) -> None:
+    """Ends a run; what has come of the tests by then is told."""
     raise Stopped
 
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -35,8 +35,8 @@ from kv_store.device_pool import view_pages
 from wire.layout import KVLayout
 
 NOTE = (
-    "# Tiles: rows, keys of an iteration (of products: columns), warps, stages of loads. "
-    "docs/gpu.md says how rows are chosen.\n"
+    "# Tiles: rows, keys of an iteration (of products: columns; in order: columns, depth of an iteration), warps, "
+    "stages of loads. docs/gpu.md says how rows are chosen.\n"
 )
 NUM_SEQS, CONTEXT_LEN, PROMPT_LEN = 16, 8192, 2048
 KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
@@ -197,7 +197,7 @@ def note_launches(row: Row, work: Callable[[], object], tiles: Sequence[Tile]) -
     """Lists what the work launches with each of the tiles, without launching it."""
     launches = compiling.Launches()
     for tile in tiles:
-        with launches.noting(), _using(row, tile):
+        with launches.noting(), using(row, tile):
             work()
     return [*launches.signatures]
 
@@ -213,16 +213,24 @@ def compile_all(signatures: Sequence[compiling.Signature]) -> None:
         list(children.map(compile_one, signatures))
 
 
-def _using(row: Row, tile: Tile) -> AbstractContextManager[object]:
+def using(row: Row, tile: Tile) -> AbstractContextManager[object]:
+    """Lets launches of a row have a tile, whatever the table says."""
     chooser = {PRODUCTS: products, "decode": decode}.get(row.role, prompts)
     choice = "choose_product_tile" if row.role == PRODUCTS else "choose_tile"
     return mock.patch.object(chooser, choice, return_value=tile)
 
 
-def _try(row: Row, tile: Tile, work: Callable[[], object]) -> Trial:
+@contextmanager
+def counting_spills(row: Row) -> Iterator[Spills]:
+    """Counts the registers that launches of a row's kernel spill."""
     module, kernel = (products, "multiply") if row.role == PRODUCTS else (paged, "attend")
     spills = Spills(getattr(module, kernel))
-    with mock.patch.object(module, kernel, spills), _using(row, tile):
+    with mock.patch.object(module, kernel, spills):
+        yield spills
+
+
+def _try(row: Row, tile: Tile, work: Callable[[], object]) -> Trial:
+    with counting_spills(row) as spills, using(row, tile):
         try:
             seconds = time_in_turn({"work": work})["work"]
         except TritonError:

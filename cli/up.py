@@ -17,7 +17,7 @@ from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import ClusterConfig
 from deploy.plan.model import DEMO_MODEL
-from deploy.plan.rules import DTYPES, WEIGHTS
+from deploy.plan.rules import DTYPES, EXACT, WEIGHTS
 from router.config import METRICS_COMPAT
 from wire.errors import BatonError, ConfigError
 from wire.layout import KV_DTYPES
@@ -58,6 +58,13 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
             None,
             str,
             "auto, in that dtype; on a CPU also int8 or int4: half of it or less, faster, less exact (default: auto)",
+        ),
+        "--exact": (
+            "model.exact",
+            None,
+            str,
+            "on: on a GPU no token depends on other requests, as on a CPU; off: by the library's products"
+            " (default: auto, on where a device has timed that it costs little)",
         ),
         "--kv-dtype": (
             "model.kv_dtype",
@@ -183,6 +190,7 @@ OTHERS = {
 CHOICES = {
     "model.dtype": DTYPES,
     "model.weights": WEIGHTS,
+    "model.exact": EXACT,
     "model.kv_dtype": KV_DTYPES,
     "speculation.proposer": PROPOSERS,
     "router.metrics_compat": ("off", *METRICS_COMPAT),

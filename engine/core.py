@@ -234,7 +234,7 @@ class EngineCore:
         return plan
 
     def _carry_out(self, plan: Plan) -> Work | None:
-        """Carries out a plan up to the run; chunks of one token come first, as the runner needs."""
+        """Carries out a plan up to the run; chunks that are decoding rows come first, as the runner needs."""
         for handle in plan.preempt:
             self._preempt(self._table[handle])
         decoding, chunks = self._make_room(plan)
@@ -245,7 +245,7 @@ class EngineCore:
             self._events.append(Scheduled(choice.attempt_id, choice.index))
         if len(decoding) < len(self._rows):
             self._rows.bring_first(decoding)
-        work = Work(slice(0, len(decoding)), sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
+        work = Work(slice(0, len(decoding)), sorted(chunks, key=lambda chunk: not chunk.is_decoding))
         return work if decoding or chunks else None
 
     def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[PromptChunk]]:

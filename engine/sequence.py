@@ -58,6 +58,7 @@ class Sequence:
         self.has_started = False
         self.chunk_end: int | None = None
         self.num_scored = request.num_scored
+        self._keeps_phases = model.keeps_phases
         self._num_computed = 0
 
     @property
@@ -135,8 +136,19 @@ class Sequence:
             num_blocks=len(table),
             num_behind=len(table.behind),
             num_spare=len(spare),
-            chunk_end=self.chunk_end,
+            chunk_end=self._next_stop(num_run),
         )
+
+    def runs_decoding(self, num_tokens: int) -> bool:
+        """Tells whether the next `num_tokens` known tokens run as a decoding row."""
+        return num_tokens == 1 and (not self._keeps_phases or self.num_computed >= self.request.num_prompt)
+
+    def _next_stop(self, num_run: int) -> int | None:
+        """Returns `chunk_end` or, with roles that stay, the end of the prompt, and behind it of each token."""
+        if not self._keeps_phases:
+            return self.chunk_end
+        stop = self.request.num_prompt if num_run < self.request.num_prompt else num_run + 1
+        return (stop if self.chunk_end is None else min(stop, self.chunk_end)) - self.kv.table.num_dropped
 
     def applicant(self, leader: "Sequence") -> Candidate:
         """Returns the sequence as batchers see it while it waits; a sibling shares the prompt's full blocks.

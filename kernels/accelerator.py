@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import TRITON, TRITON_EXACT, Backend
 from kernels.cpu.library import NoKernels
 from kernels.user_cache import OTHER_CACHE, own_folder
 
@@ -36,14 +36,20 @@ class Graph(Protocol):
 class Accelerator(Protocol):
     """A kind of device that computes beside the host."""
 
-    def backend(self) -> Backend:
-        """Makes the backend of kernels for such devices.
+    def backend(self, kernels: str = "auto") -> Backend:
+        """Makes the backend of kernels for such devices: by name, or for another name their default.
 
         Raises ImportError if packages are missing, NoKernels if compiled kernels cannot be stored.
         """
         ...
 
     def graph(self, device: torch.device) -> Graph: ...
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Finds the likeliest token of each row of float32 logits, int64 [R]: the first among equals. Does not block.
+
+        -1 for a row with a NaN or infinite value."""
+        ...
 
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
         """Returns the reason why the device's kernels cannot keep KV in a dtype of wire.layout.KV_DTYPES, else None."""
@@ -61,19 +67,27 @@ class Accelerator(Protocol):
 class Cuda:
     """NVIDIA's devices, and AMD's under torch for ROCm, which has the same names."""
 
-    def backend(self) -> Backend:
+    def backend(self, kernels: str = "auto") -> Backend:
+        """Makes the backend whose rows know no batch by default where a device has timed that it costs little."""
         if not os.path.isabs(os.environ.get("TRITON_CACHE_DIR", "")):
             try:
                 os.environ["TRITON_CACHE_DIR"] = str(own_folder("triton"))
             except OSError as error:
                 raise NoKernels(f"the cache of compiled kernels cannot be used ({error}): {OTHER_CACHE}") from error
         # Imported here so that a machine without Triton serves on its CPU.
-        from kernels.triton_backend import TritonBackend
+        from kernels.tiles import is_quick_in_order
+        from kernels.triton_backend import ExactBackend, TritonBackend
 
-        return TritonBackend()
+        is_exact = kernels == TRITON_EXACT or (kernels != TRITON and is_quick_in_order())
+        return ExactBackend() if is_exact else TritonBackend()
 
     def graph(self, device: torch.device) -> Graph:
         return CudaGraph(device)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        from kernels.row_operations import likeliest
+
+        return likeliest(logits)
 
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
         """Refuses fp8 before compute capability 8.9: Triton has no conversion of e4m3 there."""

@@ -15,6 +15,12 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Quantized dtypes with one code an item, with their largest code; int4 has two codes in a uint8."""
 
 
+TRITON, TRITON_EXACT = "triton", "triton-exact"
+"""Names of the backends of GPUs; the second one's rows know no batch."""
+ANY_DEVICE = "any"
+"""The end of a backend's version that names no architecture of a GPU."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A matrix [columns, depth] in the layout of one backend; no other backend can read `data`.
@@ -196,7 +202,7 @@ class Backend(Protocol):
     Results go to `out`, which may be `residual`, or else to a new tensor, and are returned.
 
     `version` is part of the model fingerprint: it changes whenever the numbers may, so that no worker reads KV of other
-    kernels. Exception: on a GPU the last bits of products with plain weights depend on the other rows.
+    kernels. Exception: the last bits of TRITON's products with plain weights depend on the other rows.
     """
 
     @property
@@ -324,3 +330,8 @@ class Recorder(Backend, Protocol):
 
     def finish(self) -> Program:
         """Makes a program of the recorded operations."""
+
+
+def on_any_device(version: str) -> str:
+    """Returns a GPU backend's version as a machine without a device names it."""
+    return f"{version.rpartition('-')[0]}-{ANY_DEVICE}"

@@ -17,6 +17,7 @@ from kernels.backend import LARGEST_CODE, Activation, Angles, Heads, KVPages
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 HEADS_AT_ONCE = 8
 GATED_AT_ONCE = 1024
+LIKELIEST_AT_ONCE = 8192
 
 
 @triton.jit
@@ -186,6 +187,48 @@ def rotate_and_write_heads(
         tl.store(target_ptrs + HALF, to_codes(wide_high, divisors, LARGEST, CODES), mask=written)
         scale_rows = page * scales_page_stride + planes * scales_plane_stride + kv_heads * scales_head_stride + offset
         tl.store(scales_ptr + scale_rows, scales, mask=~is_query & (heads < NUM_HEADS + 2 * NUM_KV_HEADS))
+
+
+@triton.jit
+def find_likeliest(
+    logits_ptr,  # [num_rows, num_columns] float32, row_stride apart
+    tokens_ptr,  # [num_rows] int64
+    row_stride,
+    num_columns,
+    COLUMNS: tl.constexpr,
+):
+    # One program finds the place of the greatest number of one row, the first among equals; -1 if a number is none.
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, COLUMNS)
+    greatest = tl.full([COLUMNS], float("-inf"), tl.float32)
+    least = tl.full([COLUMNS], float("inf"), tl.float32)
+    places = tl.zeros([COLUMNS], tl.int32)
+    num_flaws = tl.zeros([COLUMNS], tl.int32)
+    for first in range(0, num_columns, COLUMNS):
+        at = first + lanes
+        present = at < num_columns
+        numbers = tl.load(logits_ptr + row * row_stride + at, mask=present, other=0.0)
+        num_flaws += (numbers != numbers).to(tl.int32)
+        least = tl.where(present & (numbers < least), numbers, least)
+        is_more = present & (numbers > greatest)
+        greatest, places = tl.where(is_more, numbers, greatest), tl.where(is_more, at, places)
+    most, lowest = tl.max(greatest, 0), tl.min(least, 0)
+    is_sound = (tl.abs(most) < float("inf")) & (tl.abs(lowest) < float("inf")) & (tl.sum(num_flaws, 0) == 0)
+    half_span = tl.where(is_sound, most, 0.0) * 0.5 - tl.where(is_sound, lowest, 0.0) * 0.5
+    is_sound = is_sound & (half_span <= 1.7014118e38)  # else the span is beyond float32
+    token = tl.min(tl.where(greatest == most, places, num_columns), 0)
+    tl.store(tokens_ptr + row, tl.where(is_sound, token, -1).to(tl.int64))
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Implements `kernels.accelerator.Accelerator.likeliest`, on the current GPU."""
+    num_rows, columns = logits.shape
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    if num_rows:
+        at_once = min(LIKELIEST_AT_ONCE, triton.next_power_of_2(columns))
+        options = OPTIONS | {"num_warps": 16}
+        find_likeliest[(num_rows,)](logits, tokens, logits.stride(0), columns, COLUMNS=at_once, **options)
+    return tokens
 
 
 def rms_norm(

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from kernels.accelerator import accelerator_of
-from kernels.backend import Backend
+from kernels.backend import TRITON_EXACT, Backend
 from kernels.cpu.backend import CpuBackend, RoundingBackend
 from kernels.cpu.library import NoKernels, best_isa
 from kernels.torch_backend import TorchBackend
@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 
 @cache
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
-    """Selects an accelerator's own backend, or a CPU's by name: auto, amx, avx512, avx2, portable or torch.
+    """Selects a backend by name: auto, for a GPU triton or triton-exact, for a CPU amx, avx512, avx2, portable, torch.
 
-    `auto` takes the machine's best but amx, which is taken by name alone; without a compiler it takes torch, with a
-    warning. The suffixes -int8 and -int4 (auto-int8) round weights, except for torch. The first use on a machine
-    compiles the kernels, which takes seconds.
+    `auto`, and for a GPU any other name, takes the default of the GPU, or a CPU's best but amx, which is taken by name
+    alone; without a compiler a CPU has torch, with a warning. The suffixes -int8 and -int4 (auto-int8) round weights,
+    except for torch. The first use on a machine compiles a CPU's kernels, which takes seconds.
     Raises NoKernels for a named backend that cannot run and for devices without a backend, and the ImportError of
     `Accelerator.backend`.
     """
     isa, _, weights = kernels.partition("-")
-    if weights and (device.type != "cpu" or isa == "torch"):
+    if weights and kernels != TRITON_EXACT and (device.type != "cpu" or isa == "torch"):
         raise NoKernels(f"{weights} weights need the C++ kernels of a CPU")
     if device.type != "cpu":
-        return accelerator_of(device).backend()
+        return accelerator_of(device).backend(kernels)
     if kernels == "torch":
         return TorchBackend()
     try:

@@ -7,13 +7,14 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionVariant, KVPages
+from kernels.backend import ANY_DEVICE, AttentionVariant, KVPages
 
 TABLE = Path(__file__).with_name("tiles.toml")
 HEAD_DIMS = (128, 256)
@@ -23,7 +24,19 @@ Role = Literal["decode", "prompts"]
 PRODUCTS = "products"
 """The role of products with packed weights."""
 FEW_TO_MANY = ("few", "some", "many")
-"""Kinds of products, by their number of rows, from few to many."""
+"""Kinds of products with packed weights, by their number of rows, from few to many."""
+ORDERED = "ordered"
+"""The role of products of one order with plain weights."""
+KIND_TO_ROWS = {"few": 16, "some": 64, "more": 128, "many": 512}
+"""Kinds of these products, with the most rows of each."""
+MIN_LEFT_ROWS = 64
+"""The fewest rows of the left operand of a Hopper's matrix instruction."""
+MOST = "most"
+"""The kind of more rows."""
+EXACT, STEP_PERCENT = "exact", "step_percent"
+"""The role and the kind of timed steps."""
+MAX_STEP_PERCENT = 103
+"""The longest decode step with products of one order, of a step with the library's, with which they are the default."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +52,27 @@ class Tile:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class OrderedTile:
+    """The shape of a program of a product of one order. step: the depth of an iteration."""
+
+    rows: int
+    columns: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether rows are the right operand: as the left one, few have another matrix instruction."""
+        return self.rows < MIN_LEFT_ROWS
+
+
 Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
-"""Numbers of a tile, by architecture, role, kind, and size of heads (products: bits of codes)."""
+"""Numbers of a tile, by architecture, role, kind, and size of heads.
+
+Products have bits of codes in place of these, products of one order 1 for a matrix of one split and 2 for others.
+"""
 
 
 def read_table(path: Path = TABLE) -> Table:
@@ -63,6 +95,19 @@ def choose_product_tile(device: torch.device, dtype: torch.dtype, bits: int, num
     kinds = ("float32",) if dtype is torch.float32 else FEW_TO_MANY
     tiles = [find_product_tile(architecture_of(device), kind, bits) for kind in kinds]
     return next((one for one in tiles if one.rows >= num_rows), tiles[-1])
+
+
+def choose_ordered_tile(device: torch.device, dtype: torch.dtype, num_splits: int, num_rows: int) -> OrderedTile:
+    """Returns the table's tile for a product of one order."""
+    kind = next((kind for kind, most in KIND_TO_ROWS.items() if num_rows <= most), MOST)
+    kind = "float32" if dtype is torch.float32 else kind
+    return find_ordered_tile(architecture_of(device), kind, min(num_splits, 2))
+
+
+def is_quick_in_order() -> bool:
+    """Tells whether products of one order cost decode steps little on this machine's devices, as one has timed."""
+    percents = _table().get(device_name(), {}).get(EXACT, {}).get(STEP_PERCENT, {})
+    return bool(percents) and max(chain.from_iterable(percents.values())) <= MAX_STEP_PERCENT
 
 
 def kind_of(dtype: torch.dtype, pages: KVPages, variant: AttentionVariant) -> str:
@@ -90,11 +135,26 @@ def find_product_tile(architecture: str, kind: str, bits: int) -> Tile:
     return Tile(*_table()[architecture][PRODUCTS][kind][str(bits)])
 
 
+@cache
+def find_ordered_tile(architecture: str, kind: str, num_splits: int) -> OrderedTile:
+    """Reads a row of products of one order. Raises KeyError if the table lacks it."""
+    return OrderedTile(*_table()[architecture][ORDERED][kind][str(num_splits)])
+
+
 def architecture_of(device: torch.device) -> str:
     """Names a device's architecture in the table; sm_90 for interpreted kernels."""
     if device.type != "cuda":
         return "sm_90"
     return "gfx942" if torch.version.hip else nearest_of(torch.cuda.get_device_capability(device))
+
+
+def device_name() -> str:
+    """Names the architecture of this machine's devices, from which numbers follow; `any` without a device."""
+    if not torch.cuda.is_available():
+        return ANY_DEVICE
+    if torch.version.hip:
+        return torch.cuda.get_device_properties().gcnArchName.partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def nearest_of(capability: tuple[int, int]) -> str:

@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import experts as expert_operations
 from kernels import row_operations, tiles
 from kernels.attention import int4_pages
 from kernels.attention.decode import paged_decode_attention
 from kernels.attention.prompts import paged_prefill_attention
-from kernels.backend import Angles, AttentionVariant, Experts, Heads, KVPages, Tables, Weight
+from kernels.backend import TRITON, TRITON_EXACT, Angles, AttentionVariant, Experts, Heads, KVPages, Tables, Weight
 from kernels.cpu.library import NoKernels
+from kernels.products import experts as expert_operations
+from kernels.products import ordered
 from kernels.quantized import device_layout, products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.quantized.matrix import Quantized
@@ -26,8 +28,12 @@ class TritonBackend(TorchBackend):
     A row's attention and its products with packed weights do not depend on the batch.
     """
 
-    name = "triton"
-    version = f"triton-9-{tiles.digest()}"
+    name = TRITON
+    version = ""
+
+    def __init__(self) -> None:
+        """Names the version by the kernels, their tiles, their compiler and this machine's devices."""
+        self.version = f"{self.name}-10-{tiles.digest()}-{triton.__version__}-{tiles.device_name()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)
@@ -108,3 +114,33 @@ class TritonBackend(TorchBackend):
         prompts = query, pages, blocks, lens, tables.cu_query_lens, variant
         paged_prefill_attention(*prompts, turned, out, num_decodes)
         return out
+
+
+class ExactBackend(TritonBackend):
+    """A backend whose products are all of one order: no operation's result for a row depends on other rows."""
+
+    name = TRITON_EXACT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counters = ordered.Counters()
+
+    def linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(weight, CodedWeight):
+            return super().linear(states, weight, bias, residual, out)
+        rows = states.new_empty(len(states), weight.columns) if out is None else out
+        return ordered.linear(states, weight.data, bias, residual, rows, self._counters)
+
+    def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        if isinstance(weight, CodedWeight):
+            return super().logits(states, weight, cap, out)
+        rows = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
+        ordered.linear(states, weight.data, None, None, rows, self._counters)
+        return rows if cap is None else rows.copy_(capped(rows, cap))

@@ -25,7 +25,7 @@ from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from engine.step.prefill_meter import PrefillMeter
 from engine.warm.warming import Warmth, compile_kernels, ignore_progress, limits_of, run_steps, warm
-from kernels.backend import Backend, KVPages
+from kernels.backend import Backend, KVPages, on_any_device
 from kernels.cpu.library import NoKernels
 from kernels.selection import select_backend
 from kv_store.block_store import BlockStore
@@ -227,11 +227,14 @@ def assemble_on(
 def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) -> None:
     """Raises ModelError if the folder is not, or no longer, the cluster's model: KV would be mixed up.
 
-    Runs after loading, so that any earlier change shows. The digest cache avoids reading unchanged files again.
+    Runs after loading, so that any earlier change shows. The digest cache avoids reading unchanged files again. A head
+    without a GPU has named a version for any device.
     """
-    checkpoint = Checkpoint(Path(config.model.served.folder))
-    if checkpoint.fingerprint(dtype, backend_version, DigestCache.of_user()) != config.model.served.fingerprint:
+    checkpoint, digests = Checkpoint(Path(config.model.served.folder)), DigestCache.of_user()
+    versions = backend_version, on_any_device(backend_version)
+    if config.model.served.fingerprint not in (checkpoint.fingerprint(dtype, one, digests) for one in versions):
         problem = f"the model folder is not that of the cluster, or has changed since: node {config.store.node_id}"
+        problem += "" if config.model.device == "cpu" else "; or its GPU, or its version of Triton, is another"
         raise ModelError(problem, folder=config.model.served.folder)
 
 

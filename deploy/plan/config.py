@@ -34,6 +34,7 @@ class ModelSettings:
 
     generation_config: "auto" takes sampling defaults from that file, "off" does not. max_chat_tokens: the most tokens
     of a chat's answer without max_tokens. tool_format, reasoning_format: "auto" reads them off the chat template.
+    exact: whether rows of a GPU know no batch; "auto" says so where a device has timed that it costs little.
     weight_cache_bytes: bound on packed weights in the user's cache, on each node.
     """
 
@@ -41,6 +42,7 @@ class ModelSettings:
     served_name: str | tuple[str, ...] | None = None
     dtype: str = "auto"
     weights: str = "auto"
+    exact: str = "auto"
     kv_dtype: str = "auto"
     kv_policy: str = "full"
     allowed_kv_policies: tuple[str, ...] = ()

@@ -25,6 +25,8 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SPLITS = 32
 """As kernels/attention/paged.py has it, whose import needs Triton."""
 BYTES_OF_A_NUMBER = 4
+MAX_PARTIAL_SUMS = 32_768
+"""The most sums of a row's splits in a product, as kernels/products/ordered.py has them."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -113,6 +115,7 @@ def inspect_model(
     from engine.model.programs import captured_tokens
     from engine.model.weights import check_weights, count_bytes
     from engine.speculation.draft_folder import naming_the_draft, open_draft
+    from kernels.backend import TRITON, TRITON_EXACT
     from kernels.cpu.library import NoKernels
     from kernels.selection import select_backend
 
@@ -126,8 +129,9 @@ def inspect_model(
         other = None if draft is None else open_draft(find_folder(draft), checkpoint)
         if other is not None:
             check_weights(other)
+    kernels = cpu_kernels if device == "cpu" else {"on": TRITON_EXACT, "off": TRITON}.get(settings.exact, "auto")
     try:
-        kernels = cpu_kernels if settings.weights == "auto" else f"{cpu_kernels}-{settings.weights}"
+        kernels = kernels if settings.weights == "auto" else f"{cpu_kernels}-{settings.weights}"
         backend = select_backend(torch.device(device), kernels)
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
@@ -135,6 +139,8 @@ def inspect_model(
     dtype = str(compute).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
     config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))
+    # Guesses are verified in chunks, whose attention sums in another order than that of decoding rows.
+    is_exact = backend.name == TRITON_EXACT and proposer == "off" and other is None
     name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
         name=name,
@@ -150,7 +156,7 @@ def inspect_model(
         max_chat_tokens=settings.max_chat_tokens,
         tool_format=settings.tool_format,
         reasoning_format=settings.reasoning_format,
-        batch_invariant=config.is_native and device == "cpu",
+        batch_invariant=config.is_native and (device == "cpu" or is_exact),
     )
     facts = ModelFacts(
         served=served,
@@ -180,7 +186,7 @@ def _row_bytes(config: "ServedConfig") -> int:
         return 0
     attention = config.attention
     splits = MAX_SPLITS * attention.num_heads * (attention.head_dim + 1)
-    return BYTES_OF_A_NUMBER * (splits + 4 * config.hidden_size + 3 * config.intermediate_size)
+    return BYTES_OF_A_NUMBER * (splits + MAX_PARTIAL_SUMS + 4 * config.hidden_size + 3 * config.intermediate_size)
 
 
 def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:

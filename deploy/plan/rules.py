@@ -23,6 +23,7 @@ from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings
 MIB = 1 << 20
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "int8", "int4")
+EXACT = ("auto", "on", "off")
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
 TEXTS = (
     *("model.path", "speculation.draft", "model.served_name", "redis.url", "ray.address", "files.folder"),
@@ -134,6 +135,7 @@ RULES: tuple[tuple[str, SettingRule], ...] = (
     *((name, _of_at_most(MAX_NAME_CHARS if name == "model.served_name" else MAX_TEXT_CHARS)) for name in TEXTS),
     ("model.dtype", _one_of(DTYPES)),
     ("model.weights", _one_of(WEIGHTS)),
+    ("model.exact", _one_of(EXACT)),
     ("model.kv_dtype", _one_of(KV_DTYPES)),
     ("model.block_size", _one_of((8, 16, 32, 64, 128))),
     ("model.generation_config", _one_of((AUTO, OFF))),

@@ -106,6 +106,13 @@ class CausalModel(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def keeps_phases(self) -> bool:
+        """Whether attention sums in another order in chunks than in decoding rows, and no other row matters.
+
+        Then prompts run in chunks and output as decoding rows whenever they run, so that KV is the same each time.
+        """
+
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Writes the KV of the batch's tokens into `kv` [layout.shape]; returns float32 logits [R, V]."""
 

@@ -27,7 +27,7 @@ from engine.model.programs import (
 )
 from engine.model.weights import DecoderWeights, LoadWeights, check_weights, load_private
 from kernels.accelerator import accelerator_of
-from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Scores, Tables
+from kernels.backend import TRITON_EXACT, Angles, AttentionVariant, Backend, KVPages, Scores, Tables
 from kernels.reference import weigh
 from kernels.selection import select_backend
 from wire.errors import ConfigError
@@ -58,6 +58,7 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
         self.eos_token_ids = config.eos_token_ids
+        self.keeps_phases = backend.name == TRITON_EXACT
         self._backend = backend
         self._angles = make_angles(config.ropes, config.attention.head_dim, 1, self.device)
         scale = config.attention.scale

@@ -29,6 +29,7 @@ class HashModel:
     """A `CausalModel` that costs next to nothing, on a CPU. Its twin is `engine.model.decoder.Decoder`."""
 
     device = torch.device("cpu")
+    keeps_phases = False
 
     def __init__(
         self,

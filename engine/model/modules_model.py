@@ -64,6 +64,8 @@ class ModulesModel:
     Promises no row that is the same in any batch: products and attention are this engine's, other operations torch's.
     """
 
+    keeps_phases = False
+
     def __init__(
         self, config: ServedConfig, model: nn.Module, calls: list[Call], layout: KVLayout, backend: Backend
     ) -> None:

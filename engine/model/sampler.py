@@ -15,6 +15,7 @@ import torch
 
 from engine.model.batch import argmax
 from engine.model.matcher import Matcher
+from kernels.accelerator import accelerator_of
 from wire.errors import BatonError
 from wire.sampling import Logprobs, SamplingParams
 
@@ -170,7 +171,6 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
     Among equals the first; -1 for a row with a NaN or infinite value.
     """
-    # argmax takes NaN for the greatest, as amin takes it for the least.
     if logits.is_cpu:
         rows = logits.numpy()  # its operations take half the time of torch's for few rows
         chosen = rows.argmax(-1)
@@ -178,9 +178,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
             spans = rows[np.arange(len(rows)), chosen] - rows.min(-1)
         chosen[~(spans < np.inf)] = -1
         return torch.from_numpy(chosen)
-    best = logits.argmax(-1)
-    span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
-    return torch.where(span < torch.inf, best, -1)
+    return accelerator_of(logits.device).likeliest(logits)
 
 
 @torch.inference_mode()

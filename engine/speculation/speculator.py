@@ -238,7 +238,7 @@ class Speculator:
     def may_draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> bool:
         """Tells whether a step of `num_tokens` other tokens may have drafts; a loaded step may not."""
         return num_tokens < MAX_ROWS and (
-            self._proposer is not None or any(one.matcher for one in rows.sequences[:num_rows])
+            self._proposer is not None or (rows.may_force and any(one.matcher for one in rows.sequences[:num_rows]))
         )
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:

@@ -56,6 +56,8 @@ class DecodeRows:
         self._block_size = model.layout.block_size
         self._max_blocks = model.layout.num_blocks(Window(model.layout).max_len(num_pages, model.max_context_len))
         self._is_pinned = model.device.type != "cpu"
+        self.may_force = not model.keeps_phases
+        """Whether guesses that a grammar forces gain time: they run in a chunk."""
         self._reserve(_FIRST_ROWS)
 
     def __len__(self) -> int:

@@ -268,7 +268,7 @@ class Runner:
         if drafts:
             context_lens = context_lens + (drafts.lengths - 1).astype(np.int32)
         starts = shape.starts
-        num_single = sum(chunk.num_tokens == 1 for chunk in chunks)
+        num_single = sum(chunk.is_decoding for chunk in chunks)
         return Batch(
             token_ids=self._join(drafts.token_ids if drafts else rows.token_ids[work.rows], known),
             positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),

@@ -92,6 +92,11 @@ class PromptChunk:
         return cls(sequence, num_tokens, is_sampled, [one for one in alike if one.phase is Phase.WAITING])
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether its token runs as a decoding row."""
+        return self.sequence.runs_decoding(self.num_tokens)
+
+    @property
     def context_len(self) -> int:
         return self.sequence.num_computed + self.num_tokens
 
@@ -110,7 +115,8 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step: a token of each of these decoding rows, then chunks; chunks of one token come first.
+    """The work of one step: a token of each of these decoding rows, then chunks; chunks that are
+    decoding rows come first.
 
     drafts: guesses that follow the tokens of rows; the rows are then the first of DecodeRows.
     """

@@ -18,8 +18,8 @@ import torch
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
 from engine.model.programs import ProgramSize, captured_tokens, program_sizes
-from engine.model.sampler import PLAIN, choose
-from kernels.backend import Backend, KVPages
+from engine.model.sampler import PLAIN, choose, likeliest
+from kernels.backend import TRITON, TRITON_EXACT, Backend, KVPages
 from kernels.cpu.library import NoKernels
 from wire.errors import ConfigError
 from wire.layout import Window
@@ -27,8 +27,8 @@ from wire.layout import Window
 if TYPE_CHECKING:
     from engine.warm.compiling import Compilations, Launches
 
-TRITON = "triton"
-"""The name of the backend whose kernels are compiled when they are first launched."""
+COMPILED_LATE = (TRITON, TRITON_EXACT)
+"""The names of the backends whose kernels are compiled when they are first launched."""
 ROWS = (1, 17, 65, 129)
 """Rows of steps beside the largest one, a row beyond each tile of products with packed weights (kernels/tiles.toml)."""
 Report = Callable[[str, int, int], None]
@@ -104,7 +104,7 @@ class Warmth:
         self.without_program = without_program
         self._model = model
         self._num_programs = _num_programs(model)
-        self._compilations = _watch_compilations() if backend.name == TRITON else None
+        self._compilations = _watch_compilations() if backend.name in COMPILED_LATE else None
 
     @property
     def num_late(self) -> int:
@@ -135,7 +135,7 @@ def compile_kernels(
 
     Blocks. Raises ConfigError as `warm` does. Does nothing for a CPU, whose kernels are compiled when they are loaded.
     """
-    if backend.name != TRITON:
+    if backend.name not in COMPILED_LATE:
         return limits.steps if model.device.type != "cpu" else ()
     # Imported here so that a machine without Triton serves on its CPU.
     from engine.warm.compiling import Compilers, Launches
@@ -155,6 +155,7 @@ def run_steps(model: CausalModel, kv: KVPages, steps: Sequence[WarmStep]) -> Non
     for step in steps:
         with _naming(step, model.device), torch.inference_mode():
             logits = model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            likeliest(logits)
             choose(logits, [PLAIN] * len(logits))
 
 
@@ -199,7 +200,7 @@ def note_kernels(model: CausalModel, kv: KVPages, limits: StepBounds, launches: 
     for step in limits.steps:
         num_noted = len(launches.signatures)
         with _naming(step, model.device), launches.noting():
-            model.forward(step.batch(model.layout.block_size).to(model.device), kv)
+            likeliest(model.forward(step.batch(model.layout.block_size).to(model.device), kv))
         if len(launches.signatures) > num_noted:
             needed.append(step)
     return needed

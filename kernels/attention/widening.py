@@ -1,6 +1,6 @@
 """Codes of 8 bits widened to bfloat16 on an NVIDIA GPU: four at a time, by operations on integers and one of numbers.
 
-A conversion of the device takes one number at a time at a fraction of the rate. Each result has the bits of a cast.
+Each number has the bits that a cast gives.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -52,12 +52,16 @@ pages have none."""
 
 @triton.jit
 def widen(codes, DTYPE: tl.constexpr, BY_INTEGERS: tl.constexpr):
-    """Converts a tile of codes to a dtype, whose numbers they are exactly; by integers to bfloat16 only."""
+    """Converts a tile of codes to a dtype, whose numbers they are exactly; by integers to bfloat16 only.
+
+    By integers it is not pure, so that it stays where codes are loaded, 16 bytes at a time. The compiler moves a cast
+    behind the exchange through shared memory, where codes of values are then read byte by byte.
+    """
     if BY_INTEGERS and codes.dtype == tl.int8:
-        wide = tl.inline_asm_elementwise(INT8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide = tl.inline_asm_elementwise(INT8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
     elif BY_INTEGERS and codes.dtype == tl.float8e4nv:
         bits = codes.to(tl.int8, bitcast=True)
-        wide = tl.inline_asm_elementwise(FP8, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide = tl.inline_asm_elementwise(FP8, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
         wide = codes.to(DTYPE)
     return wide

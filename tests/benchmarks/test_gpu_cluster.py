@@ -80,7 +80,7 @@ def test_a_worker_is_killed_once_when_all_streams_have_begun() -> None:
     ("what", "gpus", "flags", "expected"),
     [
         ("pools", None, "", ["--arena-bytes", "16GiB"]),
-        ("colocated", None, "--pool-bytes 8GiB", ["32GiB", "--http-port", "0", "--pool-bytes", "8GiB"]),
+        ("colocated", None, "--pool-bytes 8GiB", ["--http-port", "0", "--pool-bytes", "8GiB"]),
         ("killed", 0.3, "", ["--gpus", "0.3", "--dtype", "float32", "--pool-bytes", "2GiB"]),
         ("pools", 0.0, "", ["--gpus", "0", "--threads", "1"]),
     ],

@@ -8,38 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu_candidates import PROMPT_TILES
-from benchmarks.gpu_lab import PRODUCT_TILES, describe_layers
-from benchmarks.gpu_prototypes import (
-    NUM_KEYS,
-    OrderedProduct,
-    ProductTile,
-    PromptTile,
-    attend_contiguous,
-    gather,
-    sum_and_copy,
-)
+from benchmarks.gpu_lab import describe_layers
+from benchmarks.gpu_prototypes import NUM_KEYS, PromptTile, attend_contiguous, gather, sum_and_copy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FEW, SOME = PRODUCT_TILES[16][0], PRODUCT_TILES[64][-1]
-
-
-@pytest.mark.parametrize(("depth", "num_splits"), [(512, 1), (512, 4), (640, 3)])
-@pytest.mark.parametrize(("num_rows", "tile"), [(1, FEW), (16, FEW), (40, SOME), (70, SOME)])
-def test_products_of_one_order(depth: int, num_splits: int, num_rows: int, tile: ProductTile) -> None:
-    """All splits at once and in turn have the same bits, and leave the counters as they were."""
-    states, weight = torch.randn(num_rows, depth, device=DEVICE).half(), torch.randn(192, depth, device=DEVICE).half()
-    product = OrderedProduct(weight, num_splits)
-    expected = states.double() @ weight.double().T
-    for splits_at_once in (True, False, True):
-        out = product(states, tile, splits_at_once)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-2)
-    assert torch.equal(out, product(states, tile, False))
-
-
-def test_more_sums_than_there_is_memory_for_are_refused() -> None:
-    states, weight = torch.empty(4096, 256, device=DEVICE).half(), torch.empty(2048, 256, device=DEVICE).half()
-    with pytest.raises(ValueError, match="2 splits of 4096 rows are too many at once"):
-        OrderedProduct(weight, 2)(states, SOME, True)
 
 
 @pytest.mark.parametrize(("num_before", "num_rows"), [(0, 256), (77, 200)])

@@ -1,12 +1,16 @@
 """Tests dealt to processes, of which some crash, hang or leave their device unusable."""
 
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_tests
-from benchmarks.gpu_tests import Tally, run
+from benchmarks.gpu_tests import Tally, run, stop
 
+LONG_S = 100.0
 WELL = "".join(f"def test_{number}() -> None: ...\n" for number in range(7))
 BADLY = """
 import os, time
@@ -50,8 +54,8 @@ def test_every_test_has_one_outcome_whatever_became_of_its_process(
     written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written.write_text(BADLY)
-    monkeypatch.setattr(gpu_tests, "TEST_LIMIT_S", 2.0)
-    tally = run([str(written)], 1, 60)
+    monkeypatch.setattr(gpu_tests, "TEST_LIMIT_S", 5.0)
+    tally = run([str(written)], 1, LONG_S)
     assert outcomes(tally) == {
         "test_fails": "failed",
         "test_ends_its_process": "crashed",
@@ -68,31 +72,46 @@ def test_every_test_has_one_outcome_whatever_became_of_its_process(
 
 def test_lanes_share_the_tests(written: Path) -> None:
     written.write_text(WELL)
-    tally = run([str(written)], 3, 60)
+    tally = run([str(written)], 3, LONG_S)
     assert outcomes(tally) == {f"test_{number}": "passed" for number in range(7)}
     assert tally.is_good
     assert tally.describe() == "7 passed, of 7 tests"
 
 
-def test_what_has_not_ended_in_time_is_told(written: Path) -> None:
-    written.write_text(
-        "import time\n"
-        + BADLY.replace("def test_fails", "def test_fails_late")
-        .split("def test_ends")[0]
-        .replace("assert 1 == 2", "time.sleep(60); assert 1 == 2")
-    )
-    tally = run([str(written)], 1, 8)
+def test_a_run_that_is_stopped_tells_what_has_not_ended(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = written.parent / "begun"
+    written.write_text(f"import time\ndef test_sleeps() -> None:\n    open({str(begun)!r}, 'w'); time.sleep(60)\n")
+
+    def stop_once_begun() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        threading.Thread(target=stop_once_begun).start()
+        tally = run([str(written)], 1, LONG_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().out == "stopped\n"
     assert not tally.is_good
     assert tally.describe() == "1 not ended, of 1 tests"
 
 
+def test_a_run_without_time_ends(written: Path) -> None:
+    written.write_text(WELL)
+    assert run([str(written)], 1, 0.0).outcomes == {}
+
+
 def test_drawn_cases_are_left_out(written: Path) -> None:
     written.write_text(DRAWN)
-    assert outcomes(run([str(written)], 1, 60)) == {"test_beside_it": "passed"}
+    assert outcomes(run([str(written)], 1, LONG_S)) == {"test_beside_it": "passed"}
 
 
 def test_a_file_that_cannot_be_loaded_fails(written: Path) -> None:
     written.write_text("import no_such_module\n")
-    tally = run([str(written)], 2, 60)
+    tally = run([str(written)], 2, LONG_S)
     assert [*tally.outcomes.values()] == ["failed"]
     assert not tally.is_good

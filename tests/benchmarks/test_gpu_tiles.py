@@ -13,11 +13,15 @@ from benchmarks.gpu_tiles import (
     Trial,
     candidates,
     choose_fastest,
+    counting_spills,
     format_table,
     read_timed,
     rows_of,
+    using,
     write_tuned,
 )
+from kernels.attention import decode, paged, prompts
+from kernels.quantized import products
 from kernels.tiles import TABLE, Tile, read_table
 
 PRESENT, QUICK, SLOW = Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 128, 4, 2)
@@ -31,6 +35,17 @@ def test_the_fastest_tile_without_spills_is_chosen() -> None:
 def test_the_present_tile_stays_where_all_others_spill_or_do_not_start() -> None:
     assert choose_fastest([Trial(SLOW, 1.0, spilled=4), Trial(QUICK)], PRESENT) == PRESENT
     assert choose_fastest([Trial(PRESENT, 2.0), Trial(QUICK, 2.0)], PRESENT) == PRESENT
+
+
+@pytest.mark.parametrize("role", ["decode", "prompts", "products"])
+def test_a_tile_and_a_count_of_spills_reach_the_launches_of_a_row(role: str) -> None:
+    row = Row(role, "few" if role == "products" else "plain", 128)
+    with using(row, QUICK), counting_spills(row) as spills:
+        modules = {"decode": decode, "prompts": prompts, "products": products}
+        choose = "choose_product_tile" if role == "products" else "choose_tile"
+        assert getattr(modules[role], choose)() == QUICK
+        assert (products.multiply if role == "products" else paged.attend) is spills
+    assert spills.most == 0
 
 
 def test_products_are_tried_with_the_rows_that_they_have() -> None:

@@ -28,7 +28,7 @@ from tests.harness.engines import Run, make_core, prefill, release, request, res
 from tests.harness.node import Node
 from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.backends import EMULATED, ISAS, PRODUCTS, make_backend
-from tests.pairs import RUNS_ALL, covering
+from tests.pairs import RUNS_ALL, Axes, covering
 from wire.ids import AttemptId
 from wire.sampling import Logprobs, SamplingParams
 
@@ -68,9 +68,13 @@ RARE = [how for how in MODELS if how[0] not in MAIN or how[1] == "float16"]
 PAIRED = [one for one in COMBINED if one[1:] not in RARE]
 OTHERS = [(ARCHITECTURES[place % len(ARCHITECTURES)], *how) for place, how in enumerate(RARE)]
 SERVED = [
-    *[(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [*(PAIRED[at] for at in covering(PAIRED)), *OTHERS])],
-    *[(stored, "full", best_isa(), "bfloat16", "auto") for stored in STORED],
+    *[
+        Axes((*one, *how))
+        for one, *how in (COMBINED if RUNS_ALL else [*(PAIRED[at] for at in covering(PAIRED)), *OTHERS])
+    ],
+    *[Axes((stored, "full", best_isa(), "bfloat16", "auto")) for stored in STORED],
 ]
+"""Each part is a value that pairs are made of: of a test that is marked pairs(1) each value has one case."""
 
 Tokens = list[tuple[int, Logprobs | None]]
 Key = tuple[int, SamplingParams]
@@ -183,7 +187,15 @@ def draft(served: tuple[Path, tuple[str, ...]]) -> Decoder:
 
 
 class Alone(dict[Key, Tokens]):
-    """The tokens of each request when no other is served."""
+    """The tokens of each request when no other is served, computed when they are first asked for."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self._model = model
+
+    def __missing__(self, key: Key) -> Tokens:
+        [self[key]] = Crowd(make_core(self._model)).run([request(prompt(key[0]), key[1])])
+        return self[key]
 
     def __repr__(self) -> str:
         """Says it shortly: hypothesis prints the arguments of a failure, and warns of long ones in place of it."""
@@ -192,11 +204,7 @@ class Alone(dict[Key, Tokens]):
 
 @pytest.fixture(scope="module")
 def alone(model: Decoder) -> Alone:
-    return Alone(
-        ((index, params), Crowd(make_core(model)).run([request(prompt(index), params)])[0])
-        for index in range(2 * len(LENGTHS))
-        for params in (GREEDY, SEEDED)
-    )
+    return Alone(model)
 
 
 def asked(indices: Sequence[int]) -> tuple[list[Key], list[EngineRequest]]:
@@ -214,6 +222,7 @@ def test_in_a_batch_in_chunks(model: Decoder, alone: Alone, size: int, chunk_len
     assert outputs == [alone[key] for key in keys]
 
 
+@pytest.mark.pairs(1)
 def test_preempted(model: Decoder, alone: Alone) -> None:
     keys, requests = asked([place % 16 for place in range(16)])
     crowd = Crowd(make_core(model, num_blocks=24))
@@ -251,6 +260,7 @@ def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pa
         assert proposer.pool.ledger.num_allocatable == num_pages
 
 
+@pytest.mark.pairs(1)
 def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: Decoder) -> None:
     """Handed over once prefill computed the prompts, and found them on its device, in the arena, in the cold tier."""
     cold, prompts = MemoryTier(model.layout), [prompt(index) for index in range(7)]
@@ -273,9 +283,10 @@ def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: 
         runs += handed
 
 
+@pytest.mark.pairs(1)
 def test_with_guesses_while_another_prompt_comes_in(model: Decoder, alone: Alone) -> None:
     """Rows with guesses and a chunk are in one step: prompts join one by one while others decode."""
-    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
+    outputs = {prompt(index): [[token_id for token_id, _ in alone[index, SEEDED]]] for index in range(7)}
     keys, requests = asked(range(7))
     batcher = ContinuousBatcher(max_step_tokens=8, max_running=7)
     core = make_core(model, num_blocks=512, batcher=batcher, speculator=oracle_drafts(outputs, 0.2))
@@ -309,7 +320,7 @@ def test_handed_over_and_taken_over(model: Decoder, alone: Alone) -> None:
     assert Crowd(make_core(model, None, 512)).run([rest_of(run) for run in runs]) == [one[11:] for one in expected]
 
 
-@settings(max_examples=16 if RUNS_ALL else 8, deadline=None)
+@settings(max_examples=16 if RUNS_ALL else 4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_in_any_mix(
     served: tuple[Path, tuple[str, ...]], model: Decoder, alone: Alone, draft: Decoder, seed: int

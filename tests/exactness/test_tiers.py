@@ -12,7 +12,14 @@ from engine.events import PromptTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.harness.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
+from tests.harness.checkpoints import (
+    ARCHITECTURES,
+    SINKS,
+    VOCAB_SIZE,
+    Continuation,
+    choose_prompt,
+    make_checkpoint,
+)
 from tests.harness.engines import Run, drive, make_core, prefill, release, request, rest_of, resume, serve
 from tests.harness.node import Node
 from tests.kv_store.names import MAC_KEY
@@ -52,11 +59,26 @@ def assert_exact(runs: Sequence[Run], expected: Sequence[Continuation]) -> None:
         assert tuple(run.outputs[0]) == continuation.token_ids, f"prompt of {len(continuation.prompt_ids)} tokens"
 
 
-def test_co_located_alone_and_in_a_batch_of_sixteen(model: Decoder, expected: list[Continuation]) -> None:
+def test_co_located_alone_and_among_thirty_two(model: Decoder, expected: list[Continuation]) -> None:
     for continuation in expected:
         assert_exact([serve(make_core(model), continuation.prompt_ids, GREEDY)], [continuation])
-    sixteen = (expected * 3)[:16]
-    assert_exact(drive(make_core(model), [request(one.prompt_ids, GREEDY) for one in sixteen]), sixteen)
+    drawn = torch.Generator().manual_seed(1)
+    others = [torch.randint(VOCAB_SIZE, (length,), generator=drawn).tolist() for length in range(2, 80, 3)]
+    crowd = [request(one, GREEDY) for one in [*(one.prompt_ids for one in expected), *others]]
+    assert len(crowd) == 32
+    assert_exact(drive(make_core(model, num_blocks=512), crowd)[: len(expected)], expected)
+
+
+def test_taken_over_from_a_killed_worker(model: Decoder, expected: list[Continuation]) -> None:
+    """After eleven tokens, with the prompts' blocks in the store, and with nothing left of them."""
+    node = Node(model.layout)
+    handed = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
+    for run, continuation in zip(handed, expected, strict=True):
+        run.outputs[0] = [*continuation.token_ids[:11]]
+    for left in (node, None):
+        decode = make_core(model, left)
+        assert_exact(resume(decode, handed), expected)
+        assert (decode.stats().computed_prompt_tokens == sum(LENGTHS)) is (left is None)
 
 
 def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Continuation]) -> None:
@@ -94,7 +116,7 @@ def test_found_in_files_by_a_cluster_that_starts_anew(
         handed = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
         if is_again:
             assert all(counted(run) == hits("files", run) for run in handed)
-        assert_exact(resume(make_core(model, node), handed), expected)
+            assert_exact(resume(make_core(model, node), handed), expected)
         release(node, handed)
         node.write_all_cold()
         cold.close()
@@ -162,6 +184,7 @@ def test_kv_under_sinks_is_none_of_the_full_cache(tmp_path: Path) -> None:
     assert found == [0, 0, 96]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("spoil", ["zero", "stale"])
 def test_a_spoilt_block_shows(model: Decoder, expected: list[Continuation], spoil: str) -> None:
     """What makes the tests above mean something: with zeros or another block in one block's place the output changes.

@@ -26,6 +26,8 @@ class FaultyModel:
     `pause` makes the next steps wait, `go_on` lets them go.
     """
 
+    keeps_phases = False
+
     def __init__(self, model: CausalModel) -> None:
         self.poison: int | None = None
         self.on_poison: Callable[[], None] = lambda: None

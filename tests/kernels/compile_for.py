@@ -2,7 +2,8 @@
 
 A script, as Triton's interpreter cannot be left again in a process that has entered it. Prints a JSON list. Its
 arguments are cases: an architecture, a role and a kind of kernels/tiles.toml, a size of heads or of codes, and a dtype,
-as in sm_90:decode:plain:128:bf16 and sm_90:products:few:4:bf16. The role `rows`, with the kind `all`, stands for the
+as in sm_90:decode:plain:128:bf16, sm_90:products:few:4:bf16 and,
+with a number of splits, sm_90:ordered:few:2:bf16. The role `rows`, with the kind `all`, stands for the
 kernels beside attention.
 """
 
@@ -20,12 +21,23 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import experts, row_operations
+from kernels import row_operations
 from kernels.attention import decode, int4_pages, paged
 from kernels.attention.prompts import tokens_of
+from kernels.products import experts, ordered
 from kernels.quantized import products
 from kernels.quantized.codebook import Codebook
-from kernels.tiles import PRODUCTS, Role, Tile, find_product_tile, find_tile
+from kernels.tiles import (
+    KIND_TO_ROWS,
+    ORDERED,
+    PRODUCTS,
+    OrderedTile,
+    Role,
+    Tile,
+    find_ordered_tile,
+    find_product_tile,
+    find_tile,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -36,16 +48,19 @@ TARGETS = {
 FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
 """Of those with the rows of sm_80, which itself is refused fp8."""
 TYPES = {
-    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr"), "*i64"),
+    **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr", "tokens_ptr"), "*i64"),
     "log2_scale": "fp32",
     "log2_soft_cap": "fp32",
     "eps": "fp32",
     **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "cu_query_lens_ptr", "page_to_open_ptr"), "*i32"),
-    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr"), "*fp32"),
+    **dict.fromkeys(
+        ("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr", "shares_ptr", "logits_ptr"), "*fp32"
+    ),
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
 TYPES_OF_PRODUCTS = {"codes_ptr": "*i16", "rest_ptr": "*u8", "scales_ptr": "*i32", "factors_ptr": "*i32"}
+TYPES_OF_SUMS = {"partial_ptr": "*fp32", "counters_ptr": "*i32"}
 TYPES_OF_PRODUCTS |= {"ids_ptr": "*i64", "partial_ptr": "*fp32"}
 PLAIN = {
     "ZERO": 0,
@@ -80,9 +95,11 @@ ABSENT = {
 CODES = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}
 ALIGNED = [["tt.divisibility", 16]]
 GROUP_SIZE, BLOCK_SIZE = 4, 16
+INSTRUCTION_DEPTH = re.compile(r"(?:\bmma\.sync|wgmma\.mma_async)\S*?\.m\d+n\d+k(\d+)")
 MATRIX_INSTRUCTION = re.compile(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma_\w+")
 WIDE_LOAD = re.compile(
-    r"cp\.async\.cg\.shared\.global \[.*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|_load_dwordx4"
+    r"cp\.async\.bulk\.tensor"
+    r"|cp\.async\.cg\.shared\.global \[.*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|_load_dwordx4"
 )
 
 
@@ -100,6 +117,7 @@ class Compiled:
     shared_bytes: int
     matrix_instructions: list[str]
     has_wide_loads: bool
+    instruction_depths: list[str]
 
 
 def compile_kernel(
@@ -122,7 +140,8 @@ def compile_kernel(
         one: "constexpr" if one in constants else types.get(one, f"*{dtype}" if one.endswith("_ptr") else "i32")
         for one in names
     }
-    aligned = [index for index, one in enumerate(names) if one.endswith(("_ptr", "_stride", "num_columns", "depth"))]
+    endings = ("_ptr", "_stride", "num_columns", "depth")
+    aligned = [index for index, one in enumerate(names) if signature[one][0] == "*" or one.endswith(endings)]
     source = ASTSource(kernel, signature, constexprs=constants, attrs={(index,): ALIGNED for index in aligned})
     target = FIRST_WITH_FP8 if (architecture, pages) == ("sm_80", CODES["fp8"]) else TARGETS[architecture]
     compiled = triton.compile(source, target=target, options=options)
@@ -142,6 +161,7 @@ def compile_kernel(
         compiled.metadata.shared,
         sorted(set(MATRIX_INSTRUCTION.findall(text))),
         bool(WIDE_LOAD.search(text)),
+        sorted(set(INSTRUCTION_DEPTH.findall(text))),
     )
 
 
@@ -178,7 +198,7 @@ def compile_attention(
     constants |= {"KEYS": tile.width, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
     constants |= {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
     constants["HEAD_AXIS"] = 1 if role == "decode" else paged.HEAD_AXIS
-    constants["BY_INTEGERS"] = paged.BY_INTEGERS and architecture.startswith("sm")
+    constants["BY_INTEGERS"] = paged.BY_INTEGERS and role == "decode" and architecture.startswith("sm")
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged.FUSING}
     name = f"{role} {kind}"
     return compile_kernel(architecture, paged.attend, name, dtype, options, CODES.get(kind), **constants)
@@ -197,6 +217,25 @@ def compile_products(
             yield compile_kernel(
                 architecture, products.multiply, label, dtype, options, None, TYPES_OF_PRODUCTS, **constants
             )
+
+
+def compile_ordered(
+    architecture: str, kind: str, num_splits: int, dtype: str, tile: OrderedTile | None = None
+) -> Compiled:
+    """Compiles products of one order: splits of few rows in a program each, of many in one program."""
+    tile = tile or find_ordered_tile(architecture, kind, num_splits)
+    adds = num_splits > 1 and KIND_TO_ROWS.get(kind, ordered.MAX_SPLIT_ROWS + 1) <= ordered.MAX_SPLIT_ROWS
+    is_described = architecture in ordered.WITH_DESCRIPTORS and dtype != "fp32"
+    operands = ("states", tile.rows), ("weights", tile.columns)
+    types = TYPES_OF_SUMS | {
+        name: f"tensordesc<{dtype}[{rows}, {tile.step}]>" if is_described else f"*{dtype}" for name, rows in operands
+    }
+    constants: dict[str, Any] = {} if adds else {"partial_ptr": None, "counters_ptr": None}
+    constants |= {"IS_ALONE": adds or num_splits == 1, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step}
+    constants |= {"GROUP": ordered.ROWS_AT_ONCE, "IS_TURNED": tile.is_turned, "IS_DESCRIBED": is_described}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
+    name = f"{ORDERED} {kind} {num_splits}"
+    return compile_kernel(architecture, ordered.multiply_in_order, name, dtype, options, None, types, **constants)
 
 
 def constants_of(name: str) -> dict[str, Any]:
@@ -224,6 +263,8 @@ def compile_rows(architecture: str, head_dim: int, dtype: str) -> Iterator[Compi
     yield compiled(int4_pages.close_block, "close_block", close, HEAD_DIM=head_dim, **block)
     yield compiled(row_operations.normalize, "normalize", rows, PADDED_COLUMNS=4096)
     yield compiled(row_operations.gate_rows, "gate_rows", rows, COLUMNS=1024, ACTIVATION=2)
+    columns, wide = row_operations.LIKELIEST_AT_ONCE, rows | {"num_warps": 16}
+    yield compiled(row_operations.find_likeliest, "find_likeliest", wide, COLUMNS=columns)
     products_of_experts = {"num_warps": 4, **products_options(architecture)}
     tile: dict[str, Any] = {"ROWS": experts.MANY_ROWS, "COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH}
     yield compiled(experts.multiply_by_expert, "multiply_by_expert", products_of_experts, **tile)
@@ -251,6 +292,8 @@ def compile_case(case: str) -> Iterator[Compiled]:
     architecture, role, kind, head_dim, dtype = case.split(":")
     if role in get_args(Role):
         yield compile_attention(architecture, role, kind, int(head_dim), dtype)  # type: ignore[arg-type]
+    elif role == ORDERED:
+        yield compile_ordered(architecture, kind, int(head_dim), dtype)
     elif role == PRODUCTS:
         yield from compile_products(architecture, kind, int(head_dim), dtype)
     else:

@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 
-from kernels.tiles import PRODUCTS, read_table
+from kernels.tiles import EXACT, ORDERED, PRODUCTS, read_table
 from tests.pairs import RUNS_ALL, covering
 
 ROOT = Path(__file__).parents[2]
-COMPILATION_S = 3000 if RUNS_ALL else 400
+COMPILATION_S = 3000 if RUNS_ALL else 600
 """On a busy machine."""
 pytestmark = pytest.mark.timeout(COMPILATION_S)
 DTYPES = {"float32": "fp32"}
 """By kind; bf16 of others."""
 ROWS = {
-    *("close_block", "normalize", "gate_rows", "merge_splits"),
+    *("close_block", "normalize", "gate_rows", "merge_splits", "find_likeliest"),
     *("rotate_and_write_heads", "rotate_and_write_heads of int8", "embed_rows", "add_splits"),
     *("multiply_by_expert", "combine_rows"),
 }
 WANTED_PROGRAMS = {"decode": 2, "prompts": 1}
 """At once on a processor: decoding waits for memory, and a second program loads meanwhile."""
-WANTED_PRODUCTS = {"few": 2, "some": 1, "many": 1}
+WANTED_PRODUCTS = {"few": 2, "some": 1, "more": 1, "many": 1, "most": 1}
 """Likewise."""
+MAY_SPILL = {"ordered most 1": 128, "ordered most 2": 128}
+"""Bytes that rows may spill which an H200 has timed as the quickest."""
 FORMATS_OF_BITS = {"4": 2, "5": 1, "6": 1, "8": 2}
 Compiled = list[dict[str, Any]]
 
@@ -66,6 +68,7 @@ ROWS_OF_TABLE = [
     (architecture, role, kind, head_dim)
     for architecture, roles in read_table().items()
     for role, kinds in roles.items()
+    if role != EXACT
     for kind, heads in kinds.items()
     for head_dim in heads
 ]
@@ -74,12 +77,13 @@ ROWS_OF_TABLE = [
 def chosen_cases() -> list[str]:
     """Lists rows of the table in bfloat16 with heads of 128: each kernel for each architecture, and each kind once.
 
-    Products have pairs of architecture, number of rows and bits. With --all, each row with all heads.
+    Products have pairs of architecture, number of rows, and bits or splits. With --all, each row with all heads.
     """
     few = [one for one in ROWS_OF_TABLE if one[3] == "128" and one[2] != "float32"]
-    products = [one for one in ROWS_OF_TABLE if one[1] == PRODUCTS and one[2] != "float32"]
     chosen = [few[place] for place in covering([(one[:2], one[2]) for one in few], strength=1)]
-    chosen += [products[place] for place in covering([(one[0], *one[2:]) for one in products])]
+    for role in (PRODUCTS, ORDERED):
+        products = [one for one in ROWS_OF_TABLE if one[1] == role and one[2] != "float32"]
+        chosen += [products[place] for place in covering([(one[0], *one[2:]) for one in products])]
     if RUNS_ALL:
         chosen = [*ROWS_OF_TABLE, *((*one[:3], "64") for one in few)]
     return [":".join((*one, DTYPES.get(one[2], "bf16"))) for one in chosen]
@@ -117,20 +121,19 @@ def tiled(compiled: Compiled) -> Compiled:
 
 def test_all_kernels_compile(compiled: Compiled) -> None:
     assert {one["kernel"] for one in compiled} >= ROWS
-    further = [FORMATS_OF_BITS[case.split(":")[3]] - 1 for case in CASES if PRODUCTS in case]
+    further = [FORMATS_OF_BITS[case.split(":")[3]] - 1 for case in CASES if f":{PRODUCTS}:" in case]
     assert len(compiled) == len(CASES) + sum(further) + len(ROWS) * len(OTHERS)
 
 
 def test_no_register_is_spilled(tiled: Compiled) -> None:
-    assert [one for one in tiled if one["spilled"]] == []
+    assert [one for one in tiled if one["spilled"] > MAY_SPILL.get(one["kernel"], 0)] == []
 
 
 def test_programs_fit_their_processor_as_often_as_wanted(tiled: Compiled) -> None:
     def fits(one: dict[str, Any]) -> bool:
         role, kind, *_ = one["kernel"].split()
-        return PROCESSORS[one["architecture"]].holds(
-            one, WANTED_PRODUCTS[kind] if role == PRODUCTS else WANTED_PROGRAMS[role]
-        )
+        wanted = WANTED_PRODUCTS[kind] if role in (PRODUCTS, ORDERED) else WANTED_PROGRAMS[role]
+        return PROCESSORS[one["architecture"]].holds(one, wanted)
 
     assert [one for one in tiled if not fits(one)] == []
 
@@ -139,13 +142,17 @@ def test_products_are_matrix_instructions(tiled: Compiled) -> None:
     assert [one for one in tiled if not one["matrix_instructions"]] == []
 
 
-def test_products_of_few_rows_and_of_many_have_one_matrix_instruction(tiled: Compiled) -> None:
+@pytest.mark.parametrize("role", [PRODUCTS, ORDERED])
+def test_products_of_few_rows_and_of_many_have_one_matrix_instruction(tiled: Compiled, role: str) -> None:
     """Else a row's bits could follow from the rows beside it."""
     instructions: dict[str, set[str]] = {one: set() for one in PROCESSORS}
+    depths: dict[str, set[str]] = {one: set() for one in PROCESSORS}
     for one in tiled:
-        if one["kernel"].startswith(PRODUCTS):
+        if one["kernel"].startswith(role):
             instructions[one["architecture"]].update(one["matrix_instructions"])
+            depths[one["architecture"]].update(one["instruction_depths"])
     assert [len(one) for one in instructions.values()] == [1] * len(PROCESSORS), instructions
+    assert [depths[one] for one in ("sm_80", "sm_90")] == [{"16"}, {"16"}]
 
 
 def test_kv_and_codes_are_loaded_16_bytes_at_a_time(tiled: Compiled) -> None:

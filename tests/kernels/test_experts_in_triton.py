@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import experts as operations
 from kernels.cpu.library import NoKernels
+from kernels.products import experts as operations
 from kernels.routing import Gating, Routing
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from engine.model import sampler
+from kernels import row_operations
 from kernels.backend import Activation, Angles, Heads, KVPages
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
@@ -43,6 +45,24 @@ def test_a_gate_of_rows(columns: int, dtype: torch.dtype, device: torch.device) 
     gate_up[0, :4] = torch.tensor([-300.0, -89.0, 89.0, 300.0], device=device)
     for activation in Activation:
         close(TritonBackend().gate(gate_up, activation), TorchBackend().gate(gate_up, activation), dtype)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 300, 20_000])
+def test_the_likeliest_of_rows(columns: int, device: torch.device) -> None:
+    """Equals, the first of which counts, lie in tiles and lanes of their own; faulty numbers make a row faulty."""
+    logits = torch.randn(9, columns + 8, device=device)[:, 8:]
+    for row, number in enumerate((torch.nan, torch.inf, -torch.inf)):
+        logits[row, columns // 2] = number
+    logits[3, [columns // 3, columns // 2, columns - 1]] = 9.0
+    logits[4, :] = 0.5
+    logits[5, [0, columns - 1]] = torch.tensor([-3e38, 3e38], device=device)
+    logits[6, columns - 1] = 9.0
+    found, expected = row_operations.likeliest(logits), sampler.likeliest(logits.cpu())
+    assert found.dtype is torch.int64
+    assert found.tolist() == expected.tolist()
+    assert found[:3].tolist() == [-1] * 3
+    assert found[3] == columns // 3
+    assert row_operations.likeliest(logits[:0]).shape == (0,)
 
 
 def make_pages(shape: Shape, kept: str, dtype: torch.dtype, device: torch.device) -> KVPages:

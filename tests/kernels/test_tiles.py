@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from kernels import tiles
 from kernels.attention.paged import MIN_SPLIT_LEN
 from kernels.attention.prompts import tokens_of
-from kernels.backend import AttentionVariant, KVPages, Scores
+from kernels.backend import AttentionVariant, KVPages, Scores, on_any_device
+from kernels.triton_backend import ExactBackend, TritonBackend
 
 PLAIN, CAPPED = AttentionVariant(1.0), AttentionVariant(1.0, scores=Scores(soft_cap=30.0))
 SINKS, WINDOWED = AttentionVariant(1.0, scores=Scores(sinks=torch.zeros(4))), AttentionVariant(1.0, 64, 4)
@@ -78,6 +80,50 @@ def test_the_tokens_of_a_tile(rows: int, group_size: int, block_size: int | None
 def test_a_product_has_the_first_tile_with_all_its_rows_else_the_largest(num_rows: int, kind: str) -> None:
     found = tiles.choose_product_tile(torch.device("cpu"), torch.bfloat16, 4, num_rows)
     assert found == tiles.find_product_tile("sm_90", kind, 4)
+
+
+def test_a_device_is_named_by_its_own_architecture_not_by_that_of_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 and an A100 share no KV, and neither do two versions of Triton."""
+    assert (torch.cuda.is_available() or tiles.device_name()) == "any"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = set[str]()
+    for capability in DEVICES:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        names |= {tiles.device_name(), *(backend().version for backend in (TritonBackend, ExactBackend))}
+        assert TritonBackend().version.endswith(f"-{tiles.device_name()}")
+    assert len(names) == 3 * len(DEVICES)
+    before = TritonBackend().version
+    monkeypatch.setattr(tiles, "device_name", lambda: "any")
+    assert TritonBackend().version == on_any_device(before) != before
+    monkeypatch.setattr(triton, "__version__", "0.0")
+    assert TritonBackend().version != before
+
+
+@pytest.mark.parametrize(
+    ("percents", "is_quick"), [({}, False), ({"1": [103], "64": [99]}, True), ({"1": [99], "64": [104]}, False)]
+)
+def test_products_of_one_order_are_the_default_where_a_device_has_timed_all_steps(
+    percents: dict[str, list[int]], is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "device_name", lambda: "sm_90")
+    table = tiles.read_table()
+    if percents:
+        table["sm_90"][tiles.EXACT] = {tiles.STEP_PERCENT: percents}
+    monkeypatch.setattr(tiles, "_table", lambda: table)
+    assert tiles.is_quick_in_order() is is_quick
+    monkeypatch.setattr(tiles, "device_name", lambda: "any")
+    assert not tiles.is_quick_in_order()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kind"), [(1, "few"), (17, "some"), (64, "some"), (65, "more"), (129, "many"), (513, "most")]
+)
+def test_a_product_of_one_order_has_the_tile_of_its_rows(num_rows: int, kind: str) -> None:
+    device = torch.device("cpu")
+    assert tiles.choose_ordered_tile(device, torch.bfloat16, 1, num_rows) == tiles.find_ordered_tile("sm_90", kind, 1)
+    assert tiles.choose_ordered_tile(device, torch.float32, 8, num_rows) == tiles.find_ordered_tile(
+        "sm_90", "float32", 2
+    )
 
 
 def test_an_architecture_that_the_table_lacks_is_an_error() -> None:

@@ -103,11 +103,16 @@ class SimulatedGraph:
 class SimulatedGpu:
     """The row of `kernels.accelerator.ACCELERATORS`; its kernels are torch's own operators."""
 
-    def backend(self) -> Backend:
+    def backend(self, kernels: str = "auto") -> Backend:
         return TorchBackend()
 
     def graph(self, device: torch.device) -> Graph:
         return SimulatedGraph(device)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        best = logits.argmax(-1)  # which takes NaN for the greatest, as amin takes it for the least
+        span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
+        return torch.where(span < torch.inf, best, -1)
 
     def refuses(self, device: torch.device, kv_dtype: str) -> str | None:
         return None

@@ -2,7 +2,8 @@
 
 A script, as Triton's interpreter cannot be left again in a process that has entered it. Kernels are noted in place of
 their launch, for a target without a device; logits are drawn. Arguments: an architecture of tests.harness.checkpoints,
-or of tests.engine.gguf.files as gguf:KIND, a dtype of KV, a policy, and the seconds of the load. Prints a JSON object.
+of tests.engine.gguf.files as gguf:KIND, or exact:ARCH for products of one order, a dtype of KV, a policy, and the
+seconds of the load. Prints a JSON object.
 
 Seconds are of a clock that steps move, by what they take an 8B model on an H200, and pauses between bursts of requests.
 """
@@ -29,16 +30,20 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from engine.warm.compiling import Launches
 from engine.warm.warming import limits_of, make_programs, note_kernels
+from kernels import row_operations
 from kernels.backend import KVPages
+from kernels.products import ordered
 from kernels.quantized import products
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import ExactBackend, TritonBackend
 from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import make_core, request
 from tests.kernels.no_device import NoDevice
 from tests.simulated_gpu import device
+from tests.simulated_gpu.device import SimulatedGpu
 from wire.sampling import SamplingParams
 
+BY_TORCH = SimulatedGpu.likeliest
 NUM_BLOCKS, MAX_RUNNING, MAX_STEP_TOKENS = 1200, 70, 400
 STEP_S, TOKEN_S = 0.005, 25e-6
 PAUSE_S = 4.0
@@ -60,15 +65,20 @@ class Drawn:
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self.num_passes += 1
         self.now_s += STEP_S + TOKEN_S * len(batch.token_ids)
-        with self.launches.noting():
-            shape = self.model.forward(batch, kv).shape
-        return torch.randn(shape, device=self.model.device)
+        return torch.randn(self.model.forward(batch, kv).shape, device=self.model.device)
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Finds the likeliest tokens by torch, beside the kernel's launch, which is noted."""
+    row_operations.likeliest(logits)
+    return BY_TORCH(SimulatedGpu(), logits)
 
 
 def load(arch: str, kv_dtype: str, policy: str, folder: Path) -> Decoder:
-    kind, _, packed = arch.partition(":")
-    file = make_gguf(folder, packed, "llama-tied") if kind == "gguf" else make_checkpoint(arch, folder)
-    return Decoder.load(find_folder(str(file)), "bfloat16", device.SIM, 16, TritonBackend(), kv_dtype, policy)
+    kind, _, other = arch.partition(":")
+    file = make_gguf(folder, other, "llama-tied") if kind == "gguf" else make_checkpoint(other or kind, folder)
+    backend = ExactBackend() if kind == "exact" else TritonBackend()
+    return Decoder.load(find_folder(str(file)), "bfloat16", device.SIM, 16, backend, kv_dtype, policy)
 
 
 def run(core: EngineCore, drawn: Drawn, draw: random.Random, seconds: float) -> int:
@@ -86,7 +96,8 @@ def run(core: EngineCore, drawn: Drawn, draw: random.Random, seconds: float) -> 
                 core.add(one)
             burst_s = drawn.now_s + draw.expovariate(1 / PAUSE_S)
         if core.has_requests:
-            core.step()
+            with drawn.launches.noting():
+                core.step()
         else:
             drawn.now_s = burst_s
     return num_requests
@@ -137,7 +148,8 @@ def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, An
 
 if __name__ == "__main__":
     device.load()
-    products.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
+    device.SimulatedGpu.likeliest = staticmethod(likeliest)  # type: ignore[method-assign, assignment]
+    products.MIN_SPLIT_DEPTH = ordered.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     arch, kv_dtype, policy, seconds = sys.argv[1:]
     json.dump(count(arch, kv_dtype, policy, float(seconds)), sys.stdout)

@@ -48,15 +48,16 @@ DRAWN = [
     )
 ]
 VOCAB_SIZE = 300
-LAUNCHES_OF_SAMPLING = 7
+LAUNCHES_OF_SAMPLING = 1
 LAUNCHES_OF_INPUT = 1
 """Of the tokens that a step ahead takes."""
-LAUNCHES_BESIDE_LAYERS = 11
-"""Of embedding, angles, last norm, head and sampling."""
+LAUNCHES_OF_A_LAYER = 9
+LAUNCHES_BESIDE_LAYERS = 7
+"""Of embedding, angles (2), the last row, its norm, head and sampling."""
 NUM_EXPOSED = 4
 """Blocks of a prompt that is handed over."""
-LAUNCHES_BEHIND = 10
-"""Of the last norm, the head and the choice of a token, behind the last product of the last layer."""
+LAUNCHES_BEHIND = 4
+"""Of the last row, its norm, the head and the choice of a token, behind the last product of the last layer."""
 BYTES_OF_A_TOKEN = 8
 
 
@@ -89,7 +90,7 @@ def test_steps_wait_once(tmp_path: Path) -> None:
     chunk, first, *ahead, last = asked
     assert is_done == [True, *[False] * (len(ahead) + 1), True]
     assert (chunk.synchronizations, chunk.to_host) == (1, 1)
-    assert chunk.launches == 10 * NUM_LAYERS + LAUNCHES_BESIDE_LAYERS
+    assert chunk.launches == LAUNCHES_OF_A_LAYER * NUM_LAYERS + LAUNCHES_BESIDE_LAYERS
     assert len(ahead) == 2
     for one in ahead:
         assert (one.synchronizations, one.to_device, one.within, one.to_host) == (1, 1, 1, 1)

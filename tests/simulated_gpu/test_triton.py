@@ -1,6 +1,7 @@
 """The engine with Triton's kernels, interpreted on a simulated GPU: tokens, order, and what a step costs."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
 from engine.warm.warming import WarmStep
+from kernels.products import ordered
 from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import ExactBackend, TritonBackend
 from kv_store.device_pool import DevicePool
 from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
-from tests.harness.engines import drive, make_core, request
+from tests.harness.engines import drive, make_core, request, rest_of
 from tests.pairs import RUNS_ALL
 from tests.simulated_gpu.device import SIM, commands
 from tests.simulated_gpu.triton_kernels import triton_kernels
@@ -65,6 +67,21 @@ def test_bfloat16_gives_the_same_tokens_on_any_schedule(tmp_path: Path, kv_dtype
         commands().set_lazy(is_lazy)
         outputs.append(tokens(make_core(load(folder, SIM, "bfloat16", kv_dtype)), folder))
     assert outputs[0] == outputs[1]
+
+
+def test_products_of_one_order_give_transformers_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, with two splits of a depth; another engine goes on with the same tokens from the second one on."""
+    commands().set_lazy(True)
+    monkeypatch.setattr(ordered, "MIN_SPLIT_DEPTH", 64)
+    monkeypatch.setattr(ordered, "UNIT", 32)
+    model = Decoder.load(folder, "float32", SIM, 16, ExactBackend())
+    oracle = choose_prompt(folder, LENGTHS[-1])
+    [run] = drive(make_core(model), [request(oracle.prompt_ids, GREEDY)])
+    assert run.outputs[0] == list(oracle.token_ids[: GREEDY.max_tokens])
+    down = model.weights.layers[1].feed_forward.matrices[-1]
+    assert ordered.num_splits_of(down.data) == 2
+    [resumed] = drive(make_core(model), [rest_of(replace(run, outputs={0: run.outputs[0][:2]}, ended=set()))])
+    assert resumed.outputs == run.outputs
 
 
 def test_graphs_of_all_sizes_write_one_tensor_of_logits(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ SCRIPT = Path(__file__).with_name("launch_signatures.py")
 LOADS = [
     ("llama-gqa", "auto", "full", 9),
     ("gguf:Q4_K", "int8", "full", 20),
+    ("exact:llama-gqa", "auto", "full", 40),
     ("gemma2", "auto", "full", 9),
     ("qwen3", "int4", "full", 9),
     ("gemma3", "fp8", "full", 9),
@@ -44,7 +45,7 @@ LIMITS = StepBounds(16, 32, 64)
 NUM_BLOCKS = 64
 
 
-@pytest.mark.parametrize(("arch", "kv_dtype", "policy", "most"), LOADS if RUNS_ALL else LOADS[:2])
+@pytest.mark.parametrize(("arch", "kv_dtype", "policy", "most"), LOADS if RUNS_ALL else LOADS[:3])
 def test_a_drawn_load_launches_nothing_outside_of_the_warmed_set(
     arch: str, kv_dtype: str, policy: str, most: int
 ) -> None:

@@ -8,6 +8,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.row_operations import likeliest
 from tests.kernels.interpreter import bfloat16_as_on_a_gpu
-from tests.simulated_gpu.device import NAME, commands
+from tests.simulated_gpu.device import NAME, SimulatedGpu, commands
 
 _LAUNCH = ctypes.CFUNCTYPE(None)
 _one_at_a_time = threading.Lock()
@@ -63,7 +66,8 @@ def triton_kernels() -> Iterator[None]:
         return own_store(builder, pointers, value, mask, policy)
 
     def call(executor: GridExecutor, *args: object, **kwargs: object) -> Any:
-        devices = {one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor)}
+        given = [one.base if isinstance(one, TensorDescriptor) else one for one in (*args, *kwargs.values())]
+        devices = {one.device for one in given if isinstance(one, Tensor)}
         if {one.type for one in devices} == {"cpu"}:
             return own_call(executor, *args, **kwargs)
         here = torch.device(NAME, torch.accelerator.current_device_index())
@@ -83,10 +87,13 @@ def triton_kernels() -> Iterator[None]:
         patch.setattr(GridExecutor, "__call__", call)
         patch.setattr(GridExecutor, "_init_args_hst", lambda _, args, kwargs: (list(args), kwargs))
         patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        patch.setattr(SimulatedGpu, "likeliest", staticmethod(likeliest))
         yield
 
 
 def _accessible(value: object) -> object:
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=commands().accessible(value.base))
     return commands().accessible(value) if isinstance(value, Tensor) else value
 
 

@@ -171,6 +171,35 @@ def test_modules_of_transformers_promise_no_tokens_and_share_no_weights(tmp_path
     assert native.served.batch_invariant
 
 
+@pytest.mark.parametrize(
+    ("exact", "proposer", "kernels", "is_promised"),
+    [
+        ("auto", "off", "triton", False),
+        ("off", "off", "triton", False),
+        ("on", "off", "triton-exact", True),
+        ("on", "ngram", "triton-exact", False),
+    ],
+)
+def test_a_gpu_promises_tokens_with_products_of_one_order(
+    exact: str, proposer: str, kernels: str, is_promised: bool, tmp_path: Path
+) -> None:
+    """Without a device here `auto` is off."""
+    settings = ModelSettings(path=str(make_checkpoint("llama-gqa", tmp_path / "llama")), exact=exact)
+    model = inspect_model(settings, "cuda", proposer=proposer)
+    assert (model.kernels, model.served.batch_invariant) == (kernels, is_promised)
+    with pytest.raises(ConfigError, match=r"int8 weights need the C\+\+ kernels of a CPU"):
+        inspect_model(replace(settings, weights="int8"), "cuda")
+
+
+def test_products_of_one_order_have_kv_of_their_own(tmp_path: Path) -> None:
+    folder = str(make_checkpoint("llama-gqa", tmp_path / "llama"))
+    off, on = (inspect_model(ModelSettings(path=folder, exact=one), "cuda").served for one in ("off", "on"))
+    assert off.fingerprint != on.fingerprint
+    of_cpu = [inspect_model(ModelSettings(path=folder, exact=one), "cpu").served for one in ("off", "on")]
+    assert of_cpu[0] == of_cpu[1]
+    assert of_cpu[0].batch_invariant
+
+
 def test_what_is_known_of_a_draft(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "model")
     other = make_checkpoint("llama-mqa", tmp_path / "draft", seed=1, num_hidden_layers=1)

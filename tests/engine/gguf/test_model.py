@@ -55,16 +55,11 @@ def require_same_weights(found: Path, plain: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_weights_of_each_type_are_what_the_gguf_package_dequantizes(kind: str, tmp_path: Path) -> None:
-    path = make_gguf(tmp_path, kind)
-    require_same_weights(find_folder(str(path)), tmp_path / "plain")
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_tokens_of_each_type_are_what_transformers_generates(kind: str, tmp_path: Path) -> None:
-    path = make_gguf(tmp_path, kind)
+def test_each_type_is_what_the_gguf_package_dequantizes_and_answers_as_transformers(kind: str, tmp_path: Path) -> None:
+    found = find_folder(str(make_gguf(tmp_path, kind)))
+    require_same_weights(found, tmp_path / "plain")
     chosen = choose_prompt(tmp_path / "plain", 40, num_tokens=24)
-    model = Decoder.load(find_folder(str(path)), "float32", CPU, block_size=16)
+    model = Decoder.load(found, "float32", CPU, block_size=16)
     assert generate(model, [chosen.prompt_ids], 24) == [list(chosen.token_ids)]
 
 
@@ -116,7 +111,8 @@ def test_newer_architectures_are_configured_and_answer_as_their_checkpoints(arch
     assert generate(model, [chosen.prompt_ids], 24) == [list(chosen.token_ids)]
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q8_0", "MXFP4"])
+@pytest.mark.pairs(1)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4", "BF16"])
 @pytest.mark.parametrize("arch", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_stacked_experts_are_the_experts_of_their_checkpoint(arch: str, kind: str, tmp_path: Path) -> None:
     """As configurations, weights and tokens; files of Qwen3-MoE have normed shares and no dense layers."""
