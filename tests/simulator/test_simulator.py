@@ -176,7 +176,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
 
 
 FIRST_SEEDS = {
-    "a block of the arena is not checked": 81,
+    "a block of the arena is not checked": 160,
     "a block of the cold tier is not checked": 44,
     "a draining page is given out": 3,
     "a fetch counts whatever its lease": 194,
