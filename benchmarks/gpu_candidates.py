@@ -233,14 +233,14 @@ def measure_decoding(candidate: str) -> Iterator[str]:
         mock.patch.object(decode, "choose_tile", return_value=tile).start()
     ways = (False,) if candidate == BFLOAT16 else (False, True)
     for by_integers in ways:
-        with compiling(), mock.patch.object(paged, "BY_INTEGERS", by_integers):
+        with compiling(), mock.patch.object(paged, "widens_by_integers", return_value=by_integers):
             for *_, works in batches[-len(KEPT) :]:
                 works[0]()
     yield "ready"
     for shape, name, works in batches:
         results = []
         for by_integers in ways:
-            with mock.patch.object(paged, "BY_INTEGERS", by_integers):
+            with mock.patch.object(paged, "widens_by_integers", return_value=by_integers):
                 seconds = time_graph(partial(run_all, works)) / len(works)
                 results.append(works[0]())
                 spilled = spills_of(works[0])
