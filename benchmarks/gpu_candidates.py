@@ -28,7 +28,6 @@ from benchmarks.gpu_kernels import (
     BYTES_PER_TOKEN,
     HEAD_DIM,
     NUM_HEADS,
-    NUM_KV_HEADS,
     VARIANT,
     make_pool,
     make_random,
@@ -193,10 +192,7 @@ def make_prompt(num_before: int, num_rows: int) -> Prompt:
     """Makes a prompt of random numbers, whose pages hold its keys and values."""
     end = num_before + num_rows
     (pages,), tables = make_pool(1, 1, end)
-    key, value = (
-        plane.transpose(1, 2).reshape(end, NUM_KV_HEADS, HEAD_DIM).contiguous()
-        for plane in pages.data[tables[0].long()].unbind(1)
-    )
+    key, value = join_pages(pages.data[tables[0].long()], end)
     seen = torch.ones(num_rows, end, dtype=torch.bool, device="cuda").tril(num_before) if num_before else None
     lens, starts = (torch.tensor(one, dtype=torch.int32, device="cuda") for one in ([end], [0, num_rows]))
     return Prompt(
@@ -210,6 +206,12 @@ def make_prompt(num_before: int, num_rows: int) -> Prompt:
         starts=starts,
         seen=seen,
     )
+
+
+def join_pages(pages: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Copies the keys and values of pages [num_pages, 2, heads, block_size, head_dim], the last perhaps not full."""
+    key, value = (plane.transpose(1, 2).flatten(0, 1)[:num_tokens].contiguous() for plane in pages.unbind(1))
+    return key, value
 
 
 def attend_by_torch(prompt: Prompt, backend: SDPBackend) -> Tensor:
