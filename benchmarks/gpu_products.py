@@ -32,7 +32,7 @@ from kernels.backend import Weight
 from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.tiles import Tile
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import ExactBackend, TritonBackend
 from tests.kernels.quantized_matrices import DRAWS
 
 DEPTH = HIDDEN
@@ -41,7 +41,8 @@ MATRICES = {"o": (HIDDEN, HIDDEN), "gate up": (2 * MLP, HIDDEN), "down": (HIDDEN
 """Columns and depth."""
 NUM_ROWS = (1, 16, 64, 2048)
 MAX_COPIES = 32
-BACKEND = TritonBackend()
+BACKEND, IN_REGISTERS = TritonBackend(), ExactBackend()
+"""The second widens in registers for any number of rows."""
 
 COMPARED = ("Q4_K", "Q6_K", "Q8_0")
 OF_A_LAYER = {"qkv": (HIDDEN + HIDDEN // 2, HIDDEN), **MATRICES}
@@ -110,7 +111,7 @@ def _measure(name: str, states: Tensor, weights: Sequence[Weight], plain: Tensor
 
 def _require_bits(states: Tensor, weight: Weight) -> None:
     """Raises RuntimeError unless the first row has the bits that it has alone."""
-    alone, together = (BACKEND.linear(one, weight, None) for one in (states[:1], states))
+    alone, together = (IN_REGISTERS.linear(one, weight, None) for one in (states[:1], states))
     if not torch.equal(alone[0], together[0]):
         raise RuntimeError(f"a row has other bits among {len(states)} rows than alone, with {weight.columns} columns")
 
@@ -123,7 +124,7 @@ def compare(form: str, before: str) -> Iterator[str]:
         weights = make_weights(form, columns, depth)
         plain = make_random(min(MAX_COPIES, -(-WORKING_SET_BYTES // (2 * columns * depth))), columns, depth)
         all_states = make_random(max(NUM_ROWS), depth)
-        alone = BACKEND.linear(all_states[:1], weights[0], None)[0]
+        alone = IN_REGISTERS.linear(all_states[:1], weights[0], None)[0]
         yield f"{form} {name}: {weights[0].data.nbytes / 1e6:.1f} MB; {_check(form, weights[0], all_states[:16])}"
         for num_rows in NUM_ROWS:
             states = all_states[:num_rows]
@@ -158,11 +159,11 @@ def _works_of(states: Tensor, weights: Sequence[Weight], earlier: Any) -> dict[s
 
         def run(weight: Weight) -> Tensor:
             with mock.patch.multiple(products, **changes):
-                return BACKEND.linear(states, weight, None)
+                return IN_REGISTERS.linear(states, weight, None)
 
         return run
 
-    works: dict[str, Callable[[Weight], Tensor]] = {"the table's": lambda one: BACKEND.linear(states, one, None)}
+    works: dict[str, Callable[[Weight], Tensor]] = {"the table's": lambda one: IN_REGISTERS.linear(states, one, None)}
     tiles = [Tile(*one) for one in ROWS_TO_TILES[len(states)]]
     works |= {_name_of(one): by_tile(one) for one in tiles}
     if len(states) <= MAX_FEW_ROWS:
@@ -216,7 +217,7 @@ def _check(form: str, weight: Weight, states: Tensor) -> str:
     widened = BACKEND.embed(torch.arange(64, device=states.device), own)
     is_equal = torch.equal(widened, matrix.dequantize().bfloat16())
     plain = BACKEND.embed(torch.arange(256, device=states.device), weight)
-    product, expected = BACKEND.linear(states, weight, None)[:, :256].double(), states.double() @ plain.double().T
+    product, expected = IN_REGISTERS.linear(states, weight, None)[:, :256].double(), states.double() @ plain.double().T
     off = (product - expected).abs().max() / expected.abs().max()
     return f"widened {'bit by bit' if is_equal else 'OTHERWISE'}, a product off by {off:.1e}"
 

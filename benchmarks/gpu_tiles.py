@@ -42,7 +42,7 @@ NUM_SEQS, CONTEXT_LEN, PROMPT_LEN = 16, 8192, 2048
 KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 """The dtype of codes by the kinds of attention that are tuned."""
 BITS_TO_FORMAT = {4: "Q4_K", 5: "Q5_K", 6: "Q6_K", 8: "Q8_0"}
-KIND_TO_ROWS = {"few": 8, "some": 48, "many": 2048}
+KIND_TO_ROWS = {"few": 8, "some": 48, "many": 512}
 """The kinds of products that are tuned, and the rows to time them with."""
 USUAL_SIZES = (128, 4)
 """Heads of 128, codes of 4 bits."""

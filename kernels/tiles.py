@@ -33,6 +33,8 @@ MIN_LEFT_ROWS = 64
 """The fewest rows of the left operand of a Hopper's matrix instruction."""
 MOST = "most"
 """The kind of more rows."""
+WIDENED, ABOVE = "widened", "above"
+"""The role and the kind of products for which packed weights are widened to memory first."""
 EXACT, STEP_PERCENT = "exact", "step_percent"
 """The role and the kind of timed steps."""
 MAX_STEP_PERCENT = 103
@@ -72,6 +74,7 @@ Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
 """Numbers of a tile, by architecture, role, kind, and size of heads.
 
 Products have bits of codes in place of these, products of one order 1 for a matrix of one split and 2 for others.
+The role `widened` has a number of rows in place of a tile.
 """
 
 
@@ -95,6 +98,13 @@ def choose_product_tile(device: torch.device, dtype: torch.dtype, bits: int, num
     kinds = ("float32",) if dtype is torch.float32 else FEW_TO_MANY
     tiles = [find_product_tile(architecture_of(device), kind, bits) for kind in kinds]
     return next((one for one in tiles if one.rows >= num_rows), tiles[-1])
+
+
+def find_widened_rows(device: torch.device, dtype: torch.dtype, bits: int) -> int | None:
+    """Returns the number of rows above which packed weights are widened to memory first; None for never."""
+    above = _table()[architecture_of(device)].get(WIDENED, {}).get(ABOVE, {})
+    [most_rows] = above.get(str(bits), [None]) if dtype is not torch.float32 else [None]
+    return most_rows
 
 
 def choose_ordered_tile(device: torch.device, dtype: torch.dtype, num_splits: int, num_rows: int) -> OrderedTile:

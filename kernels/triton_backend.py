@@ -25,7 +25,7 @@ from kernels.torch_backend import TorchBackend, capped, rotate
 class TritonBackend(TorchBackend):
     """A backend of torch's products with plain weights, and Triton's kernels for everything else.
 
-    A row's attention and its products with packed weights do not depend on the batch.
+    A row's attention does not depend on the batch.
     """
 
     name = TRITON
@@ -35,6 +35,7 @@ class TritonBackend(TorchBackend):
         """Names the version by the kernels, their tiles, their compiler and this machine's devices."""
         self.version = f"{self.name}-11-{tiles.digest()}-{triton.__version__}-{tiles.device_name()}"
 
+    _multiply_part = staticmethod(products.multiply_by_panels)
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)
     combine = staticmethod(expert_operations.combine)
@@ -62,7 +63,7 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         if isinstance(weight, CodedWeight):
             rows = states.new_empty(len(states), weight.columns) if out is None else out
-            return products.linear(states, weight, bias, residual, rows)
+            return products.linear(states, weight, bias, residual, rows, self._multiply_part)
         if residual is None:
             return F.linear(states, weight.data, bias)
         product = torch.addmm(residual, states, weight.data.T, out=out)
@@ -72,7 +73,7 @@ class TritonBackend(TorchBackend):
         if not isinstance(weight, CodedWeight):
             return super().logits(states, weight, cap, out)
         rows = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
-        products.linear(states, weight, None, None, rows)
+        products.linear(states, weight, None, None, rows, products.multiply_part)
         return rows if cap is None else rows.copy_(capped(rows, cap))
 
     def experts(self, weights: Sequence[Weight]) -> Experts:
@@ -120,6 +121,7 @@ class ExactBackend(TritonBackend):
     """A backend whose products are all of one order: no operation's result for a row depends on other rows."""
 
     name = TRITON_EXACT
+    _multiply_part = staticmethod(products.multiply_part)
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ MAX_DEFAULT_CONTEXTS = 64
 SHARES_OF_A_GPU = 10_000
 """Ray counts parts of a GPU in units of 1/10,000."""
 GPU_RESERVE_BYTES = 2 << 30
-"""Memory of a GPU for a worker's activations and libraries, and at most 16 MiB of partial sums of a product."""
+"""Memory of a GPU for a worker's activations and libraries, at most 16 MiB of sums and 64 of widened weights."""
 UNUSABLE_OF_A_GPU = 50
 """The divisor for the memory that the driver keeps, or that lies between allocations: an H200 tells 140.4 GiB free, and
 gives 139.8.

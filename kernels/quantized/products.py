@@ -7,6 +7,8 @@ not depend on other rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from kernels.quantized.codebook import Codebook
 from kernels.quantized.device_layout import PLANE, CodedWeight, Part
-from kernels.tiles import Tile, choose_product_tile
+from kernels.tiles import Tile, choose_product_tile, find_widened_rows
 
 SPLIT_COLUMNS, WANTED_PROGRAMS, MIN_SPLIT_DEPTH, MAX_SPLITS = 64, 256, 1024, 16
 MERGED_AT_ONCE = 512
 WIDENED_AT_ONCE = 16
+PANEL_BYTES, PANEL_COLUMNS = 64 << 20, 128
+"""The most bytes of columns that are widened to memory at once, and what their number is a multiple of."""
 # On AMD's devices the matrix instruction would follow from the rows of a tile, and the order of sums with it.
 OPTIONS = {"enable_fp_fusion": True} | ({"matrix_instr_nonkdim": 16} if torch.version.hip else {})
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -443,13 +447,23 @@ def chunks_per_split(part: Part) -> int:
     return int(triton.cdiv(part.num_chunks, num_splits))
 
 
-def linear(states: Tensor, weight: CodedWeight, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Tensor:
-    """Implements `kernels.backend.Backend.linear` for packed weights, on the current GPU; `out` may be float32."""
+def linear(
+    states: Tensor,
+    weight: CodedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    multiply: Callable[..., None],
+) -> Tensor:
+    """Implements `kernels.backend.Backend.linear` for packed weights, on the current GPU.
+
+    multiply: multiplies by each part, as `multiply_part` does, with which `out` may be float32.
+    """
     first = 0
     for part in weight.parts if len(states) else ():
         own = slice(first, first + part.columns)
         added = None if bias is None else bias[own], None if residual is None else residual[:, own]
-        _multiply_part(states, part, *added, out[:, own])
+        multiply(states, part, *added, out[:, own])
         first = own.stop
     return out
 
@@ -481,7 +495,8 @@ def widen_columns(part: Part, columns: Tensor | int, out: Tensor) -> None:
     )
 
 
-def _multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+def multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Multiplies by columns of one format, widened in registers."""
     num_rows = len(states)
     tile = choose_product_tile(states.device, states.dtype, part.format.bits, num_rows)
     num_splits = triton.cdiv(part.num_chunks, chunks_per_split(part))
@@ -504,6 +519,30 @@ def _multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Te
         num_warps=4,
         **OPTIONS,
     )
+
+
+def multiply_by_panels(states: Tensor, part: Part, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Multiplies by panels where a device has shown that this is quicker, else as `multiply_part` does.
+
+    A row's bits then depend on the number of rows, as with torch's products of plain weights.
+    """
+    most_rows = find_widened_rows(states.device, states.dtype, part.format.bits)
+    if most_rows is None or len(states) <= most_rows:
+        multiply_part(states, part, bias, residual, out)
+        return
+    depth = states.shape[1]
+    size = max(1, PANEL_BYTES // (depth * states.element_size() * PANEL_COLUMNS)) * PANEL_COLUMNS
+    added, then = (bias, None) if residual is None else (residual, bias)
+    for first in range(0, part.columns, size):
+        own = slice(first, min(first + size, part.columns))
+        panel = states.new_empty(own.stop - first, depth)
+        widen_columns(part, first, panel)
+        if added is None:
+            torch.mm(states, panel.T, out=out[:, own])
+        else:
+            torch.addmm(added[..., own], states, panel.T, out=out[:, own])
+        if then is not None:
+            out[:, own].add_(then[own])
 
 
 def _launch(

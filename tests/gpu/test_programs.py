@@ -14,7 +14,7 @@ from kernels.accelerator import CudaGraph
 from kernels.attention.decode import paged_decode_attention
 from kernels.attention.prompts import paged_prefill_attention
 from kernels.quantized.device_layout import CodedWeight
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import ExactBackend
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, request
 from tests.harness.oracle_proposer import oracle_drafts
@@ -167,10 +167,10 @@ def test_a_row_of_a_prompt_has_the_same_bits_in_any_chunk(dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "FP8 of blocks"])
 def test_a_row_of_a_packed_product_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
     """The depth is cut into splits; few, some and many rows have tiles of their own."""
-    backend = TritonBackend()
+    backend = ExactBackend()
     weight = backend.pack_codes([DRAWS[name](1000, 4096).to(DEVICE)], torch.bfloat16)
     assert isinstance(weight, CodedWeight)
-    states = torch.randn(300, 4096, device=DEVICE).bfloat16()
-    together = backend.logits(states, weight)
+    states = torch.randn(600, 4096, device=DEVICE).bfloat16()
+    together = backend.linear(states, weight, None)
     for num_rows in (1, 2, 16, 17, 64, 65, 129):
-        assert torch.equal(backend.logits(states[:num_rows], weight), together[:num_rows])
+        assert torch.equal(backend.linear(states[:num_rows], weight, None), together[:num_rows])

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from kernels import tiles
 from kernels.quantized import products
-from kernels.quantized.device_layout import CodedWeight, is_packable
+from kernels.quantized.device_layout import CodedWeight, Part, is_packable
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import ExactBackend, TritonBackend
 from tests.kernels.quantized_matrices import DRAWS, FILE_BITS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,6 +169,64 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     for num_rows in (1, 16, 17, 65):
         assert torch.equal(BACKEND.logits(states[:num_rows], weight), together[:num_rows])
     assert torch.equal(BACKEND.logits(states[131:], weight), together[131:])
+
+
+@pytest.fixture
+def panels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Widens by panels of two columns above four rows; returns the first column and the number of each."""
+    found: list[tuple[int, int]] = []
+    widen_columns = products.widen_columns
+
+    def observe(part: Part, first: int, panel: Tensor) -> None:
+        found.append((first, len(panel)))
+        widen_columns(part, first, panel)
+
+    monkeypatch.setattr(products, "widen_columns", observe)
+    monkeypatch.setattr(products, "find_widened_rows", lambda *_: 4)
+    monkeypatch.setattr(products, "PANEL_BYTES", 2 * 288 * 2)
+    monkeypatch.setattr(products, "PANEL_COLUMNS", 2)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_are_multiplied_by_panels_of_columns(
+    dtype: torch.dtype, panels: list[tuple[int, int]], device: torch.device
+) -> None:
+    parts = [draw("Q4_0", 5, 288, device), draw("Q8_0", 3, 288, device)]
+    check(parts, dtype, 4)
+    assert panels == []
+    check(parts, dtype, 5)
+    assert panels == [(0, 2), (2, 2), (4, 1), (0, 2), (2, 1)] * 3, "three products; logits are widened in registers"
+
+
+def test_a_bias_without_a_residual_is_added_once_by_panels(panels: list[tuple[int, int]], device: torch.device) -> None:
+    matrix = draw("Q4_0", 5, 288, device)
+    states, bias = (random_rows(rows, size, matrix.codes, torch.bfloat16) for rows, size in ((6, 288), (1, 5)))
+    by_panels = BACKEND.linear(states, coded([matrix], torch.bfloat16), bias[0])
+    expected = states.double() @ matrix.dequantize().bfloat16().double().T + bias.double()
+    assert panels
+    torch.testing.assert_close(by_panels.double(), expected, rtol=2e-2, atol=5e-2)
+
+
+def test_products_of_one_order_are_never_multiplied_by_panels(
+    panels: list[tuple[int, int]], device: torch.device
+) -> None:
+    weight = coded([draw("Q4_0", 5, 288, device)], torch.bfloat16)
+    states = random_rows(6, 288, weight.data, torch.bfloat16)
+    together = ExactBackend().linear(states, weight, None)
+    assert panels == []
+    assert torch.equal(together, products.linear(states, weight, None, None, together.clone(), products.multiply_part))
+
+
+def test_rows_above_which_weights_are_widened_to_memory() -> None:
+    cpu = torch.device("cpu")
+    assert {tiles.find_widened_rows(cpu, dtype, 4) for dtype in (torch.bfloat16, torch.float16)} == {512}
+    assert tiles.find_widened_rows(cpu, torch.float32, 4) is None
+
+
+def test_weights_are_widened_in_registers_where_no_device_has_timed_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "architecture_of", lambda _: "sm_80")
+    assert tiles.find_widened_rows(torch.device("cpu"), torch.bfloat16, 4) is None
 
 
 def test_splits_follow_from_the_shape_alone(device: torch.device) -> None:

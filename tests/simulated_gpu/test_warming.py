@@ -16,7 +16,7 @@ from engine.model import decoder as module
 from engine.model.decoder import Decoder
 from engine.model.programs import GRAPH_BYTES, ProgramSize, captured_tokens, graph_bytes, program_sizes
 from engine.warm.warming import StepBounds, WarmStep, Warmth, limits_of, warm
-from kernels.tiles import KIND_TO_ROWS, PRODUCTS, read_table
+from kernels.tiles import KIND_TO_ROWS, PRODUCTS, WIDENED, read_table
 from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
 from tests.harness.checkpoints import make_checkpoint
@@ -62,7 +62,10 @@ def test_a_drawn_load_launches_nothing_outside_of_the_warmed_set(
 
 
 def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
-    tiles = {one[0] for roles in read_table().values() for kind in roles[PRODUCTS].values() for one in kind.values()}
+    kinds = [
+        kind for roles in read_table().values() for role in (PRODUCTS, WIDENED) for kind in roles.get(role, {}).values()
+    ]
+    tiles = {one[0] for kind in kinds for one in kind.values()}
     rows = {step.num_rows for step in StepBounds(128, 2048, 64).steps}
     assert rows == {1, *(one + 1 for one in (*tiles, *KIND_TO_ROWS.values())), 2048}
 
