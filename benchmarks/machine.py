@@ -45,7 +45,7 @@ class MachineState:
 
 
 def commit() -> str:
-    """Names the commit of this checkout, with "and changes" where files differ, or that of COMMIT, as in a packed copy."""
+    """Names the commit of this checkout, with "and changes" where files differ; a packed copy names it by COMMIT."""
     if named := os.environ.get("COMMIT"):
         return named
     command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty= and changes"]
