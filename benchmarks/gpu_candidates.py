@@ -28,7 +28,6 @@ from benchmarks.gpu_kernels import (
     BYTES_PER_TOKEN,
     HEAD_DIM,
     NUM_HEADS,
-    NUM_KV_HEADS,
     VARIANT,
     make_pool,
     make_random,
@@ -193,10 +192,7 @@ def make_prompt(num_before: int, num_rows: int) -> Prompt:
     """Makes a prompt of random numbers, whose pages hold its keys and values."""
     end = num_before + num_rows
     (pages,), tables = make_pool(1, 1, end)
-    key, value = (
-        plane.transpose(1, 2).reshape(end, NUM_KV_HEADS, HEAD_DIM).contiguous()
-        for plane in pages.data[tables[0].long()].unbind(1)
-    )
+    key, value = join_pages(pages.data[tables[0].long()], end)
     seen = torch.ones(num_rows, end, dtype=torch.bool, device="cuda").tril(num_before) if num_before else None
     lens, starts = (torch.tensor(one, dtype=torch.int32, device="cuda") for one in ([end], [0, num_rows]))
     return Prompt(
@@ -210,6 +206,12 @@ def make_prompt(num_before: int, num_rows: int) -> Prompt:
         starts=starts,
         seen=seen,
     )
+
+
+def join_pages(pages: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Copies the keys and values of pages [num_pages, 2, heads, block_size, head_dim], the last perhaps not full."""
+    key, value = (plane.transpose(1, 2).flatten(0, 1)[:num_tokens].contiguous() for plane in pages.unbind(1))
+    return key, value
 
 
 def attend_by_torch(prompt: Prompt, backend: SDPBackend) -> Tensor:
@@ -233,14 +235,14 @@ def measure_decoding(candidate: str) -> Iterator[str]:
         mock.patch.object(decode, "choose_tile", return_value=tile).start()
     ways = (False,) if candidate == BFLOAT16 else (False, True)
     for by_integers in ways:
-        with compiling(), mock.patch.object(paged, "BY_INTEGERS", by_integers):
+        with compiling(), mock.patch.object(paged, "widens_by_integers", return_value=by_integers):
             for *_, works in batches[-len(KEPT) :]:
                 works[0]()
     yield "ready"
     for shape, name, works in batches:
         results = []
         for by_integers in ways:
-            with mock.patch.object(paged, "BY_INTEGERS", by_integers):
+            with mock.patch.object(paged, "widens_by_integers", return_value=by_integers):
                 seconds = time_graph(partial(run_all, works)) / len(works)
                 results.append(works[0]())
                 spilled = spills_of(works[0])

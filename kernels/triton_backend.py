@@ -33,7 +33,7 @@ class TritonBackend(TorchBackend):
 
     def __init__(self) -> None:
         """Names the version by the kernels, their tiles, their compiler and this machine's devices."""
-        self.version = f"{self.name}-10-{tiles.digest()}-{triton.__version__}-{tiles.device_name()}"
+        self.version = f"{self.name}-11-{tiles.digest()}-{triton.__version__}-{tiles.device_name()}"
 
     rms_norm = staticmethod(row_operations.rms_norm)
     gate = staticmethod(row_operations.gate)

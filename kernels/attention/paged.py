@@ -22,8 +22,6 @@ MIN_SPLIT_LEN = 256
 FUSING = {"enable_fp_fusion": True}
 HEAD_AXIS = 1
 """The axis of KV heads in a launch of prompts: 1, neighbours are tiles of a head; 0, the heads of a tile."""
-BY_INTEGERS = False
-"""Whether decoding rows widen codes of 8 bits as kernels/attention/widening.py does; prompts would spill on sm_80."""
 
 
 @triton.jit
@@ -307,7 +305,7 @@ def launch(
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT_LEN=MIN_SPLIT_LEN,
         HEAD_AXIS=head_axis,
-        BY_INTEGERS=BY_INTEGERS and cu_query_lens is None and widens_by_integers(query),
+        BY_INTEGERS=cu_query_lens is None and widens_by_integers(query),  # prompts would spill on sm_80
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **FUSING,

@@ -227,7 +227,7 @@ def compile_attention(
     constants |= {"KEYS": tile.width, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
     constants |= {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
     constants["HEAD_AXIS"] = 1 if role == "decode" else paged.HEAD_AXIS
-    constants["BY_INTEGERS"] = paged.BY_INTEGERS and role == "decode" and architecture.startswith("sm")
+    constants["BY_INTEGERS"] = role == "decode" and architecture.startswith("sm") and dtype == "bf16"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged.FUSING}
     name = f"{role} {kind}"
     return compile_kernel(architecture, paged.attend, name, dtype, options, CODES.get(kind), **constants)

@@ -30,8 +30,9 @@ WANTED_PRODUCTS = {"few": 2, "some": 1, "more": 1, "many": 1, "most": 1}
 """Likewise."""
 MOST_INSTRUCTIONS = {"Q4_K": 7.5, "Q6_K": 9.8, "Q8_0": 9.0, "MXFP4": 9.6}
 """For each weight of a thread, in the loop of few rows on an H100: no operation moves a code of 4 bits."""
-MAY_SPILL = {"ordered most 1": 128, "ordered most 2": 128}
-"""Bytes that rows may spill which an H200 has timed as the quickest."""
+MAY_SPILL = {"ordered most 1": 128, "ordered most 2": 128, "products many Q6_K": 32}
+MAY_SPILL |= {"products some Q4_K": 256, "products some MXFP4": 128, "products many MXFP4": 16}
+"""Bytes that rows of sm_90 may spill, of tiles which an H200 has timed as the quickest."""
 FORMATS_OF_BITS = {"4": 2, "5": 1, "6": 1, "8": 2}
 Compiled = list[dict[str, Any]]
 
@@ -131,7 +132,8 @@ def test_all_kernels_compile(compiled: Compiled) -> None:
 
 
 def test_no_register_is_spilled(tiled: Compiled) -> None:
-    assert [one for one in tiled if one["spilled"] > MAY_SPILL.get(one["kernel"], 0)] == []
+    allowed = {("sm_90", kernel): num_bytes for kernel, num_bytes in MAY_SPILL.items()}
+    assert [one for one in tiled if one["spilled"] > allowed.get((one["architecture"], one["kernel"]), 0)] == []
 
 
 def test_programs_fit_their_processor_as_often_as_wanted(tiled: Compiled) -> None:
