@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_figures import FILE, HEADINGS, Figure, read_figures, read_last, record, write_run
 from benchmarks.gpu_plan import Stage, Step, choose, limit_s, seconds_for_first
+from benchmarks.machine import commit
 
 MEASURES = ("engine", "store", "kernels", "products")
 LAB = Path(__file__).with_name("gpu_lab.py")
@@ -156,19 +157,9 @@ def read_head() -> dict[str, str]:
     now = datetime.datetime.now(datetime.UTC)
     return device | {
         "cores": str(len(os.sched_getaffinity(0))),
-        "commit": name_commit(),
+        "commit": commit(),
         "date": f"{now:%Y-%m-%d %H:%M}",
     }
-
-
-def name_commit() -> str:
-    """Names the commit of this code: that of COMMIT where there is no git, as in a packed copy."""
-    from benchmarks.machine import commit
-
-    try:
-        return os.environ.get("COMMIT") or commit()
-    except (OSError, subprocess.CalledProcessError):
-        return "not known"
 
 
 def make_steps(options: argparse.Namespace, folder: Path) -> dict[str, Step]:
@@ -176,7 +167,7 @@ def make_steps(options: argparse.Namespace, folder: Path) -> dict[str, Step]:
     steps = _rehearsed_steps(folder) if options.rehearse else _steps(options.model)
     clusters = [
         _cluster(words, least_s, options, folder)
-        for words, least_s in (("killed float32", 60), ("killed bfloat16", 60), ("pools", 130), ("colocated", 85))
+        for words, least_s in (("killed float32", 120), ("killed bfloat16", 120), ("pools", 130), ("colocated", 85))
     ]
     names = map(str.strip, re.split("[,+]", options.steps))
     others = [Step(one, _python(*shlex.split(one)[1:]), 10, 120) for one in names if one.startswith("run ")]

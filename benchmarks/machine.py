@@ -45,9 +45,14 @@ class MachineState:
 
 
 def commit() -> str:
-    """Names the commit of this checkout, with "and changes" where files differ from it."""
+    """Names the commit of this checkout, with "and changes" where files differ; a packed copy names it by COMMIT."""
+    if named := os.environ.get("COMMIT"):
+        return named
     command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty= and changes"]
-    return subprocess.check_output(command, cwd=Path(__file__).parent, text=True).strip()
+    try:
+        return subprocess.check_output(command, cwd=Path(__file__).parent, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "not known"
 
 
 def processor() -> str:

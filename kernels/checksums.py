@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.checksums import CHUNK_WORDS, PIECE_CHUNKS, ROW_WORDS, num_pieces
 
-OPTIONS = {"num_warps": 4, "num_stages": 2}
+OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 CHUNKS_AT_ONCE = 4
 
 

@@ -187,10 +187,11 @@ class _DeviceSums:
         self._accelerator.sum_pages(self._pages, chosen[front], self._keys, sums[front])
         sums_here[front].copy_(sums[front], non_blocking=True)
         event.record()
-        return partial(_checksums_after, event, sums_here[front])
+        return partial(checksums_after, event, sums_here[front])
 
 
-def _checksums_after(event: torch.Event, sums: torch.Tensor) -> list[bytes]:
+def checksums_after(event: torch.Event, sums: torch.Tensor) -> list[bytes]:
+    """Waits for a batch, and returns the checksums of its sums."""
     event.synchronize()
     return [checksum_of_sums(one.data) for one in sums.numpy()]
 

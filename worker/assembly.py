@@ -198,8 +198,9 @@ def assemble_on(
     with _fitting(config):
         pool = DevicePool(model.layout, config.num_blocks, model.device, num_open)
         proposer = DraftProposer(draft, pool.ledger.num_pages) if draft else _PROPOSERS[config.speculation.proposer]()
-    warm = warm_up(pool.kv, proposer.pool.kv if isinstance(proposer, DraftProposer) else None)
+    # Before the model is warm, from when on what is compiled counts as late: a store compiles the sums of its pages.
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
+    warm = warm_up(pool.kv, proposer.pool.kv if isinstance(proposer, DraftProposer) else None)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()

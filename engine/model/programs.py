@@ -229,6 +229,7 @@ class CapturedProgram:
         logits: list[torch.Tensor] = []
         self._graph.capture(lambda: logits.append(forward(batch, all_angles.at(positions))))
         (self._logits,) = logits
+        self._graph.replay()  # the first one uploads the graph; no row has a slot or a context yet
 
     def run(self, batch: Batch) -> torch.Tensor:
         next(self._inputs).copy_to(self._on_device, batch)

@@ -1,4 +1,6 @@
-"""Claude Code and Codex call a tool because a real model chose to: `bash tests/clients.sh -k real_choices`.
+"""Claude Code reads a file because a real model chose to; Codex is asked for its tool by name, and refuses the call.
+
+`bash tests/clients.sh -k real_choices`.
 
 The model has half a billion parameters, and programs' own prompts of 15,000 tokens are beyond it: it gets a short
 system prompt, and of Claude Code one tool, by flags and settings that both document. Which tool it calls is its own.

@@ -82,7 +82,8 @@ async def test_decode_prefills_while_no_prefill_worker_is_left() -> None:
         arm(cluster, "commit", 2)
         complete = await serve_one(cluster, 0)
         assert complete.timeline.prefill_worker == ""
-        assert tiers_from_pb(complete.usage.cached_tokens).get("host", 0) == 16 * 2
+        cached = tiers_from_pb(complete.usage.cached_tokens)  # decode may have read them ahead, into its pages
+        assert cached.get("host", 0) + cached.get("device", 0) == 16 * 2
         assert (await serve_one(cluster, 1)).timeline.prefill_worker == ""
         replacement = await cluster.add(Role.PREFILL)
         assert (await serve_one(cluster, 2)).timeline.prefill_worker == replacement

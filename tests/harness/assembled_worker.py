@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from decode_worker.behaviour import decode_behaviour
 from engine.model.batch import CausalModel, DraftModel
+from kernels.backend import KVPages
 from prefill_worker.behaviour import prefill_behaviour
 from tests.harness.served import served_model
 from text.byte_tokenizer import ByteTokenizer
@@ -19,6 +20,7 @@ from worker.config import (
     StoreSettings,
     WorkerConfig,
 )
+from worker.service import COLD, Warm
 
 FINGERPRINT = b"f" * 32
 TOKEN = "the cluster's token"
@@ -41,6 +43,7 @@ def local_worker(
     proposer: str = "off",
     draft: DraftModel | None = None,
     definition: Callable[[], str] = lambda: ByteTokenizer().definition,
+    warm_up: Callable[[KVPages, KVPages | None], Warm] = lambda kv, draft_kv: COLD,
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
@@ -55,4 +58,4 @@ def local_worker(
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.block_size)
-    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, definition)
+    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, definition, warm_up)

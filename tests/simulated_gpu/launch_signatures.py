@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,19 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from engine.warm.compiling import Launches
 from engine.warm.warming import limits_of, make_programs, note_kernels
-from kernels import row_operations
+from kernels import checksums, row_operations
 from kernels.backend import KVPages
 from kernels.products import ordered
 from kernels.quantized import products
 from kernels.triton_backend import ExactBackend, TritonBackend
+from kv_store.device_pool import COPIED_AT_ONCE, DevicePool
 from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.engines import make_core, request
 from tests.kernels.no_device import NoDevice
 from tests.simulated_gpu import device
 from tests.simulated_gpu.device import SimulatedGpu
+from wire.ids import PageId
 from wire.sampling import SamplingParams
 
 BY_TORCH = SimulatedGpu.likeliest
@@ -48,6 +50,8 @@ NUM_BLOCKS, MAX_RUNNING, MAX_STEP_TOKENS = 1200, 70, 400
 STEP_S, TOKEN_S = 0.005, 25e-6
 PAUSE_S = 4.0
 """Between bursts of requests, on average."""
+WARMED_BATCHES = (1,)
+"""Pages that a store sums when it is made."""
 
 
 @dataclass
@@ -72,6 +76,14 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Finds the likeliest tokens by torch, beside the kernel's launch, which is noted."""
     row_operations.likeliest(logits)
     return BY_TORCH(SimulatedGpu(), logits)
+
+
+def sum_batches(pool: DevicePool, launches: Launches, sizes: Iterable[int]) -> None:
+    """Sums batches of a pool's pages, as publish and fetch do, in both buffers; their kernel is noted."""
+    with launches.noting():
+        for size in sizes:
+            for _ in range(2):
+                pool.begin_checksums([PageId(page) for page in range(size)])()
 
 
 def load(arch: str, kv_dtype: str, policy: str, folder: Path) -> Decoder:
@@ -127,11 +139,13 @@ def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, An
         batcher = ContinuousBatcher(MAX_STEP_TOKENS, MAX_RUNNING)
         core = make_core(drawn, None, NUM_BLOCKS, batcher, speculator)
         limits = limits_of(model, core.pool.kv, MAX_RUNNING, MAX_STEP_TOKENS)
+        sum_batches(core.pool, warmed, WARMED_BATCHES)
         note_kernels(model, core.pool.kv, limits, warmed)
         with drawn.launches.noting():
             make_programs(model, core.pool.kv, limits)
         num_programs = model.num_programs
         num_requests += run(core, drawn, draw, seconds / 2)
+        sum_batches(core.pool, drawn.launches, range(1, COPIED_AT_ONCE + 1))
         num_late += model.num_programs - num_programs
     seen = drawn.launches
     outside = [one.name for one in seen.signatures if one not in warmed.signatures]
@@ -149,6 +163,7 @@ def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, An
 if __name__ == "__main__":
     device.load()
     device.SimulatedGpu.likeliest = staticmethod(likeliest)  # type: ignore[method-assign, assignment]
+    device.SimulatedGpu.sum_pages = lambda _, *tensors: checksums.sum_pages(*tensors)  # type: ignore[method-assign]
     products.MIN_SPLIT_DEPTH = ordered.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     arch, kv_dtype, policy, seconds = sys.argv[1:]

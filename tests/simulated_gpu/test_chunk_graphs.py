@@ -16,7 +16,7 @@ from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, request
-from tests.simulated_gpu.device import SIM, commands
+from tests.simulated_gpu.device import SIM, SimulatedGraph, commands
 from tests.simulated_gpu.triton_kernels import triton_kernels
 from wire.sampling import SamplingParams
 
@@ -52,6 +52,26 @@ def test_chunks_beside_decoding_rows_give_transformers_tokens(tmp_path: Path, mo
     monkeypatch.setattr(Decoder, "run", refuse)
     runs = drive(core, [request(one.prompt_ids, GREEDY) for one in chosen])
     assert [run.outputs[0] for run in runs] == [list(one.token_ids[: GREEDY.max_tokens]) for one in chosen]
+
+
+def test_a_graph_is_replayed_once_before_its_first_step_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device uploads a graph at its first replay."""
+    num_replays, replay = [0], SimulatedGraph.replay
+
+    def counting(graph: SimulatedGraph) -> None:
+        num_replays[0] += 1
+        replay(graph)
+
+    monkeypatch.setattr(SimulatedGraph, "replay", counting)
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama", num_hidden_layers=1)
+    model = Decoder.load(folder, "float32", SIM, BLOCK_SIZE, TritonBackend())
+    pool = DevicePool(model.layout, NUM_BLOCKS, SIM)
+    pool.kv.data.fill_(3.0)
+    assert all(model.prepare(one, pool.kv) for one in SIZES)
+    assert num_replays == [len(SIZES)]
+    assert torch.all(pool.kv.data.cpu() == 3.0)
 
 
 def make_batch(decode_lens: Sequence[int], chunk_lens: Sequence[int], first_page: int, seed: int) -> Batch:

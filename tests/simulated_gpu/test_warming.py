@@ -16,27 +16,33 @@ from engine.model import decoder as module
 from engine.model.decoder import Decoder
 from engine.model.programs import GRAPH_BYTES, ProgramSize, captured_tokens, graph_bytes, program_sizes
 from engine.warm.warming import StepBounds, WarmStep, Warmth, limits_of, warm
+from kernels.backend import KVPages
 from kernels.tiles import KIND_TO_ROWS, PRODUCTS, WIDENED, read_table
 from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
+from tests.harness.assembled_worker import local_worker
 from tests.harness.checkpoints import make_checkpoint
+from tests.harness.node import Node
 from tests.pairs import RUNS_ALL
-from tests.simulated_gpu.device import SIM, commands, leave_room, reset
+from tests.simulated_gpu.device import SIM, SimulatedGpu, commands, leave_room, reset
 from wire.errors import ConfigError
+from wire.pools import Role
+from worker.assembly import Tiers
+from worker.service import COLD, Warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("launch_signatures.py")
 LOADS = [
-    ("llama-gqa", "auto", "full", 9),
-    ("gguf:Q4_K", "int8", "full", 20),
-    ("exact:llama-gqa", "auto", "full", 40),
-    ("gemma2", "auto", "full", 9),
-    ("qwen3", "int4", "full", 9),
-    ("gemma3", "fp8", "full", 9),
-    ("qwen3", "auto", "sinks=20+44", 9),
-    ("llama-gqa", "auto", "h2o=128", 9),
-    ("gguf:Q8_0", "auto", "full", 20),
-    ("mixtral", "auto", "full", 13),
+    ("llama-gqa", "auto", "full", 10),
+    ("gguf:Q4_K", "int8", "full", 21),
+    ("exact:llama-gqa", "auto", "full", 41),
+    ("gemma2", "auto", "full", 10),
+    ("qwen3", "int4", "full", 10),
+    ("gemma3", "fp8", "full", 10),
+    ("qwen3", "auto", "sinks=20+44", 10),
+    ("llama-gqa", "auto", "h2o=128", 10),
+    ("gguf:Q8_0", "auto", "full", 21),
+    ("mixtral", "auto", "full", 14),
 ]
 """An architecture, a dtype of KV, a policy, and a bound on the kernels of its set."""
 LOAD_S = 900 if RUNS_ALL else 40
@@ -169,6 +175,27 @@ def test_graphs_are_there_before_requests_and_later_ones_are_counted(folder: Pat
     assert warmth.num_late == 0
     assert model.prepare(ProgramSize(17, 4), pool.kv)
     assert warmth.num_late == 1
+
+
+def test_the_sums_of_a_stores_pages_are_compiled_before_what_is_compiled_counts_as_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sum_pages, num_launched, before_warm = SimulatedGpu.sum_pages, [0], list[int]()
+
+    def counting(*args: Any) -> None:
+        num_launched[0] += 1
+        sum_pages(*args)
+
+    def warm_up(kv: KVPages, draft_kv: KVPages | None) -> Warm:
+        before_warm.append(num_launched[0])
+        return COLD
+
+    monkeypatch.setattr(SimulatedGpu, "sum_pages", counting)
+    model = Decoder.load(folder, "float32", SIM, 16)
+    node = Node(model.layout)
+    tiers = Tiers(node.arena, node.directory)
+    local_worker(model, tiers, "p0", Role.PREFILL, NUM_BLOCKS, warm_up=warm_up).close()
+    assert before_warm == num_launched == [1]
 
 
 def test_limits_follow_from_the_pool(folder: Path) -> None:
