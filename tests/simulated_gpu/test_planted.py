@@ -17,6 +17,7 @@ import torch
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
 from engine.step.runner import Runner
+from kernels.products.ordered import Counters
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.node import arena
@@ -185,6 +186,15 @@ def fail_steps(folder: Path) -> None:
     core.abort(requests[0].attempt_id)
 
 
+def count_on_a_second_stream(_: Path) -> None:
+    """Counts tiles of products on a stream beside the one that has made the counters."""
+    counters, side = Counters(), torch.Stream(SIM)
+    counters.here(SIM)
+    with side:
+        counters.here(SIM).add_(1)
+    side.synchronize()
+
+
 NO_WORDS = KVLayout(1, 1, 1, 1, "bfloat16")
 """A layout whose payloads are no whole words, so that the host takes their checksums."""
 OF_BLOCKS = [
@@ -196,6 +206,7 @@ PROGRAMS: dict[str, list[Callable[[Path], None]]] = {
     "engine/model/programs.py": [decode],
     "engine/model/sampler.py": [decode],
     "engine/step/runner.py": [fail_steps],
+    "kernels/products/ordered.py": [count_on_a_second_stream],
     "kv_store/device_pool.py": OF_BLOCKS,
     "kv_store/node_store.py": OF_BLOCKS,
     "kv_store/page_store.py": [keep_in_tiers],

@@ -39,8 +39,10 @@ class Accesses:
     def add(self, pointers: TensorHandle, mask: TensorHandle, is_write: bool) -> None:
         item_bytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         touched = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
-        chosen = touched[np.broadcast_to(mask.data, touched.shape)]
-        self.addresses.setdefault((item_bytes, is_write), []).append(chosen.ravel())
+        chosen = touched[np.broadcast_to(mask.data, touched.shape)].ravel()
+        if len(chosen):  # an address that is not the device's fails the kernel before the process would
+            commands().touch(torch.tensor([int(chosen.min()), int(chosen.max())]), item_bytes, is_write)
+        self.addresses.setdefault((item_bytes, is_write), []).append(chosen)
 
     def note(self) -> None:
         """Tells the device, for the task under way."""
