@@ -21,7 +21,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.prefix.plan import Read
 from kv_store.transfers import Done, Fetch, Prefetch, Transfer
-from wire.ids import AttemptId, PageId
+from wire.ids import AttemptId, BlockKey, PageId
 from wire.tier import Tier
 
 GROUP_BYTES = 32 << 20
@@ -42,6 +42,9 @@ class PrefixReads:
         self._groups: dict[Transfer, tuple[Sequence, LaterRead]] = {}
         self._splits: dict[Sequence, LaterRead] = {}
         self._ahead: dict[Transfer, AttemptId] = {}
+        self._for_attempts: dict[
+            PageId, tuple[BlockKey, AttemptId]
+        ] = {}  # pages read ahead, until their attempt begins
 
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
@@ -51,7 +54,8 @@ class PrefixReads:
         """
         prefix = sequence.prefix
         names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
-        found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
+        attempt_id = sequence.choice.attempt_id
+        found = [None if name.is_tail else self._find(name.key, attempt_id) for name in names]
         taken = self._acquire(PrefixRead(prefix, names, found, sequence.kv.window, sequence.request.num_prompt))
         if taken is None:
             return False
@@ -113,9 +117,29 @@ class PrefixReads:
         if group is not None and group[0].chunk_end is not None and self._splits.get(group[0]) is group[1]:
             group[1].end_group(done)
             self._index(done)
-        if self._ahead.pop(done.transfer, None) is not None:
+        attempt_id = self._ahead.pop(done.transfer, None)
+        if attempt_id is not None:
+            blocks = zip(done.transfer.names, done.transfer.pages, strict=True)
+            self._for_attempts.update({page: (name.key, attempt_id) for name, page in blocks})
             self._index(done)
         return None
+
+    def _find(self, key: BlockKey, attempt_id: AttemptId) -> PageId | None:
+        """Finds a block's page for an attempt that begins.
+
+        A page that was read ahead of another attempt, which has not begun, is no longer found: prefill may have ended
+        with logits that are no numbers, and its blocks are deleted elsewhere.
+        """
+        page = self._ledger.find(key)
+        if page is None or self._for_attempts.pop(page, None) in (None, (key, attempt_id)):
+            return page
+        self._ledger.unindex(page)
+        return None
+
+    def _find_begun(self, key: BlockKey) -> PageId | None:
+        """Finds a block's page, unless it was read ahead of an attempt that has not begun."""
+        page = self._ledger.find(key)
+        return None if page in self._for_attempts else page
 
     def _index(self, done: Done) -> None:
         """Indexes the blocks that were read, a prefix's end first; their pages have no owner."""
@@ -184,7 +208,7 @@ class PrefixReads:
 
     def _follow(self, sequence: Sequence, later: LaterRead, num_spare: int) -> list[Jumped]:
         """Has a sequence acquire the blocks that it has reached, and begins a group of at most `num_spare` pages."""
-        block_size, find = self._block_size, self._ledger.find
+        block_size, find = self._block_size, self._find_begun
         start, is_within = divmod(sequence.num_computed, block_size)
         is_at_end = not is_within and len(sequence.kv.table) == start
         pages = later.run(start, find) if is_at_end else []
