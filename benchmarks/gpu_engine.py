@@ -10,7 +10,6 @@ worker does, and tells their time and memory.
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.gpu_kernels import Ceilings
+from benchmarks.gpu_model import SIZES, Sizes
 from benchmarks.gpu_timing import Row
 from engine.checkpoint.config import ModelConfig
 from engine.core import EngineCore
@@ -45,60 +45,13 @@ NUM_PROMPTS = 5
 MAX_STEP_TOKENS, MAX_RUNNING = 8192, 128
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model."""
-
-    name: str
-    hidden: int
-    mlp: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-
-    @property
-    def config(self) -> ModelConfig:
-        return ModelConfig.parse(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "vocab_size": self.vocab,
-                "hidden_size": self.hidden,
-                "intermediate_size": self.mlp,
-                "num_hidden_layers": self.num_layers,
-                "num_attention_heads": self.num_heads,
-                "num_key_value_heads": self.num_kv_heads,
-                "head_dim": self.head_dim,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 500_000.0,
-                "max_position_embeddings": 16_384,
-                "eos_token_id": None,
-                "dtype": "bfloat16",
-            }
-        )
-
-    @property
-    def num_weights(self) -> int:
-        """Weights in the products of a token."""
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden * (width + self.num_heads * self.head_dim + 3 * self.mlp)
-        return self.num_layers * layer + self.hidden * self.vocab
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of a token's KV."""
-        return 4 * self.num_layers * self.num_kv_heads * self.head_dim
-
-
-SMALL = Shape("135M", 576, 1536, 30, 9, 3, 64, 49_152)
-LARGE = Shape("8B", 4096, 14_336, 32, 32, 8, 128, 128_256)
+SMALL, LARGE = SIZES["135M"], SIZES["8B"]
 LOADS = [(SMALL, 1, 512), (SMALL, 32, 512), (LARGE, 1, 1024), (LARGE, 16, 1024), (LARGE, 64, 2048)]
 PROMPTS = [(SMALL, 128), (SMALL, 1100), (SMALL, 2048), (LARGE, 128), (LARGE, 512), (LARGE, 2048), (LARGE, 8192)]
 """By default 8B has graphs of up to 256 prompt tokens; here all have one."""
 
 
-def make_decoder(shape: Shape, backend: Backend | None = None) -> Decoder:
+def make_decoder(shape: Sizes, backend: Backend | None = None) -> Decoder:
     """Makes a decoder of a shape with random weights."""
     backend = backend or TritonBackend()
 
@@ -135,7 +88,8 @@ def make_decoder(shape: Shape, backend: Backend | None = None) -> Decoder:
     )
     table, head = weight(shape.vocab, shape.hidden).weight, weight(shape.vocab, shape.hidden).weight
     weights = DecoderWeights(table, layers, norm(), head)
-    return Decoder(shape.config, weights, shape.config.kv_layout("bfloat16", 16), backend)
+    config = ModelConfig.parse(shape.config | {"eos_token_id": None})
+    return Decoder(config, weights, config.kv_layout("bfloat16", 16), backend)
 
 
 class Load:
@@ -191,7 +145,7 @@ def compile_all(model: Decoder) -> None:
     compile_kernels(model, TritonBackend(), kv, limits_of(model, kv, MAX_RUNNING, MAX_STEP_TOKENS))
 
 
-def capture_all(shape: Shape) -> str:
+def capture_all(shape: Sizes) -> str:
     """Captures the graphs that a worker has; returns their number, time and memory."""
     model = make_decoder(shape)
     kv = Load(model, 16_384).kv
@@ -202,7 +156,7 @@ def capture_all(shape: Shape) -> str:
     return f"{shape.name}: {model.num_programs} graphs, {took_s:.2f} s, {taken_bytes >> 20} MiB; without: {without}"
 
 
-def _measure_decode(model: Decoder, shape: Shape, num_seqs: int, context_len: int, bytes_s: float) -> Row:
+def _measure_decode(model: Decoder, shape: Sizes, num_seqs: int, context_len: int, bytes_s: float) -> Row:
     load = Load(model, num_seqs * (context_len + 256))
     for _ in range(num_seqs):
         load.add(context_len, NUM_WARM_UPS + NUM_STEPS + 20)
@@ -215,7 +169,7 @@ def _measure_decode(model: Decoder, shape: Shape, num_seqs: int, context_len: in
     return Row(name, f"{num_seqs} x {context_len}", median(seconds), num_bytes / bytes_s, "read")
 
 
-def _measure_prompt(model: Decoder, shape: Shape, prompt_len: int, operations_s: float) -> Row:
+def _measure_prompt(model: Decoder, shape: Sizes, prompt_len: int, operations_s: float) -> Row:
     """Kernel by kernel first: the graph is made in between."""
     load = Load(model, 2 * prompt_len + 512)
     launched_s = _time_prompts(load, prompt_len)

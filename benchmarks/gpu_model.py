@@ -29,6 +29,7 @@ LAYERS_A_FILE = 4
 class Sizes:
     """The sizes of a Llama."""
 
+    name: str
     hidden: int
     mlp: int
     num_layers: int
@@ -61,11 +62,27 @@ class Sizes:
             "mlp_bias": False,
         }
 
+    @property
+    def num_weights(self) -> int:
+        """Weights in the products of a token."""
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden * (width + self.num_heads * self.head_dim + 3 * self.mlp)
+        return self.num_layers * layer + self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's KV."""
+        return 4 * self.num_layers * self.num_kv_heads * self.head_dim
+
 
 SIZES = {
-    "8B": Sizes(4096, 14_336, 32, 32, 8, 128, 128_256),
-    "1B": Sizes(2048, 8192, 16, 32, 8, 64, 128_256),
-    "tiny": Sizes(256, 512, 4, 8, 2, 32, 1408),
+    one.name: one
+    for one in (
+        Sizes("8B", 4096, 14_336, 32, 32, 8, 128, 128_256),
+        Sizes("1B", 2048, 8192, 16, 32, 8, 64, 128_256),
+        Sizes("135M", 576, 1536, 30, 9, 3, 64, 49_152),
+        Sizes("tiny", 256, 512, 4, 8, 2, 32, 1408),
+    )
 }
 
 

@@ -131,7 +131,10 @@ class PrefixReads:
         with logits that are no numbers, and its blocks are deleted elsewhere.
         """
         page = self._ledger.find(key)
-        if page is None or self._for_attempts.pop(page, None) in (None, (key, attempt_id)):
+        if page is None or (reader := self._reader_to_come(page, key)) is None:
+            return page
+        del self._for_attempts[page]
+        if reader == attempt_id:
             return page
         self._ledger.unindex(page)
         return None
@@ -139,7 +142,12 @@ class PrefixReads:
     def _find_begun(self, key: BlockKey) -> PageId | None:
         """Finds a block's page, unless it was read ahead of an attempt that has not begun."""
         page = self._ledger.find(key)
-        return None if page in self._for_attempts else page
+        return None if page is None or self._reader_to_come(page, key) is not None else page
+
+    def _reader_to_come(self, page: PageId, key: BlockKey) -> AttemptId | None:
+        """Returns the attempt that a page was read ahead of, if it has not begun and the page still has the block."""
+        of_key, attempt_id = self._for_attempts.get(page, (None, None))
+        return attempt_id if of_key == key else None
 
     def _index(self, done: Done) -> None:
         """Indexes the blocks that were read, a prefix's end first; their pages have no owner."""

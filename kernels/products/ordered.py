@@ -23,7 +23,7 @@ UNIT = 128
 """A split is a multiple of it, which the depth of an iteration divides."""
 ROWS_AT_ONCE = 8
 """Tiles of rows whose programs are neighbours, so that they find the columns in the cache."""
-MAX_SPLIT_ROWS, MAX_ROW_SUMS = 128, MAX_PROGRAMS * SPLIT_COLUMNS
+MAX_SPLIT_ROWS = 128
 """The most rows whose splits have a program each, and the most sums of a row's splits: 16 MiB in all."""
 MAX_TILES, MAX_STREAMS = 1024, 128
 """The most tiles whose splits have a program each, and the most streams of a device that launch products."""

@@ -100,18 +100,19 @@ def widen(
     columns,
     chunk,
     PLANE_INDEX: tl.constexpr,
-    PLANES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ZERO: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    IS_HALVED: tl.constexpr,
+    FORM: tl.constexpr,
     SCALE: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
-    """Widens a plane of columns' weights to the dtype in which the file computes them, [columns, 32]."""
+    """Widens a plane of columns' weights to the dtype in which the file computes them, [columns, 32]. FORM: below."""
+    PLANES: tl.constexpr = FORM[0]
+    BITS: tl.constexpr = FORM[1]
+    BLOCK: tl.constexpr = FORM[2]
+    ZERO: tl.constexpr = FORM[3]
+    NUMBERS: tl.constexpr = FORM[4]
+    IS_FLOAT: tl.constexpr = FORM[5]
+    HAS_OFFSETS: tl.constexpr = FORM[6]
+    IS_HALVED: tl.constexpr = FORM[7]
     OF_WORD: tl.constexpr = 2 if BITS == 8 else 4
     places = columns[:, None] * 16 + tl.arange(0, 16)[None, :]
     word = (chunk * (PLANES // OF_WORD) + PLANE_INDEX // OF_WORD).to(tl.int64)
@@ -158,90 +159,20 @@ def widen(
 
 @triton.jit
 def widen_word(
-    tables,
-    columns,
-    chunk,
-    WORD: tl.constexpr,
-    PLANES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ZERO: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    IS_HALVED: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOURCE: tl.constexpr,
+    tables, columns, chunk, WORD: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, SOURCE: tl.constexpr
 ):
-    """Widens the planes of a word, one behind another, [columns, 64] of 8 bits, else [columns, 128]."""
-    OF_WORD: tl.constexpr = 2 if BITS == 8 else 4
-    PLANE: tl.constexpr = WORD * OF_WORD
-    first = widen(
-        *tables,
-        columns,
-        chunk,
-        PLANE,
-        PLANES,
-        BITS,
-        BLOCK,
-        ZERO,
-        NUMBERS,
-        IS_FLOAT,
-        HAS_OFFSETS,
-        IS_HALVED,
-        SCALE,
-        SOURCE,
-    )
-    second = widen(
-        *tables,
-        columns,
-        chunk,
-        PLANE + 1,
-        PLANES,
-        BITS,
-        BLOCK,
-        ZERO,
-        NUMBERS,
-        IS_FLOAT,
-        HAS_OFFSETS,
-        IS_HALVED,
-        SCALE,
-        SOURCE,
-    )
+    """Widens the planes of a word, one behind another, [columns, 64] of 8 bits, else [columns, 128].
+
+    FORM: the planes, bits, block, zero, numbers, and is_float, has_offsets and is_halved of the codes.
+    """
+    BITS: tl.constexpr = FORM[1]
+    PLANE: tl.constexpr = WORD * (2 if BITS == 8 else 4)
+    first = widen(*tables, columns, chunk, PLANE, FORM, SCALE, SOURCE)
+    second = widen(*tables, columns, chunk, PLANE + 1, FORM, SCALE, SOURCE)
     planes = tl.join(first, second).permute(0, 2, 1).reshape(columns.shape[0], 64)
     if BITS < 8:
-        third = widen(
-            *tables,
-            columns,
-            chunk,
-            PLANE + 2,
-            PLANES,
-            BITS,
-            BLOCK,
-            ZERO,
-            NUMBERS,
-            IS_FLOAT,
-            HAS_OFFSETS,
-            IS_HALVED,
-            SCALE,
-            SOURCE,
-        )
-        fourth = widen(
-            *tables,
-            columns,
-            chunk,
-            PLANE + 3,
-            PLANES,
-            BITS,
-            BLOCK,
-            ZERO,
-            NUMBERS,
-            IS_FLOAT,
-            HAS_OFFSETS,
-            IS_HALVED,
-            SCALE,
-            SOURCE,
-        )
+        third = widen(*tables, columns, chunk, PLANE + 2, FORM, SCALE, SOURCE)
+        fourth = widen(*tables, columns, chunk, PLANE + 3, FORM, SCALE, SOURCE)
         pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
         planes = pairs.permute(0, 2, 3, 1).reshape(columns.shape[0], 128)
     return planes
@@ -299,6 +230,7 @@ def multiply(
     is_row, is_column = rows < num_rows, out_columns < num_columns
     num_own = tl.where(tl.num_programs(2) == 1, tl.cdiv(num_chunks, split_chunks), 1)
     tables = codes_ptr, rest_ptr, scales_ptr, factors_ptr, num_columns
+    FORM: tl.constexpr = (PLANES, BITS, BLOCK, ZERO, NUMBERS, IS_FLOAT, HAS_OFFSETS, IS_HALVED)
     DEPTH: tl.constexpr = 64 if BITS == 8 else 128
     WORDS: tl.constexpr = PLANES * 32 // DEPTH
     plane_places = tl.arange(0, DEPTH)
@@ -312,22 +244,7 @@ def multiply(
         for place in range(tl.minimum(split_chunks, num_chunks - first_chunk)):
             chunk = first_chunk + place
             for word in tl.static_range(WORDS):
-                weights = widen_word(
-                    tables,
-                    columns,
-                    chunk,
-                    word,
-                    PLANES,
-                    BITS,
-                    BLOCK,
-                    ZERO,
-                    NUMBERS,
-                    IS_FLOAT,
-                    HAS_OFFSETS,
-                    IS_HALVED,
-                    SCALE,
-                    SOURCE,
-                )
+                weights = widen_word(tables, columns, chunk, word, FORM, SCALE, SOURCE)
                 depths = (chunk * WORDS + word) * DEPTH + plane_places
                 present = is_row[:, None] & (depths < depth)[None, :]
                 states = tl.load(row_ptrs + depths[None, :], mask=present, other=0.0)
@@ -398,25 +315,11 @@ def widen_rows(
     else:
         columns = tl.load(ids_ptr + rows, mask=is_row, other=0).to(tl.int32)
     tables = codes_ptr, rest_ptr, scales_ptr, factors_ptr, num_columns
+    FORM: tl.constexpr = (PLANES, BITS, BLOCK, ZERO, NUMBERS, IS_FLOAT, HAS_OFFSETS, IS_HALVED)
     DEPTH: tl.constexpr = 64 if BITS == 8 else 128
     WORDS: tl.constexpr = PLANES * 32 // DEPTH
     for word in tl.static_range(WORDS):
-        weights = widen_word(
-            tables,
-            columns,
-            chunk,
-            word,
-            PLANES,
-            BITS,
-            BLOCK,
-            ZERO,
-            NUMBERS,
-            IS_FLOAT,
-            HAS_OFFSETS,
-            IS_HALVED,
-            SCALE,
-            SOURCE,
-        )
+        weights = widen_word(tables, columns, chunk, word, FORM, SCALE, SOURCE)
         depths = (chunk * WORDS + word) * DEPTH + tl.arange(0, DEPTH)
         out_ptrs = out_ptr + rows[:, None].to(tl.int64) * depth + depths[None, :]
         tl.store(out_ptrs, weights, mask=is_row[:, None] & (depths < depth)[None, :])

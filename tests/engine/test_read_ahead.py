@@ -133,6 +133,33 @@ def test_blocks_read_amid_the_prompt_are_device_hits() -> None:
     assert decode.transfers.num_prefetches == 3
 
 
+def test_blocks_read_for_an_attempt_that_has_not_begun_are_not_found_by_another() -> None:
+    """The first attempt's prefill may have ended with logits that are no numbers: its blocks are deleted elsewhere."""
+    node = Node(LAYOUT)
+    rest = rest_of(handed_off(node))
+    decode = Decode(node)
+    decode.core.prefetch(ahead(6, attempt=AttemptId("other")))
+    decode.step()
+    run = decode.answer(rest)
+    assert run.outputs[0] == oracle()
+    assert run.fetched[0].found == {"host": 101}
+
+
+def test_a_page_that_has_another_block_since_is_found() -> None:
+    """Pages that were read ahead are evicted, and get blocks of another prompt."""
+    node = Node(LAYOUT)
+    handed_off(node)
+    decode = Decode(node, num_pages=9)
+    decode.core.prefetch(ahead(6, attempt=AttemptId("other")))
+    decode.step()
+    filled = tuple((5 * place) % 250 for place in range(8 * 16 + 3))
+    for number in range(2):
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        asked = EngineRequest(attempt_id=AttemptId(f"filled-{number}"), root=ROOT, prompt_ids=filled, sampling=sampling)
+        run = decode.answer(asked)
+    assert run.fetched[0].found.get("device", 0) == 8 * 16
+
+
 def test_the_end_of_a_prompt_and_its_tail_are_one_transfer() -> None:
     node = Node(LAYOUT)
     pool = DevicePool(LAYOUT, 64, MODEL.device)

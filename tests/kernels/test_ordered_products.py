@@ -125,7 +125,7 @@ def test_splits_follow_from_the_shape_alone_and_fit_the_counters() -> None:
         splits = -(-65_536 // split_depth_of(columns, 65_536))
         if splits > 1:
             wide = -(-columns // ordered.SPLIT_COLUMNS)
-            assert wide * ordered.SPLIT_COLUMNS * splits <= ordered.MAX_ROW_SUMS
+            assert wide * splits <= ordered.MAX_PROGRAMS
             assert wide * ordered.MAX_SPLIT_ROWS // 64 <= ordered.MAX_TILES
 
 
