@@ -115,8 +115,7 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step: a token of each of these decoding rows, then chunks; chunks that are
-    decoding rows come first.
+    """The work of one step: a token of each of these decoding rows, then chunks, of which decoding rows come first.
 
     drafts: guesses that follow the tokens of rows; the rows are then the first of DecodeRows.
     """
