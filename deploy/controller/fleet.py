@@ -123,7 +123,8 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        if planned := self.pools.plan(self.means.clock()):
+        changing = self.pools.exchange() if self.plan.roles_are_alike else []
+        if planned := [*changing, *self.pools.plan(self.means.clock())]:
             self._pools_changed()
         for worker in planned:
             self.workers.begin(worker)

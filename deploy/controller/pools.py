@@ -1,7 +1,10 @@
 """The pools, and the actions that bring them to their sizes. Pure: events in, actions out.
 
 starting -> ready -> draining -> gone
-    \\----------\\-----------\\---> lost, and replaced unless it was draining
+    \\        ^ |        ^
+    \\        | v        |
+    \\      changing ----/       of the other pool from now on, and ready once the process serves it
+    \\---------\\-----------\\---> lost, and replaced unless it was draining
 """
 
 import re
@@ -163,13 +166,18 @@ class Pools:
         if worker.role is Role.DECODE and self.sizes.decode == 1:
             raise InvalidRequest("worker_id", "at least one decode worker must stay")
         self._order(worker.role, max(0, self.sizes[worker.role] - 1))
-        return self._change(worker, state=WorkerState.DRAINING)
+        return self.dismiss(worker_id)
+
+    def dismiss(self, worker_id: WorkerId) -> Worker:
+        """Marks a worker DRAINING, without an order: its pool gets another. Raises WorkerNotFound."""
+        self._workers[worker_id] = leaving(self[worker_id])
+        return self._workers[worker_id]
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
-        """Marks a worker READY, and clears the failures of its role. A DRAINING worker stays DRAINING."""
+        """Marks a STARTING or CHANGING worker READY, and clears the failures of its role. Ignores a DRAINING worker."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
-        if worker.state is WorkerState.STARTING:
+        if worker.state in (WorkerState.STARTING, WorkerState.CHANGING):
             self._change(worker, state=WorkerState.READY, address=address)
             order = self._orders[worker.role]
             num_ready = min(len(self._ready(worker.role)), self.sizes[worker.role])
@@ -210,10 +218,24 @@ class Pools:
         """
         return [worker for role in Role for worker in self._plan(role, now_s)]
 
+    def exchange(self) -> list[Worker]:
+        """Returns READY workers of a pool with too many as CHANGING workers of the pool with too few; call `plan` next.
+
+        A pool that keeps workers keeps a READY one. Notes the actions as begun, as `plan` does.
+        """
+        return [worker for role in Role for worker in self._exchange(role)]
+
+    def _exchange(self, role: Role) -> list[Worker]:
+        ready = self._ready(role)
+        most = min(self._surplus(role), -self._surplus(role.other), len(ready) - min(1, self.sizes[role]))
+        youngest = ready[len(ready) - max(0, most) :]
+        changed: dict[str, Any] = {"role": role.other, "state": WorkerState.CHANGING}
+        return [self._change(self._workers.pop(worker.id), **changed) for worker in youngest]
+
     def _plan(self, role: Role, now_s: float) -> list[Worker]:
-        surplus = len(self._of(role)) - self.sizes[role]
+        surplus = self._surplus(role)
         if surplus > 0:
-            return [self._change(worker, state=WorkerState.DRAINING) for worker in self._dispensable(role)[:surplus]]
+            return [self.dismiss(worker.id) for worker in self._dispensable(role)[:surplus]]
         if now_s < self._paused_until_s.get(role, now_s):
             return []
         return [self._hire(role) for _ in range(-surplus)]
@@ -232,6 +254,9 @@ class Pools:
     def _ready(self, role: Role) -> list[Worker]:
         return [worker for worker in self if worker.role is role and worker.state is WorkerState.READY]
 
+    def _surplus(self, role: Role) -> int:
+        return len(self._of(role)) - self.sizes[role]
+
     def _of(self, role: Role) -> list[Worker]:
         return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
 
@@ -248,3 +273,9 @@ class Pools:
     def _change(self, worker: Worker, **changes: Any) -> Worker:
         self._workers[worker.id] = replace(worker, **changes)
         return self._workers[worker.id]
+
+
+def leaving(worker: Worker) -> Worker:
+    """Returns the worker as DRAINING; a CHANGING worker leaves the pool that it comes from."""
+    role = worker.role.other if worker.state is WorkerState.CHANGING else worker.role
+    return replace(worker, role=role, state=WorkerState.DRAINING)

@@ -32,7 +32,7 @@ from wire.errors import (
     WorkerNotFound,
 )
 from wire.ids import WorkerId
-from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Worker, WorkerState
+from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Role, Worker, WorkerState
 from wire.typed_reader import from_json, to_json
 
 PLAN = planned(ClusterConfig())
@@ -272,10 +272,115 @@ async def test_a_start_that_fails_is_tried_again() -> None:
 async def test_scaling_up_and_down() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
-        assert await world.scaled(0, 2) == PoolSizes(0, 2)
+        assert await world.scaled(None, 2) == PoolSizes(1, 2)
+        assert await world.scaled(0, None) == PoolSizes(0, 2)
         assert world.router.known == {D0, D1}
         assert world.host.drained == [P0]
         assert set(world.host.actors) == {D0, D1}
+
+
+def members(world: World) -> list[list[tuple[str, Role, WorkerState]]]:
+    return [[(one.id, one.role, one.state) for one in told] for told in world.router.told]
+
+
+async def test_a_worker_changes_its_role_in_place_of_a_start() -> None:
+    async with World(2, 1).running() as world:
+        await world.settled()
+        world.router.told.clear()
+        world.host.served_as.clear()
+        assert await world.scaled(1, 2) == PoolSizes(1, 2)
+        assert (world.host.served_as, world.host.launched, world.host.drained) == ([(P1, "decode")], [P0, P1, D0], [])
+        ready, decode, prefill = WorkerState.READY, Role.DECODE, Role.PREFILL
+        others = (P0, prefill, ready), (D0, decode, ready)
+        first, *_, last = members(world)
+        assert set(first) == {*others, (P1, prefill, WorkerState.DRAINING)}, (
+            "it takes no more prompts before it changes"
+        )
+        assert set(last) == {*others, (P1, decode, ready)}
+        assert "worker prefill-1 serves decode now, after 0.0 s" in str(world.events.report())
+
+
+async def test_workers_whose_roles_ask_for_different_things_are_started_and_drained() -> None:
+    plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"num_threads": 2}}}))
+    async with World(2, 1, plan=plan).running() as world:
+        await world.settled()
+        assert await world.scaled(1, 2) == PoolSizes(1, 2)
+        assert (world.host.launched, world.host.drained) == ([P0, P1, D0, D1], [P1])
+
+
+class RefusingHost(FleetHost):
+    """Workers refuse to change their role, or are of a release before that knows no change."""
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if method == "serve_as" and not name.startswith(str(arguments[0])):
+            raise ConfigError("no attribute serve_as")
+        return await super().call(name, method, *arguments, timeout_s=timeout_s)
+
+
+async def test_a_worker_that_refuses_to_change_is_drained_and_replaced() -> None:
+    async with World(2, 1, RefusingHost()).running() as world:
+        await world.settled()
+        assert await world.scaled(1, 2) == PoolSizes(1, 2)
+        await until(lambda: world.router.known == {P0, D0, D1})
+        assert world.host.drained == [P1]
+        assert "worker prefill-1 does not change its role: no attribute serve_as" in str(world.events.report())
+
+
+async def test_a_worker_that_dies_while_it_changes_is_replaced() -> None:
+    async with World(2, 1).running() as world:
+        await world.settled()
+        world.host.keep_busy(P1)
+        order = await world.fleet.resize(1, 2)
+        await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
+        world.host.actors[P1] = Liveness.DEAD
+        world.host.finish(P1)
+        assert await world.fleet.scaled(order, 5) == PoolSizes(1, 2)
+        assert world.router.known == {P0, D0, D1}
+
+
+async def test_an_order_that_is_reversed_amid_a_change_ends_with_the_last_sizes() -> None:
+    async with World(2, 1).running() as world:
+        await world.settled()
+        world.host.keep_busy(P1)
+        await world.fleet.resize(1, 2)
+        await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
+        back = asyncio.create_task(world.scaled(2, 1))
+        await until(lambda: world.pools.has(P1, WorkerState.DRAINING))
+        world.host.finish(P1)
+        assert await back == PoolSizes(2, 1)
+        assert world.router.known == {P0, P2, D0}
+        assert set(world.host.actors) == {P0, P2, D0}
+
+
+async def test_a_change_that_another_controller_has_begun_is_brought_to_its_end() -> None:
+    world = World(2, 1)
+    async with world.running():
+        await world.settled()
+        world.host.keep_busy(P1)
+        await world.fleet.resize(1, 2)
+        await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
+        world.controller_dies()
+        await world.fleet.workers.take_over()
+        async with world.running():
+            await until(lambda: bool(world.router.told))
+            world.host.finish(P1)
+            await world.settled()
+            assert world.pools[P1] == Worker(P1, Role.DECODE, "local:prefill-1", WorkerState.READY)
+            assert world.host.launched == [P0, P1, D0]
+
+
+async def test_without_a_record_a_worker_serves_again_what_its_name_tells() -> None:
+    world = World(2, 1)
+    async with world.running():
+        await world.settled()
+        await world.scaled(1, 2)
+        world.controller_dies(Pools.recovered(PoolSizes(1, 1), world.host.names()))
+        world.host.served_as.clear()
+        await world.fleet.workers.take_over()
+        async with world.running():
+            await world.settled()
+            assert set(world.host.served_as) == {(P0, "prefill"), (P1, "prefill"), (D0, "decode")}
+            assert world.pools.sizes == PoolSizes(2, 1)
 
 
 async def test_an_order_that_another_overtakes_ends_with_an_error_that_names_the_other() -> None:
