@@ -141,6 +141,8 @@ def status_to_pb(
         node_id=info.node_id,
         load_s=info.load_s,
         mapped_bytes=info.mapped_bytes,
+        release=info.release,
+        protocol_version=info.protocol_version,
         memory_bytes=_own_memory_bytes(),
     )
 

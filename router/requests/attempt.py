@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.disaggregation import PrefillReason, hand_off_s
+from router.disaggregation import PrefillReason
 from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
 from router.observe.recent_requests import RecentRequests
@@ -165,9 +165,7 @@ class Attempt:
                 ahead = ReadAhead(self.id, request.admitted.root, request.prompt, rest, placement)
                 prefill = await self._prefill(route, member, ahead)
                 if not request.answer.has_ended:
-                    decode = await self._decode(replace(rest, prefetched=ahead.sent))
-                    if (took_s := hand_off_s(prefill, decode)) is not None:
-                        placement.note_hand_off(took_s)
+                    placement.hand_off.learn(prefill, await self._decode(replace(rest, prefetched=ahead.sent)))
         if member is None:  # the node has lost its prefill workers meanwhile
             journal.plan(PrefillReason.ABSENT)
             await self._decode(route)

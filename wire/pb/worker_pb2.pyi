@@ -345,7 +345,7 @@ class WorkerReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., room: _Optional[_Union[HoldRoom, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes")
+    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes", "oldest_protocol_version", "release")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +362,8 @@ class WorkerInfo(_message.Message):
     BLOCK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     protocol_version: int
@@ -378,7 +380,9 @@ class WorkerInfo(_message.Message):
     block_address: str
     load_s: float
     mapped_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., block_address: _Optional[str] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ...) -> None: ...
+    oldest_protocol_version: int
+    release: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., block_address: _Optional[str] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("free", "owned", "published", "cached", "draining", "total")
@@ -397,7 +401,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "load_s", "mapped_bytes", "memory_bytes", "engine_silent_s", "node_id", "prefill_token_s")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "load_s", "mapped_bytes", "memory_bytes", "engine_silent_s", "node_id", "prefill_token_s", "release", "protocol_version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +424,8 @@ class WorkerStatus(_message.Message):
     ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pid: int
@@ -442,7 +448,9 @@ class WorkerStatus(_message.Message):
     engine_silent_s: float
     node_id: str
     prefill_token_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ..., prefill_token_s: _Optional[float] = ...) -> None: ...
+    release: str
+    protocol_version: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., release: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "state", "epoch", "blocks", "block_bytes", "counts")
