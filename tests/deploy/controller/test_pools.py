@@ -335,6 +335,32 @@ def test_a_worker_that_changes_is_recorded_so() -> None:
     assert Pools.from_json(made.to_json())[P1] == change(P1)
 
 
+def test_workers_of_a_node_that_drains_go_and_others_start_at_once() -> None:
+    made = pools(2, 2)
+    made.vacate([P1, D1])
+    assert made.plan(0.0) == [drain(P1), start(WorkerId("prefill-2")), drain(D1), start(D2)]
+    assert (made.sizes, made.plan(0.0), made.are_as_asked) == (PoolSizes(2, 2), [], False)
+
+
+def test_the_last_decode_worker_goes_when_another_is_ready() -> None:
+    made = pools(0, 2)
+    made.vacate([D0, D1])
+    assert made.plan(0.0) == [drain(D1), start(D2), start(WorkerId("decode-3"))]
+    made = Pools.from_json(made.to_json())
+    assert (made.plan(0.0), made.has(D0, WorkerState.READY), made.num_ready) == ([], True, PoolSizes(0, 0))
+    made.became_ready(D2, ADDRESS)
+    assert made.plan(0.0) == [drain(D0)]
+
+
+def test_a_worker_whose_place_is_taken_changes_no_role_and_is_shrunk_by_name_as_any() -> None:
+    made = pools(2, 1)
+    made.vacate([P1, P0])
+    made.resize(1, 2)
+    assert made.exchange() == []
+    made.release(P1)
+    assert made.sizes == PoolSizes(0, 2)
+
+
 def test_pools_are_what_they_were_when_recorded() -> None:
     made = pools(1, 2)
     made.release(D1)
