@@ -159,6 +159,10 @@ class EngineCore:
         self._is_stalled = not (num_finished or work or output.before)
         return output
 
+    def plan_by(self, batcher: Batcher) -> None:
+        """Plans by another batcher from the next step on."""
+        self._batcher = batcher
+
     def stats(self) -> EngineStats:
         num_waiting = 0 if len(self._rows) == self._table.num_active else len(self._table.waiting)
         return EngineStats(

@@ -138,7 +138,7 @@ class Controller:
         return to_json(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
 
     async def drain(self, name: str) -> None:
-        """Begins to drain a worker, by id, or all workers of a node, by name, without replacement."""
+        """Begins to drain a worker, by id, or all workers of a node, by name, which others replace elsewhere."""
         node = await self._nodes.find(name)
         if node is None:
             self._fleet.drain(WorkerId(name))
