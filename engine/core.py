@@ -227,6 +227,7 @@ class EngineCore:
         for jump in self._cache.prefixes.follow(self._table.running):
             self._num["cached"] += jump.num_found
             self._events.append(jump)
+        self._table.settle()
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
         plan = self._batcher.plan(waiting, running, self._cache.allocator.available, self._meter.costs)
@@ -339,7 +340,9 @@ class EngineCore:
         starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
         for chunk in chunks:
             sequence, num_prompt = chunk.sequence, chunk.sequence.request.num_prompt
-            self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
+            num_computed = min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
+            self._num["computed"] += num_computed
+            self._table.charge(sequence, num_computed)
             sequence.advance(chunk.num_tokens)
         return starts
 

@@ -94,6 +94,11 @@ class ClusterPlan:
         return [f"{ROUTER}-{index}" if index else ROUTER for index in range(self.config.router.routers)]
 
     @property
+    def state_file(self) -> Path:
+        """The file of the cluster's state, which `baton down` removes."""
+        return Path(self.key_file).with_name(f"{self.config.name}.json")
+
+    @property
     def num_gateways(self) -> int:
         return 0 if self.gateway is None else self.config.http.gateways
 
