@@ -139,6 +139,7 @@ class Controller:
 
     async def drain(self, name: str) -> None:
         """Begins to drain a worker, by id, or all workers of a node, by name, without replacement."""
+        self._events.note(f"{name} is to be drained")
         node = await self._nodes.find(name)
         if node is None:
             self._fleet.drain(WorkerId(name))
