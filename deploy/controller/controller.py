@@ -138,13 +138,13 @@ class Controller:
         return to_json(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
 
     async def drain(self, name: str) -> None:
-        """Begins to drain a worker, by id, or all workers of a node, by name, without replacement."""
-        self._events.note(f"{name} is to be drained")
+        """Begins to drain a worker, by id, or all workers of a node, by name, which others replace elsewhere."""
         node = await self._nodes.find(name)
         if node is None:
             self._fleet.drain(WorkerId(name))
         else:
             await self._fleet.drain_node(node)
+        self._events.note(f"{name} drains")
 
     async def drained(self, name: str) -> None:
         """Waits until the worker, or every worker of the node, has finished its requests and ended.

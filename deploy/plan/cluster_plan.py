@@ -133,6 +133,12 @@ class ClusterPlan:
         num_gpus = float(self.model.device != "cpu") if worker.num_gpus is None else worker.num_gpus
         return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
 
+    @property
+    def roles_are_alike(self) -> bool:
+        """Whether a worker of one role has all that the other asks for, so that its process can serve either."""
+        prefill, decode = Role.PREFILL, Role.DECODE
+        return self._config_of(prefill) == self._config_of(decode) and self._model_of(prefill) == self._model_of(decode)
+
     def sizes(self, role: Role, baseline: NodeBaseline) -> Sizes:
         """Returns the sizes of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
