@@ -19,7 +19,6 @@ import psutil
 from cryptography import x509
 
 from baton import Client, Completion
-from baton.release import release
 from baton.request import API_KEY, Options, credentials
 from cli.bench.schedule import PROMPT_IDS
 from cli.status import COLD_STATES, state_with_advice
@@ -29,6 +28,7 @@ from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
 from wire.errors import BatonError, Unauthenticated
+from wire.ids import release
 from wire.journal import Kind
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb

@@ -34,6 +34,7 @@ CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_que
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
 WORKER_MEMORY = ("load_s", "memory_bytes", "mapped_bytes")
+WORKER_VERSION = ("release", "protocol_version")
 NUM_EVENTS = 10
 WORKER_TOLD = ("running", "waiting", "preempted", "computed", "cached", "hits", "generated")
 WORKER_HEAD = ("worker", "pid", "state", *WORKER_TOLD, "node")
@@ -145,7 +146,8 @@ def to_object(
 
 def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
     known = {"id": worker.worker_id, "node": worker.node_id, **_pick(worker, "pid", "state")}
-    return known | {"blocks": _blocks(worker.blocks)} | _pick(worker, *WORKER_COUNTS, *WORKER_STATE, *WORKER_MEMORY)
+    others = _pick(worker, *WORKER_COUNTS, *WORKER_STATE, *WORKER_MEMORY, *WORKER_VERSION)
+    return known | {"blocks": _blocks(worker.blocks)} | others
 
 
 def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
@@ -212,6 +214,9 @@ def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping
     if status.pools:
         ready = ", ".join(f"{pool.role} {pool.num_ready} of {pool.size}" for pool in status.pools)
         yield f"pools     {ready} workers ready"
+    if len(releases := _by_release(status.workers)) > 1:
+        told = (f"{release}: {', '.join(names)}" for release, names in sorted(releases.items()))
+        yield f"releases  {'; '.join(told)}"
     cache = status.prefix_cache
     by_tier = ", ".join(f"{hits.tier} {_share(hits.tokens, cache.queries)}" for hits in cache.hits)
     found = _share(sum(hits.tokens for hits in cache.hits), cache.queries)
@@ -222,6 +227,15 @@ def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping
         yield f"uncached  blocks in the last hour: {causes}"
     if status.metrics_address:
         yield f"metrics   http://{status.metrics_address}/metrics"
+
+
+def _by_release(workers: Sequence[worker_pb2.WorkerStatus]) -> dict[str, list[str]]:
+    """Maps each release to its workers; workers that do not answer have none."""
+    releases: dict[str, list[str]] = {}
+    for worker in _sorted(workers):
+        if worker.release or worker.HasField("blocks"):
+            releases.setdefault(worker.release or "an earlier one", []).append(worker.worker_id)
+    return releases
 
 
 def _render_workers(workers: Sequence[worker_pb2.WorkerStatus]) -> str:

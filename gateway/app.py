@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 from baton import AsyncClient
-from baton.release import release
 from baton.request import OF_CHATS, Options
 from baton.results import Model
 from gateway import exchange, fields, formats, messages
@@ -29,8 +28,8 @@ from httpd.errors import HttpError, envelope
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable, Unreachable
-from wire.ids import TRACEPARENT, TraceContext
-from wire.limit import Limit, Pace, Share
+from wire.ids import TRACEPARENT, TraceContext, release
+from wire.load.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing

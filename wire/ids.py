@@ -2,11 +2,15 @@
 
 import re
 import secrets
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
+from pathlib import Path
 from typing import NewType, Self
 
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SESSION_LEN = 128
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -80,8 +84,28 @@ PageId = NewType("PageId", int)
 SlotId = NewType("SlotId", int)
 """Index of a slot in a node's arena."""
 
-PROTOCOL_VERSION = 4
-"""Version of all messages between workers, routers and directories."""
+PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 4, 4
+"""The newest and the oldest version of all messages between workers, routers and directories that this release speaks.
+
+A worker of version 3 refuses the ids of attempts, which have an incarnation since version 4.
+"""
+
+
+def agreed_version(oldest: int, newest: int) -> int | None:
+    """Returns the newest version that this release and a peer both speak; None without a common version.
+
+    oldest, newest: the versions that the peer speaks.
+    """
+    agreed = min(newest, PROTOCOL_VERSION)
+    return agreed if agreed >= max(oldest, OLDEST_PROTOCOL_VERSION) else None
+
+
+def release() -> str:
+    """Returns the installed release of this code, or the source tree's if nothing is installed."""
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return str(tomllib.loads(PROJECT.read_text())["project"]["version"])
 
 
 TRACEPARENT = "traceparent"

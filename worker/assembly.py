@@ -39,7 +39,7 @@ from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.transfers import ThreadTransfers, Transfers
 from wire.errors import ConfigError, ModelError
-from wire.ids import PROTOCOL_VERSION
+from wire.ids import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, release
 from wire.pb import worker_pb2
 from worker.config import WorkerConfig
 from worker.job import Behaviour
@@ -245,6 +245,8 @@ def _describe(config: WorkerConfig, model: CausalModel, num_arena_blocks: int) -
         worker_id=config.worker_id,
         role=config.role.value,
         protocol_version=PROTOCOL_VERSION,
+        oldest_protocol_version=OLDEST_PROTOCOL_VERSION,
+        release=release(),
         epoch=secrets.token_hex(8),
         fingerprint=config.model.served.fingerprint,
         layout=model.layout.encode(),

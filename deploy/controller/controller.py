@@ -26,6 +26,7 @@ from deploy.plan.machine import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded_names
+from deploy.scaling.scaler import Scaler
 from router.config import LOOPBACK
 from router.workers.controller_port import ControllerReport
 from wire.ids import WorkerId
@@ -95,6 +96,9 @@ class Controller:
         self._events = EventLog(time.monotonic)
         self._tasks = Tasks()
         self._predecessor = Predecessor(folder, host, self._events)
+        if self._predecessor.was_there and not (folder.exists() or os.path.lexists(plan.state_file)):
+            self._tasks.begin(self._end_remains(host))
+            return
         record_own(folder, CONTROLLER)
         plan = plan.under(self._predecessor.authority()) if plan.wants_tls else plan
         self._keys = KeyDistribution(
@@ -109,6 +113,8 @@ class Controller:
         self._frontends = Frontends(plan, host.own_node, means)
         pools, record = self._predecessor.pools(plan.config.pools), self._predecessor.pools_record
         self._fleet = Fleet(pools=pools, plan=plan, join=self._nodes.join, means=means, record=record)
+        slo = plan.config.slo
+        self._scaler = Scaler(slo, plan.routers, means, lambda: pools.sizes, self._fleet.resize) if slo.roles else None
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 
@@ -135,12 +141,13 @@ class Controller:
         return to_json(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
 
     async def drain(self, name: str) -> None:
-        """Begins to drain a worker, by id, or all workers of a node, by name, without replacement."""
+        """Begins to drain a worker, by id, or all workers of a node, by name, which others replace elsewhere."""
         node = await self._nodes.find(name)
         if node is None:
             self._fleet.drain(WorkerId(name))
         else:
             await self._fleet.drain_node(node)
+        self._events.note(f"{name} drains")
 
     async def drained(self, name: str) -> None:
         """Waits until the worker, or every worker of the node, has finished its requests and ended.
@@ -160,7 +167,8 @@ class Controller:
 
     async def report(self) -> str:
         """Returns a ControllerReport."""
-        problems = (self._keys.problem, self._predecessor.problem)
+        limits = self._scaler.problems if self._scaler is not None else ()
+        problems = (self._keys.problem, self._predecessor.problem, *limits)
         return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems))))
 
     async def reload_keys(self) -> None:
@@ -183,6 +191,14 @@ class Controller:
         await self._frontends.take_over(on_found=self._begin_telling_keys)
         self._watch()
 
+    async def _end_remains(self, host: ActorHost) -> None:
+        """Ends the actors of a cluster that `baton down` has ended while Ray's head was away."""
+        self._events.note("the cluster was ended while Ray's head was away: its last actors end now")
+        for name in host.names():
+            if name != CONTROLLER and host.adopt(name):
+                await host.end(name)
+        host.leave()
+
     async def _open_only_node(self) -> None:
         """Starts the only node's service while its workers start."""
         if self._plan.is_alone:
@@ -195,6 +211,8 @@ class Controller:
     def _watch(self) -> None:
         self._tasks.begin(repeat("the care for the run folder", self._renew_folder, self._events))
         self._frontends.keep(self._tasks, on_restart=self._introduce)
+        if self._scaler is not None:
+            self._tasks.begin(self._scaler.run())
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
 

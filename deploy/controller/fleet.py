@@ -13,7 +13,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import Machine, RayNode, inspect_machine
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerNotFound
+from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, WorkerState
 
@@ -92,22 +92,25 @@ class Fleet:
         await self._wait_for(lambda: worker_id not in self.pools, timeout_s, f"worker {worker_id} is still draining")
 
     async def drain_node(self, node: RayNode) -> None:
-        """Begins to drain all workers of a node, which gets no new workers.
+        """Begins to drain all workers of a node, which gets no new workers; others start in their places elsewhere.
 
-        Raises InvalidRequest if no decode worker would remain on another node.
+        The last decode worker goes once another is READY. Raises InvalidRequest if no other node can have any.
         """
         did_leave = node.id in self.pools.leaving
         self.pools.leaving.add(node.id)  # before the look, so that no worker starts here unseen
-        here = await self.workers.on_node(node.id)
+        here, nodes = await self.workers.on_node(node.id), await self.workers.nodes()
+        without = {role for role in Role if not any(one.has(self.plan.resources(role)) for one in nodes)}
         others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
-        if not any(one.state is WorkerState.READY for one in others):
+        if Role.DECODE in without and not any(one.state is WorkerState.READY for one in others):
             if not did_leave:
                 self.pools.leaving.discard(node.id)
                 self._pools_changed()  # the record may have it by now
             raise InvalidRequest("worker_id", "at least one decode worker must stay, on another node")
-        for worker_id in here:
-            with suppress(WorkerNotFound):  # it was lost meanwhile
-                self.drain(worker_id)
+        for role in without & {one.role for one in self.pools if one.id in here}:
+            lack = f"no other node has room for {role.value} workers of node {node.name}"
+            self.means.events.note(f"{lack}: the pool has its size again when one joins")
+        self.pools.vacate(here)
+        self._pools_changed()
 
     async def drained_node(self, node: RayNode, timeout_s: float) -> None:
         """Waits until no worker is on the node. Raises DeadlineExceeded."""
@@ -123,7 +126,8 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        if planned := self.pools.plan(self.means.clock()):
+        changing = self.pools.exchange() if self.plan.roles_are_alike else []
+        if planned := [*changing, *self.pools.plan(self.means.clock())]:
             self._pools_changed()
         for worker in planned:
             self.workers.begin(worker)

@@ -12,7 +12,7 @@ from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
-from router.config import LOOPBACK, ClusterAccess, RouterConfig
+from router.config import LOOPBACK, ClusterAccess, LatencyLimits, RouterConfig
 from wire.block_names import digest_of
 from wire.errors import ConfigError
 from wire.pools import Role, Worker
@@ -94,6 +94,11 @@ class ClusterPlan:
         return [f"{ROUTER}-{index}" if index else ROUTER for index in range(self.config.router.routers)]
 
     @property
+    def state_file(self) -> Path:
+        """The file of the cluster's state, which `baton down` removes."""
+        return Path(self.key_file).with_name(f"{self.config.name}.json")
+
+    @property
     def num_gateways(self) -> int:
         return 0 if self.gateway is None else self.config.http.gateways
 
@@ -127,6 +132,12 @@ class ClusterPlan:
         worker = self.config.worker.of(role)
         num_gpus = float(self.model.device != "cpu") if worker.num_gpus is None else worker.num_gpus
         return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
+
+    @property
+    def roles_are_alike(self) -> bool:
+        """Whether a worker of one role has all that the other asks for, so that its process can serve either."""
+        prefill, decode = Role.PREFILL, Role.DECODE
+        return self._config_of(prefill) == self._config_of(decode) and self._model_of(prefill) == self._model_of(decode)
 
     def sizes(self, role: Role, baseline: NodeBaseline) -> Sizes:
         """Returns the sizes of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
@@ -169,7 +180,9 @@ class ClusterPlan:
         if self.model.device != "cpu":
             default_silence_s = MAX_SILENCE_ON_GPU_S
             batch = replace(batch, max_gap_ms=batch.max_gap_ms or MAX_GAP_ON_GPU_MS)
-        host = LOOPBACK if baseline.node.is_head else baseline.node.host
+        # Workers of the head listen where its router is, unless another router has to reach them.
+        is_local = baseline.node.is_head and not self.config.ray.standby_frontends
+        host = LOOPBACK if is_local else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
                 self.model.served, self.model.device, self.model.kernels, settings.kv_dtype, settings.weight_cache_bytes
@@ -234,6 +247,7 @@ def make_plan(
             settings=config.router,
             tls=config.tls.files,
             traces=config.traces,
+            limits=LatencyLimits(config.slo.ttft_ms, config.slo.itl_ms),
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),

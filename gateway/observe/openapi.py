@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.release import release
 from gateway import fields, formats, messages, responses, unread
+from wire.ids import release
 from wire.typed_reader import Read
 
 

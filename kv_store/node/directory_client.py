@@ -14,7 +14,7 @@ from kv_store.node.directory_port import CALLS, CALLS_OF_ANY_EPOCH, GREETING, Di
 from kv_store.node.messages import DirectoryInfo
 from kv_store.node.service import LENGTH, RefusedCall, ServiceCodec, body_len
 from wire.errors import StoreError, WireError
-from wire.ids import PROTOCOL_VERSION
+from wire.ids import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 
 class DirectoryClient(DirectoryPort):
@@ -92,14 +92,22 @@ class _Channel:
         if self._process != os.getpid():  # a fork must not use its parent's connection
             self._start_anew()
         if self._socket is None:
+            self._info = self._greet(deadline)
+        return self._info
+
+    def _greet(self, deadline: float) -> DirectoryInfo:
+        """Connects with the newest version that both sides speak. Raises WireError without a common version."""
+        refusal = ""
+        for version in range(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION - 1, -1):
             self._socket = self._dial(deadline)
             self._num_connections += 1
-            hello = (PROTOCOL_VERSION, self._client_id, self._num_connections)
-            answer = self.exchange(GREETING, "hello", hello, deadline)
-            if isinstance(answer, RefusedCall):
-                raise WireError(answer.message)
-            self._info: DirectoryInfo = answer
-        return self._info
+            hello = (version, self._client_id, self._num_connections)
+            answer: DirectoryInfo | RefusedCall = self.exchange(GREETING, "hello", hello, deadline)
+            if not isinstance(answer, RefusedCall):
+                return answer
+            refusal = answer.message
+            self.close()  # a directory hangs up after a refusal
+        raise WireError(refusal)
 
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
         """Sends a call; returns its answer or a `RefusedCall`. Raises OSError or WireError if none comes in time."""

@@ -21,7 +21,7 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_port import CALLS, GREETING, carry_out
 from kv_store.node.service import LENGTH, ClientName, RefusedCall, ServiceCall, WaitS, body_len
 from wire.errors import ConfigError, StoreError, WireError
-from wire.ids import PROTOCOL_VERSION
+from wire.ids import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed_version
 
 _CREDENTIALS = struct.Struct("iII")
 
@@ -144,8 +144,9 @@ class DirectoryServer:
     async def _converse(self, peer: PeerProcess, reader: StreamReader, writer: StreamWriter) -> None:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
             version, client_id, number = GREETING.decode_call(await _receive(reader)).arguments
-        if version != PROTOCOL_VERSION:
-            await _send(writer, RefusedCall(f"this directory speaks version {PROTOCOL_VERSION}"))
+        if agreed_version(version, version) is None:
+            spoken = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            await _send(writer, RefusedCall(f"this directory speaks versions {spoken}, not {version}"))
             return
         client = (peer, client_id)
         self._newest[client] = max(number, self._newest.get(client, 0))

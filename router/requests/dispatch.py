@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
+from router.observe.demand import Demand
 from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
@@ -21,7 +22,7 @@ from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
 from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import ANYONE, Key
 
@@ -53,8 +54,8 @@ class OpenRequest:
         self.outbox = outbox
         self.request_id = request.client_id
         self._id = request.id
-        self._journal = request.journal
-        self._folds = [services.metrics.ended, services.recent.add]
+        self.journal = request.journal
+        self._folds = [services.metrics.ended, services.recent.add, services.demand.add]
         if request.trace is not None:
             self._folds.append(request.trace.end)
         self._on_end = on_end
@@ -85,7 +86,7 @@ class OpenRequest:
 
     def _ended(self, task: asyncio.Task[pb.Complete]) -> None:
         self._deadline.cancel()
-        ended, journal = self._outcome_of(task), self._journal
+        ended, journal = self._outcome_of(task), self.journal
         journal.end(ended, self._loop.time())
         num_answered = journal.num_resumed_tokens + journal.num_output_tokens
         self._on_end(self._id, journal.num_prompt_tokens + num_answered)
@@ -112,7 +113,7 @@ class OpenRequest:
         return self._out_of_time() if isinstance(error, DeadlineExceeded) else error  # a worker's own timer's, too
 
     def _out_of_time(self) -> DeadlineExceeded:
-        at, life_s = self._journal.at, float(f"{self._life_s:.2g}")
+        at, life_s = self.journal.at, float(f"{self._life_s:.2g}")
         return DeadlineExceeded(
             f"the deadline of {life_s:g} s passed at {at}: give a longer one, or see `baton status`"
         )
@@ -148,6 +149,11 @@ class Dispatcher:
     @property
     def num_running(self) -> int:
         return self._admission.num_running
+
+    @property
+    def demand(self) -> Demand:
+        """The demand of all requests so far, open requests included."""
+        return self._services.demand.read(request.journal for request in self._open.values())
 
     @property
     def formats(self) -> AnswerFormats:
@@ -268,16 +274,19 @@ class Dispatcher:
             journal=journal,
             life_s=life_s,
             deadline_s=deadline_s,
+            weight=caller.allowance.weight or 1.0,
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller))
+        opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller, root))
         self._quotas.enter(caller, now_s)
+        services.shares.enter(root)
         self._open[qualified_id] = opened
         return opened
 
-    def _leave(self, caller: Key, request_id: QualifiedId, num_tokens: int) -> None:
+    def _leave(self, caller: Key, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int) -> None:
         self._admission.leave(request_id)
+        self._services.shares.leave(root)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from router.workers.line import Line
 from wire.errors import PairRefused, WorkerNotFound
-from wire.ids import PROTOCOL_VERSION, BlockKey, WorkerId
+from wire.ids import BlockKey, WorkerId, agreed_version
 from wire.pb import worker_pb2
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -110,7 +110,9 @@ class Members:
         info = member.info
         if (info.worker_id, info.role) != (member.id, member.role.value):
             raise PairRefused("another worker answers at this address", worker_id=member.id)
-        self._require_equal(member, "protocol version", info.protocol_version == PROTOCOL_VERSION)
+        oldest = info.oldest_protocol_version or info.protocol_version
+        is_understood = agreed_version(oldest, info.protocol_version) is not None
+        self._require_equal(member, "protocol version", is_understood)
         self._require_equal(member, "model fingerprint", info.fingerprint == self._fingerprint)
         self._require_equal(member, "KV layout", info.layout == self._layout)
         self._members[member.id] = member

@@ -34,6 +34,25 @@ def test_load_time_and_memory_of_workers_and_of_their_nodes() -> None:
     ]
 
 
+def test_releases_are_shown_where_workers_differ() -> None:
+    status = cluster_pb2.ClusterStatus()
+    status.workers.extend(
+        worker(name, "decode", release=release, protocol_version=4)
+        for name, release in (("decode-0", "1.0.0"), ("decode-1", "1.0.0"))
+    )
+    assert "releases" not in render_status(status)
+    status.workers.append(worker("decode-2", "decode", release="1.1.0", protocol_version=5))
+    status.workers.append(worker("decode-3", "decode", "lost"))
+    assert "releases  1.0.0: decode-0, decode-1; 1.1.0: decode-2" in render_status(status)
+    told = to_object(status, Addresses(), {})["pools"]["decode"]
+    assert [(one["release"], one["protocol_version"]) for one in told] == [
+        ("1.0.0", 4),
+        ("1.0.0", 4),
+        ("1.1.0", 5),
+        ("", 0),
+    ]
+
+
 def busy() -> cluster_pb2.ClusterStatus:
     """A cluster in the middle of its day: work, a worker lost, Redis away."""
     status = cluster_pb2.ClusterStatus(

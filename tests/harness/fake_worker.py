@@ -60,6 +60,7 @@ class FakeWorker:
     status_refusal: BatonError | None = None
     redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
     directory: Directory | None = None
+    versions: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION)
     num_asked_events: int = 0
     num_told_pages: int = 0
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,7 +81,8 @@ class FakeWorker:
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             role=self.role.value,
-            protocol_version=PROTOCOL_VERSION,
+            oldest_protocol_version=self.versions[0],
+            protocol_version=self.versions[1],
             fingerprint=self.fingerprint,
             layout=LAYOUT.encode(),
             num_blocks=self.num_blocks,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_store.node import directory_client
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
@@ -25,6 +26,7 @@ from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import EventCursor
 from kv_store.node.service import LENGTH, RefusedCall
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from wire import ids
 from wire.errors import ConfigError, StoreError
 from wire.ids import PROTOCOL_VERSION, SlotId
 
@@ -247,6 +249,31 @@ def test_another_version_is_told_so(node: Node) -> None:
         line.send(hello(PROTOCOL_VERSION + 1))
         assert isinstance(line.answer(), RefusedCall)
         assert line.read_to_end() == b""
+
+
+HELLO_OF_VERSION_4 = bytes.fromhex("0000001094a568656c6c6f04a6636c69656e7401")
+"""As a client of the release that first spoke version 4 sends it."""
+
+
+def test_a_client_of_the_release_before_is_served_by_a_directory_of_the_next(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ids, "PROTOCOL_VERSION", 5)
+    with closing(Line(node.path)) as line:
+        line.send(HELLO_OF_VERSION_4)
+        assert line.answer() == node.directory.attach()
+
+
+def test_a_client_of_the_next_release_speaks_the_version_of_the_directory_before(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_client, "PROTOCOL_VERSION", PROTOCOL_VERSION + 2)
+    with closing(DirectoryClient(node.path)) as client:
+        assert client.attach() == node.directory.attach()
+        assert client.records.status().counts.total == NUM_SLOTS
+    monkeypatch.setattr(directory_client, "OLDEST_PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    with closing(DirectoryClient(node.path)) as stranger, pytest.raises(StoreError, match=r"speaks versions 4 to 4"):
+        stranger.attach()
 
 
 def test_what_was_sent_before_a_reconnect_is_not_done_after_it(node: Node) -> None:

@@ -12,6 +12,7 @@ from router.workers.membership import Membership
 from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from tests.harness.faulty_transport import Faults, FaultyTransport
+from wire import ids
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
@@ -107,12 +108,32 @@ async def test_a_worker_at_another_address_has_a_new_line(club: Club) -> None:
     assert (line.is_open, club.ready) == (False, {"d0"})
 
 
+async def test_a_worker_of_another_role_has_left_and_come(club: Club) -> None:
+    await club.list("here", "there")
+    member, line = club.members[D0], club.line(D0)
+    club.workers["here"].role = Role.PREFILL
+    await club.membership.set([Worker(D0, Role.PREFILL, "here", WorkerState.READY)])
+    assert not line.is_open
+    assert club.members[D0] is not member
+    assert [one.id for one in club.members.ready(Role.PREFILL)] == [D0]
+    assert club.ready == set()
+
+
+async def test_a_router_that_has_not_heard_of_a_change_gives_the_worker_no_more_work(club: Club) -> None:
+    await club.list("here", "there")
+    club.workers["here"].role = Role.PREFILL
+    club.transports["here"].kill()
+    await until(lambda: club.members[D0].state is WorkerState.LOST)
+    await asyncio.sleep(0.05)
+    assert club.ready == {D1}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
         ("fingerprint", b"another model", "fingerprint"),
         ("layout", b"another layout", "layout"),
-        ("protocol_version", PROTOCOL_VERSION + 1, "protocol"),
+        ("oldest_protocol_version", PROTOCOL_VERSION + 1, "protocol"),
     ],
 )
 async def test_unequal_workers_are_not_paired(field: str, value: object, reason: str) -> None:
@@ -126,6 +147,26 @@ async def test_unequal_workers_are_not_paired(field: str, value: object, reason:
     await line.close(refused.value)
     assert refused.value.ids == {"worker_id": "d0"}
     assert D0 not in members
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "oldest_here", "is_taken"),
+    [
+        (PROTOCOL_VERSION, PROTOCOL_VERSION + 1, PROTOCOL_VERSION, True),
+        (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1, PROTOCOL_VERSION, False),
+        (0, PROTOCOL_VERSION, PROTOCOL_VERSION, True),
+        (0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION, False),
+        (0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION - 1, True),
+    ],
+)
+async def test_a_worker_of_another_release_is_taken_where_the_versions_meet(
+    club: Club, oldest: int, newest: int, oldest_here: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of a release that tells no range speaks its one version."""
+    monkeypatch.setattr(ids, "OLDEST_PROTOCOL_VERSION", oldest_here)
+    club.workers["there"].versions = (oldest, newest)
+    refused = await club.list("here", "there")
+    assert (D1 in club.members, "protocol version" in refused.get(D1, "")) == (is_taken, not is_taken)
 
 
 async def test_a_refused_worker_is_told_of_and_may_be_listed_again(club: Club) -> None:

@@ -1,6 +1,18 @@
 from itertools import islice
 
-from wire.ids import AttemptId, QualifiedId, attempt_id, attempt_numbers, incarnation_of, is_attempt_id, request_of
+import pytest
+
+from wire import ids
+from wire.ids import (
+    AttemptId,
+    QualifiedId,
+    agreed_version,
+    attempt_id,
+    attempt_numbers,
+    incarnation_of,
+    is_attempt_id,
+    request_of,
+)
 
 REQUEST = QualifiedId("acme/1")
 
@@ -17,3 +29,24 @@ def test_two_routers_make_different_attempts_at_one_request_id() -> None:
     for attempt in (*one, *other):
         assert is_attempt_id(attempt)
         assert request_of(attempt) == REQUEST
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "agreed"),
+    [
+        ((4, 4), (4, 4), 4),
+        ((4, 5), (4, 4), 4),
+        ((4, 4), (4, 5), 4),
+        ((4, 6), (3, 5), 5),
+        ((5, 6), (4, 4), None),
+        ((4, 4), (5, 6), None),
+        ((4, 4), (0, 0), None),
+        ((4, 4), (5, 4), None),
+    ],
+)
+def test_two_releases_speak_the_lower_of_their_newest_versions_where_their_ranges_meet(
+    own: tuple[int, int], theirs: tuple[int, int], agreed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ids, "OLDEST_PROTOCOL_VERSION", own[0])
+    monkeypatch.setattr(ids, "PROTOCOL_VERSION", own[1])
+    assert agreed_version(*theirs) == agreed

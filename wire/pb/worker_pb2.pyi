@@ -48,7 +48,7 @@ class EndedChoice(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "session", "keep_s", "kv_policy")
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "session", "keep_s", "kv_policy", "weight", "priority", "output_cost")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,9 @@ class Begin(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_COST_FIELD_NUMBER: _ClassVar[int]
     id: str
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
@@ -77,7 +80,10 @@ class Begin(_message.Message):
     session: str
     keep_s: float
     kv_policy: str
-    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    weight: float
+    priority: int
+    output_cost: float
+    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., kv_policy: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., output_cost: _Optional[float] = ...) -> None: ...
 
 class UnfinishedChoice(_message.Message):
     __slots__ = ("index", "output")
@@ -345,7 +351,7 @@ class WorkerReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., events: _Optional[_Union[EventPage, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., room: _Optional[_Union[HoldRoom, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes")
+    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid", "node_id", "block_address", "load_s", "mapped_bytes", "oldest_protocol_version", "release")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +368,8 @@ class WorkerInfo(_message.Message):
     BLOCK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     MAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     protocol_version: int
@@ -378,7 +386,9 @@ class WorkerInfo(_message.Message):
     block_address: str
     load_s: float
     mapped_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., block_address: _Optional[str] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ...) -> None: ...
+    oldest_protocol_version: int
+    release: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., block_address: _Optional[str] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("free", "owned", "published", "cached", "draining", "total")
@@ -397,7 +407,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "load_s", "mapped_bytes", "memory_bytes", "engine_silent_s", "node_id", "prefill_token_s")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "load_s", "mapped_bytes", "memory_bytes", "engine_silent_s", "node_id", "prefill_token_s", "release", "protocol_version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +430,8 @@ class WorkerStatus(_message.Message):
     ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pid: int
@@ -442,7 +454,9 @@ class WorkerStatus(_message.Message):
     engine_silent_s: float
     node_id: str
     prefill_token_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ..., prefill_token_s: _Optional[float] = ...) -> None: ...
+    release: str
+    protocol_version: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., load_s: _Optional[float] = ..., mapped_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., release: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "state", "epoch", "blocks", "block_bytes", "counts")
