@@ -54,6 +54,7 @@ class OpenRequest:
         self.request_id = request.client_id
         self._id = request.id
         self._journal = request.journal
+        self._compare = partial(services.costs.compare, block_size=services.placement.block_size)
         self._folds = [services.metrics.ended, services.recent.add]
         if request.trace is not None:
             self._folds.append(request.trace.end)
@@ -87,6 +88,7 @@ class OpenRequest:
         self._deadline.cancel()
         ended, journal = self._outcome_of(task), self._journal
         journal.end(ended, self._loop.time())
+        self._compare(journal)
         num_answered = journal.num_resumed_tokens + journal.num_output_tokens
         self._on_end(self._id, journal.num_prompt_tokens + num_answered)
         if isinstance(ended, BatonError):
