@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from router.disaggregation import PrefillReason
 from router.observe.counterfactual import RequestCosts
+from router.observe.demand import DemandMeter
 from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
 from router.observe.recent_requests import RecentRequests
@@ -56,6 +57,7 @@ class Services:
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
     namespaces: OtherNamespaces
+    demand: DemandMeter
     traces: Traces | None = None
     costs: RequestCosts = field(default_factory=RequestCosts)
     recent: RecentRequests = field(default_factory=RecentRequests)
