@@ -147,6 +147,7 @@ class Controller:
             self._fleet.drain(WorkerId(name))
         else:
             await self._fleet.drain_node(node)
+        self._events.note(f"{name} drains")
 
     async def drained(self, name: str) -> None:
         """Waits until the worker, or every worker of the node, has finished its requests and ended.

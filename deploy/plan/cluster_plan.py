@@ -180,7 +180,9 @@ class ClusterPlan:
         if self.model.device != "cpu":
             default_silence_s = MAX_SILENCE_ON_GPU_S
             batch = replace(batch, max_gap_ms=batch.max_gap_ms or MAX_GAP_ON_GPU_MS)
-        host = LOOPBACK if baseline.node.is_head else baseline.node.host
+        # Workers of the head listen where its router is, unless another router has to reach them.
+        is_local = baseline.node.is_head and not self.config.ray.standby_frontends
+        host = LOOPBACK if is_local else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
                 self.model.served, self.model.device, self.model.kernels, settings.kv_dtype, settings.weight_cache_bytes

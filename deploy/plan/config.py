@@ -171,10 +171,12 @@ class RaySettings:
     """The Ray cluster to join. Without an address, Baton starts its own on this machine.
 
     plain_network: the trusted network in which ports between nodes have no TLS; None: TLS everywhere.
+    standby_frontends: whether all routers and gateways but the first run on a node beside the head.
     """
 
     address: str | None = None
     plain_network: str | None = None
+    standby_frontends: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +261,11 @@ class ClusterConfig:
         are_whole = self.tls == TlsSettings() or self.tls.files is not None
         require_setting(are_whole, "tls", "given with both certificate and key")
         self._require_closed()
+        if self.ray.standby_frontends:
+            require_setting(self.ray.address is not None, "ray.address", "given with ray.standby_frontends")
+            require_setting(self.router.routers > 1, "router.routers", "2 at least with ray.standby_frontends")
+            is_everywhere = self.router.host == "0.0.0.0" or not self.is_public
+            require_setting(is_everywhere, "router.host", "127.0.0.1 or 0.0.0.0 with ray.standby_frontends")
 
     @property
     def is_public(self) -> bool:

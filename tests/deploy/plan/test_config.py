@@ -166,6 +166,19 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             "[router]\nrouters = 3\ngrpc_port = 7000\n[http]\nport = 7002",
             "http.port must be another port than those of the router, not 7002",
         ),
+        (
+            "[router]\nrouters = 2\n[ray]\nstandby_frontends = true",
+            "ray.address must be given with ray.standby_frontends",
+        ),
+        (
+            "[ray]\naddress = '10.0.0.1:6379'\nstandby_frontends = true",
+            "router.routers must be 2 at least with ray.standby_frontends",
+        ),
+        (
+            "insecure = true\n[router]\nrouters = 2\nhost = '10.0.0.1'\n"
+            "[ray]\naddress = 'auto'\nstandby_frontends = true",
+            "router.host must be 127.0.0.1 or 0.0.0.0 with ray.standby_frontends",
+        ),
         ("[router]\nrouters = 2\ngrpc_port = 65535", "router.routers must be no more than there are ports"),
         ("insecure = 1", "insecure: must be true or false, not 1"),
     ],
