@@ -174,7 +174,7 @@ class Policy:
     def decide(self, load: PoolLoad, sizes: PoolSizes, now_s: float) -> Iterator[SizeOrder]:
         """Yields the orders for the pools that need another size."""
         self._prefill.learn(load.prefill_token_s)
-        if load.itl_s and load.streams_beside:
+        if load.itl_s:
             self._decode.learn(load.streams_beside, load.itl_s)
         self._judge(load, sizes)
         for role, orders in self._orders.items():

@@ -107,6 +107,12 @@ def test_quick_workers_with_few_streams_are_not_taken_for_idle() -> None:
     assert night.sizes.decode == 3, "200 streams at 50 ms a token, of which a worker carries 85"
 
 
+def test_streams_that_end_between_two_looks_are_learned_from() -> None:
+    night = Night()
+    seen = PoolLoad(decode_tokens_s=23.0, itl_s=0.01, prefill_token_s=0.001)
+    assert night.pass_by(EVERY_S, seen).decode == 1, "one stream at a time, in a fifth of the limit"
+
+
 def test_a_pool_without_a_limit_keeps_its_size() -> None:
     night = Night(SloSettings(ttft_ms=2000.0, max_prefill=8), PoolSizes(1, 2))
     night.pass_by(1000.0, streams(500.0, 0.3))
