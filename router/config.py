@@ -122,7 +122,7 @@ class TraceSettings:
 
 
 @dataclass(frozen=True)
-class LatencyLimits:
+class LatencyBounds:
     """Limits on a request's latency: the time to its first token, and the mean time between its tokens."""
 
     ttft_ms: float | None = None
@@ -148,7 +148,7 @@ class RouterConfig:
     max_prefix_keys: int = 65536
     keys: KeyList = field(default_factory=KeyList)
     traces: TraceSettings = field(default_factory=TraceSettings)
-    limits: LatencyLimits = field(default_factory=LatencyLimits)
+    limits: LatencyBounds = field(default_factory=LatencyBounds)
     earlier: tuple[ServedNamespace, ...] = ()
 
     def root_of(self, tenant: str) -> NamespaceRoot:

@@ -12,7 +12,7 @@ from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
-from router.config import LOOPBACK, ClusterAccess, LatencyLimits, RouterConfig
+from router.config import LOOPBACK, ClusterAccess, LatencyBounds, RouterConfig
 from wire.block_names import digest_of
 from wire.errors import ConfigError
 from wire.pools import Role, Worker
@@ -247,7 +247,7 @@ def make_plan(
             settings=config.router,
             tls=config.tls.files,
             traces=config.traces,
-            limits=LatencyLimits(config.slo.ttft_ms, config.slo.itl_ms),
+            limits=LatencyBounds(config.slo.ttft_ms, config.slo.itl_ms),
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),

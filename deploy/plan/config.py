@@ -10,7 +10,7 @@ from typing import Any
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.rules import MIB, TEXT, SettingRule, is_within, require_all
-from router.config import LatencyLimits, RouterSettings, TraceSettings
+from router.config import LatencyBounds, RouterSettings, TraceSettings
 from text.answer.formats import AUTO, OFF
 from wire.errors import ConfigError, require_setting
 from wire.kv_policy import Sinks, parse_kv_policy
@@ -180,7 +180,7 @@ class RaySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloSettings(LatencyLimits):
+class SloSettings(LatencyBounds):
     """The limits that the sizes of the pools follow, each pool by its own; a pool without a limit is sized by hand.
 
     share: part of requests that keep the limits. dwell_s: least time for which fewer workers suffice before some go.
@@ -188,7 +188,7 @@ class SloSettings(LatencyLimits):
     """
 
     share: float = 0.95
-    dwell_s: float = 300.0
+    dwell_s: float = 60.0
     min_prefill: int = 1
     max_prefill: int | None = None
     min_decode: int = 1

@@ -17,7 +17,7 @@ GAPS: tuple[Callable[[Demand], float], ...] = (lambda demand: demand.gaps, lambd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class PoolLoad:
     """The load of the pools. Rates are over the window, the other numbers of now.
 
     prefill_tokens_s: tokens that arrive and are not cached; waiting_tokens: such tokens before their first token.
@@ -94,7 +94,7 @@ class Loads:
         news = (window.news(amount) for amount in JUDGED)
         self._judged = [sum(pair) for pair in zip(self._judged, news, strict=True)]
 
-    def load(self) -> Load:
+    def load(self) -> PoolLoad:
         """Returns the load by the last answers; the judged requests are counted once."""
         windows = list(self._windows.values())
         known = sum(one.grown(lambda demand: demand.known_tokens) for one in windows)
@@ -106,7 +106,7 @@ class Loads:
         tokens = sum(one.grown(lambda demand: demand.prompt_tokens) for one in windows) * self._uncached
         paces_s = [pace_s for one in windows if (pace_s := one.last.prefill_token_s) is not None]
         judged, self._judged = self._judged, [0, 0, 0]
-        return Load(
+        return PoolLoad(
             prefill_tokens_s=sum(one.bound(lambda demand: demand.prompt_tokens, self._limit_s) for one in windows)
             * self._uncached,
             waiting_tokens=sum(one.last.waiting_tokens for one in windows) * self._uncached,

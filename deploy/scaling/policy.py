@@ -1,6 +1,6 @@
 """The sizes of the pools by limits on latency: load and learned speeds in, orders out. Pure.
 
-    load ─▶ work of a pool, in workers ─▶ with margin: wanted ─▶ within bounds, up at once, down late ─▶ Order
+    load ─▶ work of a pool, in workers ─▶ with margin: wanted ─▶ within bounds, up at once, down late ─▶ SizeOrder
 
 The work of prefill is the part of a worker's time that arriving tokens and a backlog take; the work of decode is the
 number of streams over the number that a worker carries within `slo.itl_ms`. The margin grows with the square root of
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.plan.config import SloSettings
-from deploy.scaling.demand import Load
+from deploy.scaling.demand import PoolLoad
 from router.observe.demand import LEAST_S
 from wire.pools import PoolSizes, Role
 
@@ -22,6 +22,8 @@ REVERSE_S = 60.0
 CLEAR_S = 15.0
 """Time in which a backlog of prompts is to be gone, beside what arrives."""
 LEAST_FACTOR, FIRST_FACTOR, MOST_FACTOR = 0.0, 2.0, 4.0
+PATIENCE = 4.0
+"""Growth of the dwell time, as a multiple of its setting, by a factor that late requests have raised by one."""
 GAIN = 0.02
 """Growth of the factor for a late request beyond the allowed share."""
 KEPT = 0.97
@@ -72,7 +74,7 @@ class DecodeSpeed:
 
 
 @dataclass(frozen=True)
-class Order:
+class SizeOrder:
     """An order for one pool, and its reason in words."""
 
     role: Role
@@ -81,7 +83,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Work:
+class PoolWork:
     """The work of a pool, in workers: its mean, that of one request, and that of a backlog, with a description."""
 
     mean: float
@@ -102,7 +104,12 @@ class Margin:
         grown = self.factor + GAIN * (late - self._allowed * judged)
         self.factor = min(max(grown, LEAST_FACTOR), MOST_FACTOR)
 
-    def beyond(self, work: Work) -> float:
+    @property
+    def patience(self) -> float:
+        """The dwell time over its setting: more where late requests have raised the factor, for the load comes back."""
+        return 1.0 + PATIENCE * max(0.0, self.factor - FIRST_FACTOR)
+
+    def beyond(self, work: PoolWork) -> float:
         return self.factor * math.sqrt(work.mean * work.each)
 
 
@@ -115,7 +122,7 @@ class PoolOrders:
     def __init__(self, bounds: tuple[int, int], share: float, dwell_s: float) -> None:
         self._least, self._most = bounds
         self._share = share
-        self._dwell_s = dwell_s
+        self.dwell_s = dwell_s
         self._wanted: deque[tuple[float, int, float]] = deque()
         self._size: int | None = None
         self._held_until_s = self._grown_s = self._shrunk_s = -math.inf
@@ -123,13 +130,13 @@ class PoolOrders:
     def decide(self, wanted: float, weight: float, size: int, now_s: float) -> int | None:
         """Returns the size to order, or None. `now_s` is a reading of one monotonic clock; wanted: in workers."""
         if size != self._size:
-            self._held_until_s = now_s + (0.0 if self._size is None else self._dwell_s)
+            self._held_until_s = now_s + (0.0 if self._size is None else self.dwell_s)
             self._size = size
         now_wanted = min(max(math.ceil(min(wanted, self._most)), self._least), self._most)
         self._wanted.append((now_s, now_wanted, weight))
-        while len(self._wanted) > 1 and self._wanted[1][0] <= now_s - self._dwell_s:
+        while len(self._wanted) > 1 and self._wanted[1][0] <= now_s - self.dwell_s:
             self._wanted.popleft()
-        is_dwelt = self._wanted[0][0] <= now_s - self._dwell_s
+        is_dwelt = self._wanted[0][0] <= now_s - self.dwell_s
         if now_s < self._held_until_s:
             return None
         if now_wanted > size and now_s >= self._shrunk_s + REVERSE_S:
@@ -164,18 +171,19 @@ class Policy:
         self._orders = {role: PoolOrders(slo.bounds(role), slo.share, slo.dwell_s) for role in slo.roles}
         self._margins = {role: Margin((1 - slo.share) / len(slo.roles)) for role in slo.roles}
 
-    def decide(self, load: Load, sizes: PoolSizes, now_s: float) -> Iterator[Order]:
+    def decide(self, load: PoolLoad, sizes: PoolSizes, now_s: float) -> Iterator[SizeOrder]:
         """Yields the orders for the pools that need another size."""
         self._prefill.learn(load.prefill_token_s)
-        if load.itl_s and load.streams_beside:
+        if load.itl_s:
             self._decode.learn(load.streams_beside, load.itl_s)
         self._judge(load, sizes)
         for role, orders in self._orders.items():
             self._margins[role].learn(load.judged, load.late_first if role is Role.PREFILL else load.late_next)
             work = self._prefill_work(load) if role is Role.PREFILL else self._decode_work(load)
+            orders.dwell_s = self._slo.dwell_s * self._margins[role].patience
             wanted = work.mean + work.backlog + self._margins[role].beyond(work)
             if (size := orders.decide(wanted, work.mean, sizes[role], now_s)) is not None:
-                yield Order(role, size, f"{role.value} {sizes[role]} to {size}: {work.reason}")
+                yield SizeOrder(role, size, f"{role.value} {sizes[role]} to {size}: {work.reason}")
 
     def problem(self, role: Role) -> str:
         """Returns why no size meets the limit of a pool, in words; "" if one does."""
@@ -185,7 +193,7 @@ class Policy:
     def problems(self) -> tuple[str, ...]:
         return tuple(filter(None, self._problems.values()))
 
-    def _judge(self, load: Load, sizes: PoolSizes) -> None:
+    def _judge(self, load: PoolLoad, sizes: PoolSizes) -> None:
         """Finds out whether the limits can be met: a prompt alone, or the fastest token so far, takes longer."""
         slo, token_s, token_ms = self._slo, self._prefill.token_s or 0.0, 1000 * (self._decode.fastest_s or 0.0)
         alone_ms = 1000 * load.prompt_len * token_s
@@ -197,18 +205,18 @@ class Policy:
             told = f"the fastest tokens so far took {token_ms:.1f} ms, with slo.max_decode workers"
             self._problems[Role.DECODE] = f"slo.itl_ms is {slo.itl_ms:g}: {told}" if is_beyond else ""
 
-    def _prefill_work(self, load: Load) -> Work:
+    def _prefill_work(self, load: PoolLoad) -> PoolWork:
         token_s, limit_s = self._prefill.token_s or 0.0, (self._slo.ttft_ms or math.inf) / 1000
         mean = load.prefill_tokens_s * token_s
         backlog = max(0.0, load.waiting_tokens * token_s / max(CLEAR_S, limit_s) - mean)
         told = f"{load.prefill_tokens_s:.0f} uncached tokens/s arrive, {load.waiting_tokens:.0f} wait"
         reason = f"{told}, and a worker computes {1 / token_s if token_s else 0:.0f}/s"
-        return Work(mean, load.prompt_len * token_s / limit_s, backlog, reason)
+        return PoolWork(mean, load.prompt_len * token_s / limit_s, backlog, reason)
 
-    def _decode_work(self, load: Load) -> Work:
+    def _decode_work(self, load: PoolLoad) -> PoolWork:
         limit_s = (self._slo.itl_ms or math.inf) / 1000
         each = self._decode.streams_within(limit_s)
         # Quick workers have few streams: what counts is how many there would be at the limit.
         num_streams = max(load.num_streams, load.decode_tokens_s * limit_s)
         told = f"{load.decode_tokens_s:.0f} tokens/s in {load.num_streams:.0f} streams"
-        return Work(num_streams / each, 1 / each, 0.0, f"{told}, and a worker carries {each:.0f} within the limit")
+        return PoolWork(num_streams / each, 1 / each, 0.0, f"{told}, and a worker carries {each:.0f} within the limit")

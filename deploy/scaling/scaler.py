@@ -7,7 +7,7 @@ from deploy.actors.actor_host import ask
 from deploy.controller.supervised import Supervision, reason_of, repeat
 from deploy.plan.config import SloSettings
 from deploy.scaling.demand import Loads
-from deploy.scaling.policy import Order, Policy
+from deploy.scaling.policy import Policy, SizeOrder
 from router.observe.demand import Demand
 from wire.errors import BatonError
 from wire.pools import PoolSizes, Role
@@ -66,7 +66,7 @@ class Scaler:
             self._note(router, "")
             self._loads.take(router, answer, self._means.clock())
 
-    async def _order(self, orders: Sequence[Order]) -> None:
+    async def _order(self, orders: Sequence[SizeOrder]) -> None:
         """Orders both pools at once, so that a worker may go from one to the other."""
         for order in orders:
             self._means.events.note(order.reason)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-from router.config import LatencyLimits
+from router.config import LatencyBounds
 from router.observe.journal import OK, RequestJournal
 from router.workers.members import Member, Members
 from wire.errors import DeadlineExceeded
@@ -61,7 +61,7 @@ class Demand:
 class DemandMeter:
     """The sums of a router's demand. `limits` decide which ended requests were late."""
 
-    def __init__(self, limits: LatencyLimits, members: Members) -> None:
+    def __init__(self, limits: LatencyBounds, members: Members) -> None:
         self._limits = limits
         self._members = members
         self._started = secrets.token_hex(8)

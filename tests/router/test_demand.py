@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.config import LatencyLimits
+from router.config import LatencyBounds
 from router.observe.demand import Demand, DemandMeter
 from router.observe.journal import RequestJournal
 from router.workers.members import Members
@@ -13,7 +13,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.typed_reader import from_json, to_json
 
-LIMITS = LatencyLimits(ttft_ms=100.0, itl_ms=10.0)
+LIMITS = LatencyBounds(ttft_ms=100.0, itl_ms=10.0)
 
 
 def journal(ttft_s: float | None = None, num_tokens: int = 0, gained_s: float = 0.0, cached: int = 0) -> RequestJournal:

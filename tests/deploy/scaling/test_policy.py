@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.plan.config import SloSettings
-from deploy.scaling.demand import Load
+from deploy.scaling.demand import PoolLoad
 from deploy.scaling.policy import REVERSE_S, Margin, Policy, PoolOrders
 from wire.pools import PoolSizes, Role
 
@@ -15,17 +15,19 @@ EVERY_S = 2.0
 DWELL_S = 120.0
 START = PoolSizes(1, 1)
 SLO = SloSettings(ttft_ms=2000.0, itl_ms=50.0, dwell_s=DWELL_S, max_prefill=8, max_decode=6)
-QUIET = Load(prefill_token_s=0.001)
+QUIET = PoolLoad(prefill_token_s=0.001)
 
 
-def prompts(workers: float) -> Load:
+def prompts(workers: float) -> PoolLoad:
     """A load of prompts that keeps so many workers busy, of a token in 1 ms."""
-    return Load(prefill_tokens_s=workers * 1000, prompt_len=1.0, prefill_token_s=0.001)
+    return PoolLoad(prefill_tokens_s=workers * 1000, prompt_len=1.0, prefill_token_s=0.001)
 
 
-def streams(number: float, itl_s: float = 0.02) -> Load:
+def streams(number: float, itl_s: float = 0.02) -> PoolLoad:
     tokens_s = number / itl_s
-    return Load(decode_tokens_s=tokens_s, num_streams=number, streams_beside=number, itl_s=itl_s, prefill_token_s=0.001)
+    return PoolLoad(
+        decode_tokens_s=tokens_s, num_streams=number, streams_beside=number, itl_s=itl_s, prefill_token_s=0.001
+    )
 
 
 class Night:
@@ -36,7 +38,7 @@ class Night:
         self.orders: list[tuple[float, Role, int, int]] = []
         self.reasons: list[str] = []
 
-    def pass_by(self, seconds: float, load: Callable[[float], Load] | Load) -> PoolSizes:
+    def pass_by(self, seconds: float, load: Callable[[float], PoolLoad] | PoolLoad) -> PoolSizes:
         for _ in range(round(seconds / EVERY_S)):
             self.now_s += EVERY_S
             now = load(self.now_s) if callable(load) else load
@@ -85,7 +87,7 @@ def test_a_square_wave_holds_the_size_of_its_peaks() -> None:
 
 
 def test_a_queue_counts_though_nothing_arrives() -> None:
-    waiting = Load(waiting_tokens=60_000.0, prefill_token_s=0.001)
+    waiting = PoolLoad(waiting_tokens=60_000.0, prefill_token_s=0.001)
     assert Night().pass_by(EVERY_S, waiting).prefill >= 4
 
 
@@ -100,9 +102,15 @@ def test_streams_are_sized_by_the_learned_time_of_a_token() -> None:
 
 def test_quick_workers_with_few_streams_are_not_taken_for_idle() -> None:
     night = Night(sizes=PoolSizes(1, 4))
-    load = Load(decode_tokens_s=4000.0, num_streams=60.0, streams_beside=15.0, itl_s=0.015, prefill_token_s=0.001)
+    load = PoolLoad(decode_tokens_s=4000.0, num_streams=60.0, streams_beside=15.0, itl_s=0.015, prefill_token_s=0.001)
     night.pass_by(10 * DWELL_S, load)
     assert night.sizes.decode == 3, "200 streams at 50 ms a token, of which a worker carries 85"
+
+
+def test_streams_that_end_between_two_looks_are_learned_from() -> None:
+    night = Night()
+    seen = PoolLoad(decode_tokens_s=23.0, itl_s=0.01, prefill_token_s=0.001)
+    assert night.pass_by(EVERY_S, seen).decode == 1, "one stream at a time, in a fifth of the limit"
 
 
 def test_a_pool_without_a_limit_keeps_its_size() -> None:
@@ -133,6 +141,15 @@ def test_late_requests_raise_the_margin_and_punctual_ones_lower_it() -> None:
     assert margin.factor == 0.0
 
 
+def test_late_requests_make_a_pool_wait_longer_before_it_shrinks() -> None:
+    night = Night()
+    late = PoolLoad(prefill_tokens_s=3500.0, prompt_len=1.0, prefill_token_s=0.001, judged=20, late_first=20)
+    night.pass_by(60.0, late)
+    before = night.sizes.prefill
+    assert night.pass_by(3 * DWELL_S, QUIET).prefill == before, "it would have shrunk after one dwell time"
+    assert night.pass_by(7 * DWELL_S, QUIET).prefill == 1
+
+
 @pytest.mark.parametrize("slo", [SLO, SloSettings(itl_ms=5.0, max_decode=2)])
 def test_a_limit_below_the_fastest_token_is_a_problem_and_no_crash(slo: SloSettings) -> None:
     night = Night(slo)
@@ -143,23 +160,23 @@ def test_a_limit_below_the_fastest_token_is_a_problem_and_no_crash(slo: SloSetti
 
 def test_a_limit_below_the_time_of_one_prompt_is_a_problem() -> None:
     night = Night(SloSettings(ttft_ms=100.0, max_prefill=2))
-    night.pass_by(4.0, Load(prompt_len=900.0, prefill_tokens_s=900.0, prefill_token_s=0.001))
+    night.pass_by(4.0, PoolLoad(prompt_len=900.0, prefill_tokens_s=900.0, prefill_token_s=0.001))
     told = "slo.ttft_ms is 100: a prompt has 900 uncached tokens, which take a worker 900 ms alone"
     assert night.policy.problems == (told,)
-    night.pass_by(4.0, Load(prompt_len=9.0, prefill_tokens_s=9.0, prefill_token_s=0.001))
+    night.pass_by(4.0, PoolLoad(prompt_len=9.0, prefill_tokens_s=9.0, prefill_token_s=0.001))
     assert not night.policy.problems
 
 
 def test_the_nonsense_of_one_worker_moves_no_pool() -> None:
     night = Night()
     night.pass_by(60.0, prompts(0.5))
-    lie = Load(prefill_tokens_s=500.0, prompt_len=1.0, prefill_token_s=60.0)
+    lie = PoolLoad(prefill_tokens_s=500.0, prompt_len=1.0, prefill_token_s=60.0)
     assert night.pass_by(EVERY_S, lie) == PoolSizes(1, 1)
 
 
 AMOUNTS = st.floats(0, 1e15)
 LOADS = st.builds(
-    Load,
+    PoolLoad,
     prefill_tokens_s=AMOUNTS,
     waiting_tokens=AMOUNTS,
     prompt_len=AMOUNTS,
@@ -176,7 +193,7 @@ LOADS = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(LOADS | st.just(QUIET), st.sampled_from([0.0, 29.0, 61.0, 150.0])), max_size=30))
-def test_orders_stay_within_bounds_and_are_never_reversed_soon(drawn: list[tuple[Load, float]]) -> None:
+def test_orders_stay_within_bounds_and_are_never_reversed_soon(drawn: list[tuple[PoolLoad, float]]) -> None:
     night = Night(SloSettings(ttft_ms=1.0, itl_ms=0.1, dwell_s=60.0, max_prefill=8, min_decode=2, max_decode=6))
     night.sizes = PoolSizes(1, 2)
     for load, passed_s in drawn:

@@ -1,0 +1,200 @@
+"""Pools that follow limits on published traces and a virtual clock, beside fixed sizes and plans with foresight.
+
+    python benchmarks/scaling.py --traces FOLDER
+
+The policy is the controller's own, and benchmarks/scaling_model.py is the world. Requests come at the trace's own times
+and lengths; nothing is cached. Costs are of SmolLM2-135M on two cores a worker (benchmarks/results/peers_gguf.md: 1,363
+prompt tokens/s; 190, 640 and 898 tokens/s in 1, 8 and 32 streams, a line of 4.3 ms and 0.98 ms a stream). A worker
+costs from its order to its end, and starts in 8 s. `following` begins with the sizes of `fixed`, the cheapest of the
+whole trace. `foresight` is the cheapest plan found that knows all arrivals: for each interval the fewest prefill
+workers that keep enough of its prompts in time, and decode workers by the streams at the limit, ordered a start ahead,
+kept over gaps shorter than a start.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.result_file import write_result
+from benchmarks.scaling_model import Costs, Outcome, Pools, Sizing
+from cli.bench.schedule import TraceRow, read_trace
+from deploy.plan.config import SloSettings
+from deploy.scaling.demand import Loads
+from deploy.scaling.policy import REVERSE_S, Policy
+from wire.pools import PoolSizes
+
+COSTS = Costs(prefill_token_s=1 / 1363, step_s=0.0043, stream_s=0.00098, start_s=8.0, hand_off_s=0.02, grace_s=30.0)
+TRACES = ("azure_conv_2023", "azure_code_2023")
+SHARE = 0.95
+MAX_PREFILL, MAX_DECODE = 48, 16
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: worker-hours, shares of requests within the limits, late first tokens, late next tokens."""
+
+    hours: float
+    within: float
+    late_first: float
+    late_next: float
+    orders: int
+    reversed_soon: int
+
+
+class Bench:
+    """A trace with its limits."""
+
+    def __init__(self, rows: Sequence[TraceRow], costs: Costs, ttft_s: float, itl_s: float) -> None:
+        self.rows = rows
+        self.costs = costs
+        self.ttft_s = ttft_s
+        self.itl_s = itl_s
+
+    def run(self, first: PoolSizes, sizing: Sizing) -> Run:
+        pools = Pools(self.rows, self.costs, first, self.ttft_s, self.itl_s)
+        outcome, number = pools.run(sizing), len(self.rows)
+        late = [pools.is_late(request) for request in range(number)]
+        return Run(
+            hours=outcome.worker_hours,
+            within=1 - sum(first or then for first, then in late) / number,
+            late_first=sum(first for first, _ in late) / number,
+            late_next=sum(then for _, then in late) / number,
+            orders=len(outcome.orders),
+            reversed_soon=num_reversed(outcome),
+        )
+
+    def fixed(self) -> tuple[PoolSizes, Run]:
+        """Returns the cheapest sizes within the limits."""
+        keep = lambda _, __, now, ___: now  # noqa: E731
+        least = math.ceil(sum(row.input_len for row in self.rows) * self.costs.prefill_token_s / self.rows[-1].at_s)
+        many = (self.run(PoolSizes(size, MAX_DECODE), keep) for size in range(least, MAX_PREFILL))
+        prefill = next(least + more for more, run in enumerate(many) if run.late_first <= 1 - SHARE)
+        for workers in range(prefill + 1, prefill + MAX_DECODE):
+            for decode in range(1, workers - prefill + 1):
+                sizes = PoolSizes(workers - decode, decode)
+                if (run := self.run(sizes, keep)).within >= SHARE:
+                    return sizes, run
+        raise ValueError("no fixed sizes keep the limits")
+
+    def following(self, slo: SloSettings, first: PoolSizes) -> Run:
+        """Runs the controller's policy, from the fixed sizes on."""
+        policy, loads = Policy(slo), Loads(self.ttft_s)
+
+        def sizing(now_s: float, demand: object, sizes: PoolSizes, ready: PoolSizes) -> PoolSizes:
+            loads.take("router", demand, now_s)  # type: ignore[arg-type]
+            wanted = {order.role.value: order.size for order in policy.decide(loads.load(), sizes, now_s)}
+            return PoolSizes(**({"prefill": sizes.prefill, "decode": sizes.decode} | wanted))
+
+        return self.run(first, sizing)
+
+    def foresight(self) -> Run:
+        """Returns the cheapest plan found that knows all arrivals."""
+        runs = [
+            self.run(PoolSizes(prefill[0], decode[0]), self._follow(prefill, decode, interval_s))
+            for interval_s in (20.0, 60.0)
+            for prefill, decode in product(
+                [self._prefill_plan(interval_s, share) for share in (0.8, 0.9, 0.95, 0.99)],
+                [self._decode_plan(interval_s, factor) for factor in (0.7, 0.85, 1.0, 1.2)],
+            )
+        ]
+        return min((run for run in runs if run.within >= SHARE), key=lambda run: run.hours)
+
+    def _follow(self, prefill: Sequence[int], decode: Sequence[int], interval_s: float) -> Sizing:
+        def at(plan: Sequence[int], now_s: float) -> int:
+            """Orders what the next interval wants a start ahead, and lets workers go at an interval's end."""
+            here, ahead = (min(int(one / interval_s), len(plan) - 1) for one in (now_s, now_s + self.costs.start_s + 2))
+            return max(plan[here : ahead + 1])
+
+        return lambda now_s, _, __, ___: PoolSizes(at(prefill, now_s), at(decode, now_s))
+
+    def _prefill_plan(self, interval_s: float, share: float) -> list[int]:
+        free_s, plan = [0.0], list[int]()
+        for begin_s, rows in self._intervals(interval_s):
+            for size in range(1, MAX_PREFILL + 1):
+                trial = sorted(free_s)[:size] + [begin_s] * (size - len(free_s))
+                if self._num_late(trial, rows) <= (1 - share) * len(rows) or size == MAX_PREFILL:
+                    break
+            free_s = trial
+            plan.append(size)
+        return self._kept_over_gaps(plan, interval_s)
+
+    def _num_late(self, free_s: list[float], rows: Sequence[TraceRow]) -> int:
+        """Counts the late prompts of an interval; leaves the ends of the queues in `free_s`."""
+        num_late = 0
+        for row in rows:
+            place = min(range(len(free_s)), key=free_s.__getitem__)
+            free_s[place] = max(free_s[place], row.at_s) + row.input_len * self.costs.prefill_token_s
+            num_late += free_s[place] + self.costs.hand_off_s - row.at_s > self.ttft_s
+        return num_late
+
+    def _decode_plan(self, interval_s: float, factor: float) -> list[int]:
+        each = (self.itl_s - self.costs.step_s) / self.costs.stream_s
+        tokens = [0.0] * (int(self.rows[-1].at_s / interval_s) + 1)
+        for row in self.rows:
+            from_s = row.at_s + row.input_len * self.costs.prefill_token_s
+            place = min(int((from_s + row.output_len * self.itl_s / 4) / interval_s), len(tokens) - 1)
+            tokens[place] += row.output_len
+        plan = [max(1, math.ceil(factor * number / interval_s * self.itl_s / each)) for number in tokens]
+        return self._kept_over_gaps(plan, interval_s)
+
+    def _intervals(self, interval_s: float) -> Iterator[tuple[float, list[TraceRow]]]:
+        rows = iter([*self.rows, None])
+        row, begin_s = next(rows), 0.0
+        while row is not None:
+            taken = []
+            while row is not None and row.at_s < begin_s + interval_s:
+                taken.append(row)
+                row = next(rows)
+            yield begin_s, taken
+            begin_s += interval_s
+
+    def _kept_over_gaps(self, plan: list[int], interval_s: float) -> list[int]:
+        """Keeps workers where going and coming back would cost more: over gaps shorter than a start."""
+        gap = int(self.costs.start_s // interval_s)
+        return [min(max(plan[max(0, i - gap) : i + 1]), max(plan[i : i + gap + 1])) for i in range(len(plan))]
+
+
+def num_reversed(outcome: Outcome) -> int:
+    """Counts the orders of a pool that reverse an order of the last REVERSE_S."""
+    pools = {
+        pool: [(at_s, after > before) for at_s, of, before, after in outcome.orders if of == pool]
+        for pool in ("prefill", "decode")
+    }
+    pairs = [pair for orders in pools.values() for pair in pairwise(orders)]
+    return sum(one[1] is not two[1] and two[0] - one[0] < REVERSE_S for one, two in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, metavar="FOLDER", help="folder of the published traces")
+    parser.add_argument("--ttft", type=float, default=10.0, metavar="S", help="limit on the time to the first token")
+    parser.add_argument("--itl", type=float, default=0.05, metavar="S", help="limit on the mean time between tokens")
+    options = parser.parse_args()
+    slo = SloSettings(
+        ttft_ms=1000 * options.ttft, itl_ms=1000 * options.itl, max_prefill=MAX_PREFILL, max_decode=MAX_DECODE
+    )
+    table: list[list[object]] = [["trace", "sizes", "worker-hours", "within", "first late", "next late", "orders"]]
+    figures: dict[str, object] = {}
+    for name in TRACES:
+        bench = Bench(read_trace(options.traces / f"{name}.csv"), COSTS, options.ttft, options.itl)
+        sizes, fixed = bench.fixed()
+        foresight, following = bench.foresight(), bench.following(slo, sizes)
+        told = f"fixed, {sizes.prefill} prefill and {sizes.decode} decode"
+        for label, run in ((told, fixed), ("foresight", foresight), ("following", following)):
+            shares = [f"{share:.1%}" for share in (run.within, run.late_first, run.late_next)]
+            table.append([name, label, round(run.hours, 2), *shares, run.orders])
+        figures[f"{name}: worker-hours over foresight"] = following.hours / foresight.hours
+        figures[f"{name}: worker-hours over the best fixed sizes"] = following.hours / fixed.hours
+        figures[f"{name}: requests within the limits"] = following.within
+        figures[f"{name}: orders reversed within {REVERSE_S:.0f} s"] = following.reversed_soon
+    write_result("scaling", figures, {"costs": asdict(COSTS), "slo": asdict(slo)}, table)
+
+
+if __name__ == "__main__":
+    main()
