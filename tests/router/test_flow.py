@@ -620,7 +620,7 @@ async def waiting_for_the_tokenizer(stage: Stage, monkeypatch: pytest.MonkeyPatc
 
 @asynccontextmanager
 async def waiting_for_room(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    holds, keys = stage.cluster.router.holds, [BlockKey(number.to_bytes(32, "big")) for number in range(600)]
+    holds, keys = stage.cluster.router.holds, [BlockKey(number.to_bytes(32, "big")) for number in range(900)]
     async with holds.hold(AttemptId("of another/1"), keys, ""):
         client = stage.open()
         await until(lambda: holds.budgets[""].num_waiting)
