@@ -185,7 +185,8 @@ class Attempt:
             return
         request.reply.begin(num_prompt)
         journal.begin(Kind.WAIT_ROOM, self._clock())
-        claim = Claim(request.admitted.root, route.num_new_tokens / request.admitted.weight)
+        admitted = request.admitted
+        claim = Claim(admitted.root, route.num_new_tokens / admitted.weight, admitted.valid.priority)
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node, claim):
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
@@ -296,6 +297,7 @@ class Attempt:
             session=admitted.valid.session,
             keep_s=admitted.valid.keep_s,
             weight=admitted.weight,
+            priority=admitted.valid.priority,
             output_cost=request.services.shares.output_cost(admitted.root) if role is Role.PREFILL else 0.0,
         )
 
