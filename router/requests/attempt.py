@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.disaggregation import PrefillReason
+from router.observe.counterfactual import RequestCosts
 from router.observe.demand import DemandMeter
 from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
@@ -59,6 +60,7 @@ class Services:
     namespaces: OtherNamespaces
     demand: DemandMeter
     traces: Traces | None = None
+    costs: RequestCosts = field(default_factory=RequestCosts)
     recent: RecentRequests = field(default_factory=RecentRequests)
     shares: FairShares = field(default_factory=FairShares)
     forecast: Forecast = field(default_factory=Forecast)
