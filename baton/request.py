@@ -50,7 +50,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 OF_CHATS = tuple(ChatOptions.__annotations__)
-OF_MESSAGES = ("request_id", "model", "kv_policy", "session", "keep_s")
+OF_MESSAGES = ("request_id", "model", "kv_policy", "session", "keep_s", "priority")
 OF_REQUESTS = (*OF_MESSAGES, "timeout_s", *OF_CHATS)
 """Options that are no settings of sampling."""
 
@@ -66,6 +66,7 @@ class Options(ChatOptions, total=False):
     kv_policy: str
     session: str
     keep_s: float
+    priority: int
     timeout_s: float
     temperature: float
     top_p: float

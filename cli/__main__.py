@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": "cli.bench.plan.plan",
     "doctor": "cli.doctor",
     "key": "cli.key",
+    "usage": "cli.operate.usage",
 }
 """The module of each command."""
 FAILED = 1

@@ -342,8 +342,8 @@ class EngineCore:
             sequence, num_prompt = chunk.sequence, chunk.sequence.request.num_prompt
             num_computed = min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
             self._num["computed"] += num_computed
-            self._table.charge(sequence, num_computed)
             sequence.advance(chunk.num_tokens)
+            self._table.charge_prompt(sequence, num_computed)
         return starts
 
     def _finish(self, ending: list[Sequence], chunks: list[PromptChunk]) -> None:

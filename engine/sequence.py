@@ -231,9 +231,11 @@ class SequenceTable:
         self._shares.enter(request.root)
         self._shares.learn_output(request.root, request.precedence.output_cost)
 
-    def charge(self, sequence: Sequence, cost: float) -> None:
-        """Charges a sequence's tenant for tokens."""
-        self._shares.charge(sequence.request.root, cost / sequence.request.precedence.weight)
+    def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charges a sequence's tenant for computed tokens of the prompt."""
+        self._shares.defer(sequence.request.root, num_tokens / sequence.request.precedence.weight)
+        if sequence.num_computed >= sequence.request.num_prompt:
+            self._shares.settle(sequence.request.root)
 
     def settle(self) -> None:
         """Charges tenants for generated tokens, and brings the standing of each sequence up to date."""
@@ -255,13 +257,15 @@ class SequenceTable:
         """Takes a request out and returns its sequences, for the caller to retire."""
         sequences = self._by_request.pop(attempt_id, [])
         if sequences:
+            self._shares.settle(sequences[0].request.root)
             self._shares.leave(sequences[0].request.root)
         return sequences
 
     def _charge_output(self, sequence: Sequence) -> None:
         num_new, sequence.num_charged = len(sequence.output_ids) - sequence.num_charged, len(sequence.output_ids)
         if num_new:
-            self.charge(sequence, OUTPUT_COST * num_new)
+            request = sequence.request
+            self._shares.charge(request.root, OUTPUT_COST * num_new / request.precedence.weight)
 
     def _leader(self, sequence: Sequence) -> Sequence:
         return next(self.siblings(sequence.request.attempt_id))

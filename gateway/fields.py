@@ -310,6 +310,7 @@ COMMON: dict[str, Read] = {
     "keep_s": number,
     "kv_policy": text,
     "model": text,
+    "priority": int32,
     "return_token_ids": flag,
     "session": text,
     "stream": flag,

@@ -6,13 +6,14 @@ queue -> wait -> fetch -> wait -> compute -> publish -> answered
                                          \\-> answered, if every choice ended with its first token
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.events import Failed, Finished, HandedOff, Scored
 from engine.request import EngineRequest, HandOff
-from engine.schedule.batcher import UNLEARNED, Candidate, Pages, Plan, StepCosts, fit_running
+from engine.schedule.batcher import UNLEARNED, Candidate, Pages, Phase, Plan, StepCosts, fit_running
 from wire.errors import BatonError
 from wire.journal import Kind
 from wire.layout import KVLayout
@@ -32,8 +33,8 @@ class PrefillBatcher:
     the urgency of a waiting prompt.
 
     A long prompt lets shorter prompts pass, at most `num_missing / patience_tokens` of them. The batcher admits a
-    prompt only with pages for all of it, so that prompts do not preempt one another. Source: shortest remaining
-    processing time first, with linear ageing.
+    prompt only with pages for all of it, so that prompts of one tenant do not preempt one another. Source: shortest
+    remaining processing time first, with linear ageing.
 
     max_step_tokens: the most tokens of one step, and of a chunk. max_running: the most sequences with pages.
     patience_tokens: how many more tokens a prompt may lack than one that arrived next, and still run first.
@@ -55,10 +56,16 @@ class PrefillBatcher:
     ) -> Plan:
         if self.least_chunk_tokens is not None and len(running) + len(waiting) == 1:
             running = [_halfway(one, self.least_chunk_tokens, pages.block_size) for one in running]
-        step = fit_running(self._by_urgency(running), pages, self.max_step_tokens)
+        running, waiting = self._by_urgency(running), self._by_urgency(waiting)
+        step = fit_running(running, pages, self.max_step_tokens)
         num_slots = self.max_running - len(running)
         num_spare = _num_unclaimed(running, pages)
-        return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
+        plan = step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=num_spare)
+        if plan.admit or not waiting:
+            return plan
+        victims = _victims(waiting[0], running, pages, num_slots, num_spare)
+        run = {one: num for one, num in step.run.items() if one not in victims}
+        return replace(plan, preempt=victims, admit=(waiting[0].handle,), run=run) if victims else plan
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Sorts candidates by their tenants' shares, and within a tenant by what is left; handles grow with arrival."""
@@ -68,6 +75,25 @@ class PrefillBatcher:
 def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
     """Counts the pages left once each running sequence has pages for its whole prompt."""
     return pages.num_allocatable - sum(pages.needed_in_all(one) for one in running)
+
+
+def _victims(
+    head: Candidate, running: Sequence[Candidate], pages: Pages, num_slots: int, num_spare: int
+) -> tuple[int, ...]:
+    """Picks the least urgent prompts to preempt so that the head of the queue fits; none if its tenant runs a prompt.
+
+    Each tenant that loses prompts keeps one, so tenants do not preempt one another in turns.
+    """
+    num_left = Counter(one.standing.tenant for one in running)
+    victims: list[int] = []
+    for one in reversed(running) if head.standing.tenant not in num_left else ():
+        if num_slots > 0 and pages.needed_in_all(head) <= num_spare:
+            break
+        if num_left[one.standing.tenant] > 1 and one.phase is not Phase.FETCHING:
+            num_left[one.standing.tenant] -= 1
+            victims.append(one.handle)
+            num_slots, num_spare = num_slots + 1, num_spare + one.num_pages + pages.needed_in_all(one)
+    return tuple(victims) if num_slots > 0 and pages.needed_in_all(head) <= num_spare else ()
 
 
 def _halfway(candidate: Candidate, least: int, block_size: int) -> Candidate:

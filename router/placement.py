@@ -8,6 +8,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TypeVar
 
 from router.block_index import BlockIndex
@@ -173,6 +174,15 @@ class Placement:
         roomy = [member for member in ready if member.info.node_id not in full_nodes]
         chosen = PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens)
         return replace(route, prefill_node=chosen.info.node_id)
+
+    def token_s(self, route: Route) -> list[float]:
+        """Lists the seconds of prefill a token of each worker that may compute the prompt; empty if none has learned.
+
+        A worker that has not learned counts like the others.
+        """
+        pool = self._members.ready(Role.PREFILL if route.prefill_node is not None else Role.DECODE)
+        known = [one.prefill_token_s for one in pool if one.prefill_token_s is not None]
+        return [one.prefill_token_s or median(known) for one in pool] if known else []
 
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""

@@ -53,6 +53,10 @@ class RequestJournal(Journal):
         """Time from arrival to the first token; None before it."""
         self.outcome, self.reason, self.message = OK, "", ""
         self.finish_reasons: Sequence[str] = ()
+        self.key_id = ""
+        """The caller's key; "" without keys."""
+        self.forecast_s: float | None = None
+        """Time from arrival to the end, as the router expected it; None if it did not."""
         self._gained_s: dict[int, float] = {}
 
     def begin(self, kind: Kind, now_s: float) -> None:
@@ -126,6 +130,18 @@ class RequestJournal(Journal):
         else:
             reasons = (reason_from_pb(choice.finish_reason) for choice in ended.choices)
             self.finish_reasons = [reason.value for reason in reasons if reason is not None]
+
+    def expect(self, left_s: float | None, now_s: float) -> None:
+        """Notes the time until the end, as the router expects it."""
+        self.forecast_s = None if left_s is None else now_s - self._arrived_s + left_s
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean time of a token behind the first of its choice; None without any."""
+        num_later = self.num_output_tokens - len(self._gained_s)
+        if self.ttft_s is None or num_later < 1:
+            return None
+        return sum(last_s - self._arrived_s - self.ttft_s for last_s in self._gained_s.values()) / num_later
 
     @property
     def at(self) -> str:

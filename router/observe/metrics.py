@@ -1,11 +1,13 @@
 """Metrics of requests. docs/operating.md describes each metric."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import prometheus_client as prometheus
 
 from router.disaggregation import PrefillReason
 from router.observe.journal import CANCELLED, OK, RequestJournal, outcome_of
+from wire.ids import tenant_of
+from wire.journal import SpanPhase, row_of
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -15,8 +17,21 @@ NAMESPACE = "baton"
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+MAX_USERS = 1024
+"""Bound on the keys whose usage is counted one by one, for the life of a router; further ones count together."""
+OTHERS = ("others", "")
 ABORT, ERROR = "abort", "error"
 """Finish reasons of a request that did not end well."""
+
+
+USAGE = {
+    "requests": "Requests that are over",
+    "computed_tokens": "Tokens that workers computed for prompts",
+    "cached_tokens": "Prompt tokens whose KV was found",
+    "generated_tokens": "Tokens sent to clients",
+    "worker_seconds": "Time that workers computed or generated for requests, which share steps",
+}
+WORK = (SpanPhase.COMPUTE, SpanPhase.GENERATE)
 
 
 class RequestMetrics:
@@ -47,6 +62,11 @@ class RequestMetrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier")
         self._pools = self._counter("prompt_pools", "Prompts by the pool that computes them, and why", "pool", "reason")
         self._replays = self._counter("request_replays", "Attempts at requests after their first")
+        self._used = {
+            name: self._counter(f"tenant_{name}", f"{text}, by tenant and key", "tenant", "key")
+            for name, text in USAGE.items()
+        }
+        self._users: set[tuple[str, str]] = set()
 
     @property
     def prefix_cache(self) -> cluster_pb2.PrefixCache:
@@ -54,6 +74,16 @@ class RequestMetrics:
         queries, found = _values(self._prompt_tokens)[()], _values(self._hits)
         hits = [pb.TierTokens(tier=tier, tokens=int(found.get((tier,), 0))) for tier in Tier]
         return cluster_pb2.PrefixCache(queries=int(queries), hits=hits)
+
+    @property
+    def usage(self) -> Iterable[cluster_pb2.TenantUsage]:
+        """The usage of each tenant and key so far."""
+        by_name = {name: _values(counter) for name, counter in self._used.items()}
+        for tenant, key in sorted(self._users):
+            values = {name: values[tenant, key] for name, values in by_name.items()}
+            worker_s = values.pop("worker_seconds")
+            counts = {name: int(value) for name, value in values.items()}
+            yield cluster_pb2.TenantUsage(tenant=tenant, key=key, worker_s=worker_s, **counts)
 
     def gained(self, journal: RequestJournal, choice: int, num_tokens: int, now_s: float) -> None:
         """Counts gained tokens of a choice. Tokens that come together share the time since the last gain."""
@@ -89,6 +119,22 @@ class RequestMetrics:
         if journal.source is not None:
             self._prompt_tokens.inc(journal.num_prompt_tokens)
             self._count_tiers(journal.num_prompt_tokens, journal.cached)
+        self._use(journal)
+
+    def _use(self, journal: RequestJournal) -> None:
+        """Counts what a request used as its tenant's and key's."""
+        user = (tenant_of(journal.request_id), journal.key_id)
+        user = user if user in self._users or len(self._users) < MAX_USERS else OTHERS
+        self._users.add(user)
+        used = {
+            "requests": 1,
+            "computed_tokens": journal.total("tokens_computed"),
+            "cached_tokens": sum(journal.cached.values()),
+            "generated_tokens": journal.num_output_tokens,
+            "worker_seconds": sum(one.duration_ms for one in journal.spans if row_of(one.name).phase in WORK) / 1000,
+        }
+        for name, amount in used.items():
+            self._used[name].labels(*user).inc(amount)
 
     def _count_tiers(self, num_sought: int, cached: Mapping[str, int]) -> None:
         """Counts lookups and hits of tiers; a tier is asked for tokens that no nearer tier had."""

@@ -78,6 +78,11 @@ class ClusterApi(ClusterServicer):
     ) -> cluster_pb2.ListRequestsResponse:
         return self._router.dispatcher.recent.list(request)
 
+    async def GetUsage(  # noqa: N802
+        self, request: cluster_pb2.GetUsageRequest, context: Context
+    ) -> cluster_pb2.UsageReport:
+        return cluster_pb2.UsageReport(usage=self._router.metrics.usage)
+
     async def ExplainMisses(  # noqa: N802
         self, request: cluster_pb2.ExplainMissesRequest, context: Context
     ) -> cluster_pb2.MissExplanation:

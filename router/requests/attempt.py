@@ -23,6 +23,7 @@ from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.checks import ServingLimits, ValidRequest
+from router.requests.forecast import Forecast, PromptAhead
 from router.requests.outbox import ReplyWriter
 from router.requests.prompt import PreparedPrompt, PromptPreparer
 from router.requests.read_ahead import ReadAhead
@@ -62,6 +63,7 @@ class Services:
     costs: RequestCosts = field(default_factory=RequestCosts)
     recent: RecentRequests = field(default_factory=RecentRequests)
     shares: FairShares = field(default_factory=FairShares)
+    forecast: Forecast = field(default_factory=Forecast)
     attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)
 
 
@@ -136,6 +138,10 @@ class AttemptFailed(Exception):
         self.error = error
 
 
+def _do_nothing() -> None:
+    """Does nothing about a prompt that is not counted."""
+
+
 def _leave_alone(num_blocks: int) -> None:
     """Does nothing about stored blocks."""
 
@@ -153,22 +159,36 @@ class Attempt:
         self.is_alone = is_alone
         self.has_read_cache = False
         self._clock = asyncio.get_running_loop().time
+        self._computed: Callable[[], object] = _do_nothing
 
     async def run(self) -> None:
-        """Runs until every choice has ended. Raises AttemptFailed."""
-        request, journal = self.request, self.request.journal
-        placement, holds = request.services.placement, request.services.holds
+        """Runs until every choice has ended. Raises AttemptFailed, or Overloaded if it could not end in time."""
+        request = self.request
+        placement, admitted = request.services.placement, request.admitted
         is_fresh = not request.answer.num_tokens
         keys, num_prompt = request.prompt.keys, len(request.prompt.prompt_ids)
-        route = placement.route(keys, num_prompt, holds.full_nodes)
+        route = placement.route(keys, num_prompt, request.services.holds.full_nodes)
         if is_fresh:
-            journal.plan(route.reason)
+            request.journal.plan(route.reason)
+        prompt = PromptAhead(admitted.root, route.num_new_tokens, admitted.weight)
+        forecast, left_s = request.services.forecast, admitted.deadline_s - self._clock()
+        if is_fresh and self.history.number == 1:
+            speeds = placement.token_s(route)
+            expected_s = forecast.require_in_time(prompt, request.prompt.sampling, speeds, left_s)
+            request.journal.expect(expected_s, self._clock())
+        with forecast.queued(prompt) as self._computed:
+            await self._run(route, is_fresh)
+
+    async def _run(self, route: Route, is_fresh: bool) -> None:
+        request, journal, num_prompt = self.request, self.request.journal, route.num_prompt_tokens
+        placement, holds = request.services.placement, request.services.holds
         if route.prefill_node is None or not (is_fresh and self.history.reads_cache):
             await self._decode(route)
             return
         request.reply.begin(num_prompt)
         journal.begin(Kind.WAIT_ROOM, self._clock())
-        claim = Claim(request.admitted.root, route.num_new_tokens / request.admitted.weight)
+        admitted = request.admitted
+        claim = Claim(admitted.root, route.num_new_tokens / admitted.weight, admitted.valid.priority)
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node, claim):
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
@@ -279,6 +299,7 @@ class Attempt:
             session=admitted.valid.session,
             keep_s=admitted.valid.keep_s,
             weight=admitted.weight,
+            priority=admitted.valid.priority,
             output_cost=request.services.shares.output_cost(admitted.root) if role is Role.PREFILL else 0.0,
         )
 
@@ -318,6 +339,8 @@ class Attempt:
             request.reply.send_prompt(part)
         if update.choices and request.prompt_answer.num_scored:
             raise WireError("a worker sent a token before the log-probabilities of the prompt")
+        if update.choices:
+            self._computed()
         for chunk in request.answer.accept(update.choices):
             request.admitted.charge(request.services.shares, len(chunk.token_ids))
             request.reply.send(chunk)

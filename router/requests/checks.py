@@ -12,6 +12,7 @@ from wire.errors import ContextLengthExceeded, Lengths, ModelNotFound, require
 from wire.ids import MAX_SESSION_LEN, REQUEST_ID, RequestId
 from wire.kv_policy import Dropping, parse_dropping
 from wire.layout import Window
+from wire.load.fairness import MAX_PRIORITY
 from wire.pb import inference_pb2 as pb
 from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams
 from wire.served_model import ServedModel
@@ -48,8 +49,8 @@ ValidPrompt = Chat | Rendered | str | tuple[int, ...]
 class ValidRequest:
     """A request with every field in range. The prompt is token ids, a text, or a chat.
 
-    session, keep_s: the message's; empty and None if unset. resume: what the client has of the answer, from a router
-    that was lost.
+    session, keep_s, priority: the message's; empty, None and 0 if unset. resume: what the client has of the answer,
+    from a router that was lost.
     """
 
     request_id: RequestId | None
@@ -60,6 +61,7 @@ class ValidRequest:
     dropping: Dropping | None = None
     session: str = ""
     keep_s: float | None = None
+    priority: int = 0
     resume: pb.Resume | None = None
 
 
@@ -80,12 +82,14 @@ def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest
         dropping=_dropping(message, model),
         session=message.session,
         keep_s=keep_s,
+        priority=message.priority,
         resume=given(message, "resume"),
     )
     if valid.resume is not None:
         _require_resumable(valid.resume, valid, model)
     is_fit = session is None or 1 <= len(session) <= MAX_SESSION_LEN
     require(is_fit, "session", f"must be 1 to {MAX_SESSION_LEN} characters")
+    require(abs(message.priority) <= MAX_PRIORITY, "priority", f"must be at most {MAX_PRIORITY} from 0")
     require(0 <= message.keep_s < math.inf, "keep_s", "must be seconds, 0 or more")
     return valid
 

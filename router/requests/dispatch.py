@@ -56,7 +56,9 @@ class OpenRequest:
         self._id = request.id
         self._compare = partial(services.costs.compare, block_size=services.placement.block_size)
         self.journal = request.journal
-        self._folds = [services.metrics.ended, services.recent.add, services.demand.add]
+        learn = partial(services.forecast.learn, tenant=request.root)
+        self._folds: list[Callable[[RequestJournal], None]] = [services.metrics.ended, services.recent.add]
+        self._folds += [services.demand.add, learn]
         if request.trace is not None:
             self._folds.append(request.trace.end)
         self._on_end = on_end
@@ -267,6 +269,7 @@ class Dispatcher:
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
         trace = None if services.traces is None else services.traces.begin(valid.prompt, valid.sampling, traceparent)
         journal = RequestJournal(qualified_id, now_s)
+        journal.key_id = caller.id
         admitted = AdmittedRequest(
             id=qualified_id,
             client_id=request_id,

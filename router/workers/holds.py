@@ -90,14 +90,19 @@ class HoldBudget:
         left = self._num_arena_blocks - 2 * self._room.blocks_of_others
         return 2 * len(self._blocks) <= max(left, self._num_arena_blocks // self._room.routers)
 
-    def _fits(self, attempt: AttemptId) -> bool:
-        """Whether an attempt may start: there is room, or its tenant has less than an equal part of the holds."""
-        tenant = self._claims[attempt].tenant
+    @property
+    def _next(self) -> AttemptId | None:
+        """The waiting attempt that may start: while there is room the first, else of a tenant below its equal part."""
         sizes = Counter[NamespaceRoot]()
         for one, claim in self._claims.items():
             sizes[claim.tenant] += len(self._granted.get(one, ()))
-        has_less = len(sizes) > 1 and sizes[tenant] * len(sizes) < len(self._blocks)
-        return self._is_within or (has_less and 4 * len(self._blocks) <= 3 * self._num_arena_blocks)
+        bound = len(self._blocks) / len(sizes) if 4 * len(self._blocks) <= 3 * self._num_arena_blocks else 0
+        may_start = (
+            one
+            for one in self._waiting
+            if self._is_within or (len(sizes) > 1 and sizes[self._claims[one].tenant] < bound)
+        )
+        return min(may_start, key=self._place, default=None)
 
     @property
     def kept(self) -> list[AttemptId]:
@@ -142,7 +147,7 @@ class HoldBudget:
 
     def _grant(self) -> list[AttemptId]:
         granted: list[AttemptId] = []
-        while self._waiting and self._fits(attempt := min(self._waiting, key=self._place)):
+        while self._waiting and (attempt := self._next) is not None:
             claim, keys = self._claims[attempt], self._waiting.pop(attempt)
             self._granted[attempt] = keys
             self._blocks.update(keys)

@@ -88,11 +88,19 @@ def complete(*choices: pb.Choice) -> pb.GenerateResponse:
 def test_sends_settings_that_are_given_and_no_others(connect: Connect) -> None:
     service = ScriptedService([complete()])
     settings = {"temperature": 0, "max_tokens": 3, "stop": ["."]}
-    connect(service).generate("hello", **settings, request_id="r1", model="small", session="agent", keep_s=0)
+    connect(service).generate(
+        "hello", **settings, request_id="r1", model="small", session="agent", keep_s=0, priority=-3
+    )
     sampling = pb.SamplingParams(temperature=0, max_tokens=3, stop=["."])
     assert service.requests == [
         pb.GenerateRequest(
-            request_id="r1", model="small", session="agent", keep_s=0.0, text="hello", sampling_params=sampling
+            request_id="r1",
+            model="small",
+            session="agent",
+            keep_s=0.0,
+            text="hello",
+            priority=-3,
+            sampling_params=sampling,
         )
     ]
 

@@ -115,6 +115,46 @@ def test_tenants_are_admitted_by_shares(waiting: list[Candidate], admit: tuple[i
     assert batcher().plan(waiting, [], pages(100)).admit == admit
 
 
+FULL = [owned(prompt(n, 60, 16 if n else 48), "a", 500) for n in range(4)]
+"""Prompts that lack three pages each, but for the first, which lacks one."""
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "num_allocatable", "preempt"),
+    [
+        pytest.param(FULL, [owned(prompt(9, 60), "b", 20)], 10, (3,), id="the least urgent prompt makes room"),
+        pytest.param(FULL, [owned(prompt(9, 90), "b", 20)], 10, (3, 2), id="or as many as that takes"),
+        pytest.param(FULL, [owned(prompt(9, 600), "b", 20)], 10, (), id="none if all would not do"),
+        pytest.param(FULL, [owned(prompt(9, 60), "a", 500)], 10, (), id="none for a prompt of their tenant"),
+        pytest.param(
+            [*FULL[:3], owned(prompt(3, 60, 16), "b", 20)],
+            [owned(prompt(9, 60), "b", 20)],
+            10,
+            (),
+            id="nor of one that runs",
+        ),
+        pytest.param(
+            [FULL[0], *(owned(prompt(n, 60, 16), "cde"[n - 1], 500) for n in range(1, 4))],
+            [owned(prompt(9, 60), "b", 20)],
+            10,
+            (),
+            id="a tenant keeps its only prompt",
+        ),
+    ],
+)
+def test_a_tenant_without_a_running_prompt_finds_room(
+    running: list[Candidate], waiting: list[Candidate], num_allocatable: int, preempt: tuple[int, ...]
+) -> None:
+    plan = batcher(max_step_tokens=999).plan(waiting, running, pages(num_allocatable))
+    assert (plan.preempt, plan.admit) == (preempt, (9,) if preempt else ())
+    assert not set(plan.run) & set(preempt)
+
+
+def test_a_tenant_without_a_running_prompt_finds_a_slot() -> None:
+    plan = batcher(max_running=4).plan([owned(prompt(9, 60), "b", 20)], FULL, pages(99))
+    assert plan.preempt == (3,)
+
+
 def test_a_step_goes_to_the_tenant_that_had_less() -> None:
     running = [owned(prompt(0, 100), "a", 500), owned(prompt(1, 40), "b", 480), owned(prompt(2, 40), "b", 480)]
     assert batcher().plan((), running, pages(100)).run == {1: 40, 0: 24}

@@ -65,6 +65,9 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
     # nothing to complete
     "no prompt": (pb.GenerateRequest, "prompt"),
     "empty text": (lambda: text(""), "text"),
+    # precedence
+    "a priority far below 0": (lambda: pb.GenerateRequest(text="a", priority=-(1 << 31) - 1), "priority"),
+    "a priority far above 0": (lambda: pb.GenerateRequest(text="a", priority=1 << 62), "priority"),
     "empty token list": (lambda: tokens(), "token_ids"),
     "empty TokenIds": (lambda: pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids"),
     # token ids

@@ -242,6 +242,26 @@ async def test_a_lost_prefill_worker_is_followed_by_another(stage: Stage, error:
     assert stage["p0"].aborts == [], "its worker has ended it"
 
 
+async def test_workers_are_told_the_precedence_of_a_request(stage: Stage) -> None:
+    """A prefill worker hears what its tenant was charged for output elsewhere; a decode worker counts that itself."""
+    message = request(max_tokens=50)
+    message.priority = -7
+    first = Client(stage.cluster.open(message, 20.0))
+    begin = await stage.begun("p0")
+    assert (begin.weight, begin.priority, begin.output_cost) == (1.0, -7, 0.0)
+    stage["p0"].say(tokens("a", 0), prompt={}, ends=True)
+    await stage.begun("d0")
+    stage["d0"].say(tokens("bc", 1))
+    await first.has("abc")
+    assert (stage["d0"].begins[0].priority, stage["d0"].begins[0].output_cost) == (-7, 0.0)
+    second = stage.open()
+    assert (await stage.begun("p0", 2)).output_cost == 6.0
+    stage["p0"].say(tokens("x", 0, finish_reason=STOP, stop_token_id=97), prompt={}, ends=True)
+    await second.completed()
+    stage["d0"].say(tokens("", 3, finish_reason=LENGTH), ends=True)
+    await first.completed()
+
+
 async def test_a_lost_decode_worker_is_followed_by_another_with_all_tokens_so_far(stage: Stage) -> None:
     client = await stage.prefilled()
     stage["d0"].say(tokens("bc", 1))
@@ -620,7 +640,7 @@ async def waiting_for_the_tokenizer(stage: Stage, monkeypatch: pytest.MonkeyPatc
 
 @asynccontextmanager
 async def waiting_for_room(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    holds, keys = stage.cluster.router.holds, [BlockKey(number.to_bytes(32, "big")) for number in range(600)]
+    holds, keys = stage.cluster.router.holds, [BlockKey(number.to_bytes(32, "big")) for number in range(900)]
     async with holds.hold(AttemptId("of another/1"), keys, ""):
         client = stage.open()
         await until(lambda: holds.budgets[""].num_waiting)

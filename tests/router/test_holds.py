@@ -82,8 +82,8 @@ def test_tenants_that_wait_take_turns_by_what_they_had() -> None:
     for name, number in ((A, 1), (B, 2)):
         budget.ask(name, keys(*range(60 + 20 * number, 80 + 20 * number)), Claim(roots["l"], 250.0))
     granted = [one for number in range(1, 4) for one in budget.release(attempt("h", number))]
-    assert granted == [B], "its tenant had 250 for each 300"
-    assert budget.release(A) == [attempt("h", 4), attempt("h", 5)], "B has most of the holds now"
+    assert granted == [attempt("h", 4), attempt("h", 5)], "A has most of the holds"
+    assert budget.release(A) == [B], "there is room, and its tenant had 250 for 500"
     assert budget.release(attempt("h", 4)) == [attempt("h", 6)]
 
 

@@ -1,6 +1,9 @@
 from collections.abc import Mapping
 
+import pytest
+
 from router.disaggregation import PrefillReason
+from router.observe import metrics as metrics_module
 from router.observe.journal import RequestJournal, outcome_of
 from router.observe.metrics import RequestMetrics
 from wire.convert import tiers_from_pb, tiers_to_pb
@@ -52,6 +55,31 @@ def test_requests_are_counted_by_what_they_came_to() -> None:
         assert value(metrics, "requests_total", outcome=outcome) == 1
     assert value(metrics, "e2e_request_latency_seconds_count") == 1
     assert value(metrics, "e2e_request_latency_seconds_sum") == 2.0
+
+
+def test_usage_is_counted_by_tenant_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_USERS", 2)
+    metrics = RequestMetrics()
+    for request_id, key in (
+        ("r", ""),
+        ("acme/r", "12345678"),
+        ("acme/s", "12345678"),
+        ("more/r", "87654321"),
+        ("and/r", "1"),
+    ):
+        one = record(
+            cached={"host": 60}, spans={"prefill.compute": 1500.0, "prefill.queue": 800.0, "decode.generate": 500.0}
+        )
+        one.request_id, one.key_id = QualifiedId(request_id), key
+        one.spans[-3].counts["tokens_computed"] = 40
+        metrics.ended(one)
+    rows = {(one.tenant, one.key): one for one in metrics.usage}
+    assert set(rows) == {("default", ""), ("acme", "12345678"), ("others", "")}
+    acme = rows["acme", "12345678"]
+    assert (acme.requests, acme.computed_tokens, acme.cached_tokens, acme.generated_tokens) == (2, 80, 120, 14)
+    assert acme.worker_s == 4.0
+    assert rows["others", ""].requests == 2
+    assert value(metrics, "tenant_cached_tokens_total", tenant="default", key="") == 60
 
 
 def test_prompts_are_counted_by_pool_and_reason() -> None:

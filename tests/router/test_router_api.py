@@ -567,7 +567,6 @@ def test_names_and_numbers_that_requests_reserve_pair() -> None:
     assert reserved_names(pb.GenerateRequest) == {
         7: "adapter",
         8: "cache_salt",
-        9: "priority",
     }
     assert reserved_names(pb.SamplingParams) == {}
 

@@ -2,8 +2,10 @@
 
     enter ──▶ active: charge, charge_output ──▶ leave
 
-A queue serves the active tenant with the least counter next. A tenant that was idle begins at the least counter
-of the active tenants: idleness saves no credit. Routers and workers each count what they see.
+A queue serves the active tenant with the least counter next. A tenant that was idle begins one token below the least
+counter of the active tenants: it is next, but idleness saves no credit. Routers and workers each count what they see. A
+prompt counts once it is over, or has taken a quantum: so a tenant that is due has a prompt computed in one go, and not
+in turns with others.
 
 Source: start-time fair queueing (SIGCOMM '96), and virtual token counters of servers of language models (OSDI '24).
 """
@@ -17,6 +19,8 @@ from typing import Protocol, TypeVar
 
 OUTPUT_COST = 2.0
 """Cost of a generated token, where an uncached token of a prompt costs 1 and a cached token nothing."""
+QUANTUM = 4096.0
+"""The most cost of prompts under way that a tenant's counter lacks."""
 MAX_WEIGHT = 1000.0
 MAX_PRIORITY = 1 << 31
 """Bound on the magnitude of a priority."""
@@ -52,9 +56,13 @@ ALONE = Standing()
 
 @dataclass
 class _Account:
-    """A tenant's counter. output_cost: its part for generated tokens. num_open: begun and unfinished requests."""
+    """A tenant's counter. output_cost: its part for generated tokens. num_open: begun and unfinished requests.
+
+    pending: the cost of prompts under way that `spent` lacks.
+    """
 
     spent: float
+    pending: float = 0.0
     output_cost: float = 0.0
     num_open: int = 0
 
@@ -66,7 +74,7 @@ class FairShares:
         self._accounts: dict[Hashable, _Account] = {}
 
     def enter(self, tenant: Hashable) -> None:
-        """Counts a begun request; a tenant without others begins at the least counter of active tenants."""
+        """Counts a begun request; a tenant without others begins one token below the active tenants' least counter."""
         account = self._accounts.get(tenant)
         if account is None or not account.num_open:
             account = self._begin(tenant)
@@ -75,6 +83,19 @@ class FairShares:
     def leave(self, tenant: Hashable) -> None:
         """Counts the end of a request."""
         self._accounts[tenant].num_open -= 1
+
+    def defer(self, tenant: Hashable, cost: float) -> None:
+        """Charges a part of a prompt once that is over, or has taken a quantum."""
+        if tenant in self._accounts:
+            self._accounts[tenant].pending += cost
+            if self._accounts[tenant].pending >= QUANTUM:
+                self.settle(tenant)
+
+    def settle(self, tenant: Hashable) -> None:
+        """Charges what is deferred: a prompt is over."""
+        if tenant in self._accounts:
+            account = self._accounts[tenant]
+            account.spent, account.pending = account.spent + account.pending, 0.0
 
     def charge(self, tenant: Hashable, cost: float) -> None:
         """Adds a cost over the tenant's weight. Does nothing for a forgotten tenant."""
@@ -117,7 +138,7 @@ class FairShares:
         least = min(active, default=math.inf)
         kept = ((one, account) for one, account in self._accounts.items() if account.num_open or account.spent > least)
         self._accounts = dict(kept)
-        return self._accounts.setdefault(tenant, _Account(min(active, default=0.0)))
+        return self._accounts.setdefault(tenant, _Account(min(active, default=1.0) - 1.0))
 
 
 class Queued(Protocol):
@@ -135,7 +156,8 @@ Q = TypeVar("Q", bound=Queued)
 def by_share(queued: Iterable[Q], urgency: Callable[[Q], float]) -> list[Q]:
     """Sorts by fair shares: next is an item of the tenant that has spent least, each item before it counted as spent.
 
-    Items of one tenant, and of tenants that have spent alike, are in order of priority and urgency, least first.
+    Items of one tenant are in order of priority and urgency, least first; of tenants that have spent alike, the tenant
+    with the least urgency is first.
     """
     queues: dict[Hashable, deque[Q]] = {}
     for one in sorted(queued, key=lambda one: (one.standing.priority, urgency(one))):

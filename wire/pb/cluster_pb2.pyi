@@ -173,6 +173,34 @@ class EndedRequest(_message.Message):
     misses: _containers.RepeatedCompositeFieldContainer[_worker_pb2.MissRun]
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ..., causes: _Optional[_Iterable[str]] = ..., misses: _Optional[_Iterable[_Union[_worker_pb2.MissRun, _Mapping]]] = ...) -> None: ...
 
+class GetUsageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UsageReport(_message.Message):
+    __slots__ = ("usage",)
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    usage: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, usage: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "key", "requests", "computed_tokens", "cached_tokens", "generated_tokens", "worker_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    key: str
+    requests: int
+    computed_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    worker_s: float
+    def __init__(self, tenant: _Optional[str] = ..., key: _Optional[str] = ..., requests: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., worker_s: _Optional[float] = ...) -> None: ...
+
 class ExplainMissesRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -71,6 +71,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.ExplainMissesRequest.SerializeToString,
                 response_deserializer=cluster__pb2.MissExplanation.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/baton.v1.Cluster/GetUsage',
+                request_serializer=cluster__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=cluster__pb2.UsageReport.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/baton.v1.Cluster/Shutdown',
                 request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
@@ -157,6 +162,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """What each tenant and key has used since the router's start, of requests that are over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops every actor of this cluster.
         """
@@ -238,6 +250,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ExplainMisses,
                     request_deserializer=cluster__pb2.ExplainMissesRequest.FromString,
                     response_serializer=cluster__pb2.MissExplanation.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=cluster__pb2.GetUsageRequest.FromString,
+                    response_serializer=cluster__pb2.UsageReport.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -459,6 +476,33 @@ class Cluster:
             '/baton.v1.Cluster/ExplainMisses',
             cluster__pb2.ExplainMissesRequest.SerializeToString,
             cluster__pb2.MissExplanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/GetUsage',
+            cluster__pb2.GetUsageRequest.SerializeToString,
+            cluster__pb2.UsageReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,7 +65,7 @@ class ToolChoice(_message.Message):
     def __init__(self, required: _Optional[bool] = ..., name: _Optional[str] = ..., parallel: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "messages", "sampling_params", "kv_policy", "session", "keep_s", "resume")
+    __slots__ = ("request_id", "model", "text", "token_ids", "messages", "sampling_params", "kv_policy", "session", "keep_s", "resume", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class GenerateRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -86,7 +87,8 @@ class GenerateRequest(_message.Message):
     session: str
     keep_s: float
     resume: Resume
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv_policy: _Optional[str] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv_policy: _Optional[str] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("choices", "prompt_tokens")
