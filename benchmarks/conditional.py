@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
 from cli.bench.latency import ModeSummary, Record, summarize
+from cli.bench.plan.paced_worker import VirtualInbox
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
@@ -38,7 +39,6 @@ from tests.harness.assembled_worker import local_worker
 from tests.harness.cluster import role_of
 from tests.harness.faulty_transport import Faults
 from tests.harness.local_cluster import LocalCluster, Sizes
-from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator import virtual_time
 from wire.layout import KVLayout
 from worker.assembly import Assembly, Threads

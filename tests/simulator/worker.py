@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cli.bench.plan.paced_worker import VirtualInbox
 from engine.core import EngineCore
 from engine.events import Jumped
 from engine.model.batch import Batch
@@ -18,7 +19,6 @@ from kv_store.device_pool import Fence
 from kv_store.frame import checksum_of
 from kv_store.transfers import Done, Fetch, Prefetch, ThreadTransfers, Transfer
 from tests.harness.assembled_worker import local_worker
-from tests.harness.virtual_inbox import VirtualInbox
 from tests.simulator.invariants import PromptCounts, Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import Node, SimDirectoryClient

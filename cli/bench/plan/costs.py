@@ -29,6 +29,7 @@ COMPUTE, GENERATE = (*Kind.COMPUTE.names, *Kind.RECOMPUTE.names), Kind.GENERATE.
 COPY = (*Kind.PUBLISH.names, *Kind.FETCH.names)
 NETWORK = Kind.NETWORK.names
 MODELLED = (*COMPUTE, *COPY, *NETWORK, *GATES)
+QUANTILES = np.linspace(0.025, 0.975, 20)
 Floats = npt.NDArray[np.float64]
 
 
@@ -38,8 +39,8 @@ class WorkCosts:
 
     step_s: a step. prompt_s: more for a step with a prompt. prompt_token_s: a token of a prompt. pair_s: a token of a
     prompt, for each token of context. row_s: a row that decodes. context_token_s: a token of context of such a row.
-    transfer_s, block_s: a copy between pages and store, and each of its blocks. message_s: a message. request_s: a
-    request's way to the router, its checks there, and the way of its first token to the client.
+    transfer_s, block_s: a copy between pages and store, and each of its blocks. message_s: a message. request_s: the
+    rest of the time to a first token, as quantiles to draw from: the way to the router, its checks, the way back.
     """
 
     step_s: float = 0.008
@@ -51,7 +52,7 @@ class WorkCosts:
     transfer_s: float = 0.002
     block_s: float = 0.0002
     message_s: float = 0.001
-    request_s: float = 0.0
+    request_s: tuple[float, ...] = (0.0,)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
     first_s, prompt_token_s, pair_s = _fit([np.ones_like(compute_s), *tokens], compute_s)
     quick = copied.quickest(QUICK_SHARE)
     transfer_s, block_s = _fit([np.ones_like(quick.num), quick.num], quick.took_s)
+    rests_s = np.quantile([*map(_unmodelled_s, ended)], QUANTILES).clip(0.0)
     costs = WorkCosts(
         step_s=step_s,
         prompt_s=max(0.0, first_s - step_s),
@@ -151,7 +153,7 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
         transfer_s=transfer_s,
         block_s=block_s,
         message_s=median(one.duration_ms / 1000 for one in networks) if networks else 0.0,
-        request_s=max(0.0, median(map(_unmodelled_s, ended))),
+        request_s=tuple(rests_s.tolist()),
     )
     by_steps, by_prompts, by_copies = (
         f"{len(spans)} spans of {kinds}"
@@ -160,7 +162,7 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
     sources = dict.fromkeys(("step_s", "row_s", "context_token_s"), by_steps)
     sources |= dict.fromkeys(("prompt_s", "prompt_token_s", "pair_s"), by_prompts)
     sources |= dict.fromkeys(("transfer_s", "block_s"), by_copies)
-    sources |= dict.fromkeys(("message_s", "request_s"), f"medians of {len(ended)} requests")
+    sources |= {"message_s": f"median of {len(networks)} spans of network", "request_s": f"{len(ended)} requests"}
     return LearnedCosts(costs, sources)
 
 
@@ -189,9 +191,9 @@ def _fit(columns: Sequence[Floats], wanted: Floats) -> list[float]:
 
 def _unmodelled_s(record: Record) -> float:
     """Returns the time to the first token that no worker, message or gate took."""
-    publishes = any(span.name in Kind.PUBLISH.names for span in record.spans)
-    last = Kind.WAIT_DECODE.names if publishes else GENERATE
-    first_ms = min((span.start_ms for span in _of(record.spans, last)), default=float("inf"))
+    publishes = bool(_of(record.spans, Kind.PUBLISH.names))
+    last = _of(record.spans, Kind.WAIT_DECODE.names if publishes else GENERATE)
+    first_ms = min((span.start_ms for span in last), default=math.inf)
     modelled_ms = sum(span.duration_ms for span in _of(record.spans, MODELLED) if span.start_ms < first_ms)
     return record.chunks[0][0] - record.sent_s - modelled_ms / 1000
 

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cli.bench.latency import Record, Slo, without_nan
 from cli.bench.open_loop import NO_CONTEXT_LEN, LoadClient
 from cli.bench.plan.costs import LearnedCosts, learn
@@ -168,7 +170,7 @@ def _row(candidate: "Candidate") -> tuple[str, ...]:
 
 def _cost_rows(learned: LearnedCosts) -> Iterator[tuple[str, str, str]]:
     for name, cost_s in asdict(learned.costs).items():
-        yield name, f"{cost_s:.3g}", learned.sources[name]
+        yield name, f"{np.median(cost_s):.3g}", learned.sources[name]
 
 
 def _to_object(load: str, learned: LearnedCosts, verdict: "Verdict", words: str) -> dict[str, Any]:

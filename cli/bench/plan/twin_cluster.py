@@ -1,6 +1,7 @@
 """A cluster in this process, on virtual time: real router, workers, engines and store; the model computes nothing."""
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,6 +74,7 @@ class TwinCluster:
         self._clock = asyncio.get_running_loop().time
         self._models: dict[Role, list[PacedModel]] = {role: [] for role in Role}
         self._workers: dict[str, Assembly] = {}
+        self._draw = random.Random(0)
         self._directory = directory = Directory(
             settings.num_slots, self._clock, block_bytes=settings.layout.block_bytes
         )
@@ -107,7 +109,8 @@ class TwinCluster:
 
     async def serve(self, arrival: Arrival, began_s: float) -> Record:
         """Sends a request when it is due, and notes its tokens as they come."""
-        await asyncio.sleep(began_s + arrival.at_s + self._settings.costs.request_s - self._clock())
+        way_s = self._draw.choice(self._settings.costs.request_s)
+        await asyncio.sleep(began_s + arrival.at_s + way_s - self._clock())
         chunks: list[tuple[float, int]] = []
         num_cached, error, reason, spans = 0, None, "", tuple[Span, ...]()
         try:
