@@ -143,6 +143,10 @@ class Services:
     def disaggregated(self) -> BatonService:
         return self._service("disagg", 1, 1, f'[router]\ndisaggregation = "{self._options.disaggregation}"\n')
 
+    def of_mode(self, mode: Disaggregation) -> BatonService:
+        """Describes a service of a prefill and a decode worker, by the mode of its router."""
+        return self._service(mode.value, 1, 1, f'[router]\ndisaggregation = "{mode.value}"\n')
+
     def _service(self, name: str, num_prefill: int, num_decode: int, settings: str) -> BatonService:
         config = self._scratch / f"{name}.toml"
         config.write_text(settings)
