@@ -29,6 +29,7 @@ LIMITS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tokens_per_minute": (int, "tokens of prompts and answers in a minute"),
     "max_open_requests": (int, "requests at a time"),
     "arena_share": (float, "part of each tier, above 0 to 1, beyond which the tenant's blocks there go first"),
+    "weight": (float, "weight of its requests beside other tenants', whose are 1 by default"),
 }
 
 

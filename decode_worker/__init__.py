@@ -1,1 +1,1 @@
-"""The worker that turns KV into tokens: its batcher, its job, its actor."""
+"""The worker that turns KV into tokens: its batcher, and its job."""

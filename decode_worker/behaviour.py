@@ -23,6 +23,7 @@ from engine.schedule.batcher import (
     fit_running,
 )
 from wire.journal import Kind
+from wire.load.fairness import by_share
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
@@ -32,6 +33,8 @@ from worker.job import Behaviour, Job, News, end_choice
 @dataclass(frozen=True)
 class DecodeBatcher:
     """A batcher that decodes first, then runs prompt tokens without KV, in chunks that do not delay decoding much.
+
+    Tenants by fair shares, of one tenant the older sequence first: in the queue, for chunks, and for pages.
 
     max_step_tokens: the most tokens of one step, at least max_running + max_chunk_tokens. max_running: the most
     sequences with pages. max_chunk_tokens: the most tokens of chunks in a step that also decodes. max_gap_s: the most
@@ -50,6 +53,7 @@ class DecodeBatcher:
         pages: Pages,
         costs: StepCosts = UNLEARNED,
     ) -> Plan:
+        waiting, running = (by_share(group, lambda one: one.handle) for group in (waiting, running))
         step = fit_running(running, pages, self._num_step_tokens(running, pages.block_size, costs))
         num_slots = self.max_running - len(running)
         return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))

@@ -159,6 +159,10 @@ class EngineCore:
         self._is_stalled = not (num_finished or work or output.before)
         return output
 
+    def plan_by(self, batcher: Batcher) -> None:
+        """Plans by another batcher from the next step on."""
+        self._batcher = batcher
+
     def stats(self) -> EngineStats:
         num_waiting = 0 if len(self._rows) == self._table.num_active else len(self._table.waiting)
         return EngineStats(
@@ -223,6 +227,7 @@ class EngineCore:
         for jump in self._cache.prefixes.follow(self._table.running):
             self._num["cached"] += jump.num_found
             self._events.append(jump)
+        self._table.settle()
         waiting = self._table.admissible
         running = [sequence.candidate for sequence in self._table.running]
         plan = self._batcher.plan(waiting, running, self._cache.allocator.available, self._meter.costs)
@@ -335,7 +340,9 @@ class EngineCore:
         starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
         for chunk in chunks:
             sequence, num_prompt = chunk.sequence, chunk.sequence.request.num_prompt
-            self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
+            num_computed = min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
+            self._num["computed"] += num_computed
+            self._table.charge(sequence, num_computed)
             sequence.advance(chunk.num_tokens)
         return starts
 

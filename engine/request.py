@@ -9,6 +9,7 @@ from wire.block_names import BlockName, PublicPart
 from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping
+from wire.load.fairness import PLAIN, Precedence
 from wire.sampling import SamplingParams
 
 
@@ -32,6 +33,7 @@ class EngineRequest:
     first has no score; 0 to score none. A score is a token's log-probabilities, for sampling.prompt_logprobs. public:
     the part of the prompt whose block names all tenants share. dropping: the policy by which the request drops KV, if
     any. hint: how long to keep its KV afterwards.
+    precedence: its place in queues, where requests of one root are one tenant's.
 
     `HandOff`, a subclass, asks for one token per choice: the engine then writes all blocks of the prompt, the tail
     included, and holds them for the request.
@@ -48,6 +50,7 @@ class EngineRequest:
     public: PublicPart | None = None
     dropping: Dropping | None = None
     hint: KeepHint | None = None
+    precedence: Precedence = PLAIN
 
     @property
     def num_prompt(self) -> int:

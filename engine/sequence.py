@@ -12,6 +12,7 @@ from engine.model.sampler import Draw
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Candidate, Gate, Phase
 from wire.ids import AttemptId
+from wire.load.fairness import ALONE, OUTPUT_COST, FairShares
 from wire.sampling import FinishReason
 
 
@@ -42,7 +43,8 @@ class Sequence:
     """A choice with its known tokens, prompt plus output; the first `num_computed` have run, never the last.
 
     num_scored: begins as EngineRequest.num_scored, and grows. kv: the retention of its KV. chunk_end: the number of
-    computed tokens beyond which no chunk goes, while later blocks of its prefix are read; else None.
+    computed tokens beyond which no chunk goes, while later blocks of its prefix are read; else None. standing: its
+    place in queues, which `SequenceTable.settle` renews. num_charged: output tokens that its tenant was charged for.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: CausalModel) -> None:
@@ -58,6 +60,8 @@ class Sequence:
         self.has_started = False
         self.chunk_end: int | None = None
         self.num_scored = request.num_scored
+        self.standing = ALONE
+        self.num_charged = len(choice.output_ids)
         self._keeps_phases = model.keeps_phases
         self._num_computed = 0
 
@@ -137,6 +141,7 @@ class Sequence:
             num_behind=len(table.behind),
             num_spare=len(spare),
             chunk_end=self._next_stop(num_run),
+            standing=self.standing,
         )
 
     def runs_decoding(self, num_tokens: int) -> bool:
@@ -167,6 +172,7 @@ class Sequence:
             num_computed=num_computed + num_more,
             num_blocks=num_shared,
             num_behind=num_behind,
+            standing=self.standing,
         )
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
@@ -187,6 +193,7 @@ class SequenceTable:
         self._by_request: dict[AttemptId, list[Sequence]] = {}
         self._by_handle: dict[int, Sequence] = {}
         self._handles = count()
+        self._shares = FairShares()
 
     def __getitem__(self, handle: int) -> Sequence:
         return self._by_handle[handle]
@@ -221,6 +228,19 @@ class SequenceTable:
         sequences = [Sequence(next(self._handles), request, choice, model) for choice in request.choices]
         self._by_request[request.attempt_id] = sequences
         self._by_handle |= {sequence.handle: sequence for sequence in sequences}
+        self._shares.enter(request.root)
+        self._shares.learn_output(request.root, request.precedence.output_cost)
+
+    def charge(self, sequence: Sequence, cost: float) -> None:
+        """Charges a sequence's tenant for tokens."""
+        self._shares.charge(sequence.request.root, cost / sequence.request.precedence.weight)
+
+    def settle(self) -> None:
+        """Charges tenants for generated tokens, and brings the standing of each sequence up to date."""
+        for sequence in self._by_handle.values():
+            self._charge_output(sequence)
+        for sequence in self._by_handle.values():
+            sequence.standing = self._shares.standing(sequence.request.root, sequence.request.precedence)
 
     def siblings(self, attempt_id: AttemptId) -> Iterator[Sequence]:
         """Yields a request's sequences that have not ended; none for an unknown request."""
@@ -228,11 +248,20 @@ class SequenceTable:
 
     def retire(self, sequence: Sequence) -> None:
         """Forgets the handle of a sequence that has ended or hands off. A second call does nothing."""
+        self._charge_output(sequence)
         self._by_handle.pop(sequence.handle, None)
 
     def remove(self, attempt_id: AttemptId) -> list[Sequence]:
         """Takes a request out and returns its sequences, for the caller to retire."""
-        return self._by_request.pop(attempt_id, [])
+        sequences = self._by_request.pop(attempt_id, [])
+        if sequences:
+            self._shares.leave(sequences[0].request.root)
+        return sequences
+
+    def _charge_output(self, sequence: Sequence) -> None:
+        num_new, sequence.num_charged = len(sequence.output_ids) - sequence.num_charged, len(sequence.output_ids)
+        if num_new:
+            self.charge(sequence, OUTPUT_COST * num_new)
 
     def _leader(self, sequence: Sequence) -> Sequence:
         return next(self.siblings(sequence.request.attempt_id))

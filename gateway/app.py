@@ -29,7 +29,7 @@ from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable, Unreachable
 from wire.ids import TRACEPARENT, TraceContext, release
-from wire.limit import Limit, Pace, Share
+from wire.load.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing

@@ -14,7 +14,7 @@ from baton.request import Options, Prompt
 from baton.results import PromptPart, TokenLogprobs
 from gateway.exchange import Events, Streamed
 from wire.errors import BatonError, InvalidRequest
-from wire.limit import Share
+from wire.load.limit import Share
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN, FinishReason
 from wire.typed_reader import Read
 

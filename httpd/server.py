@@ -12,7 +12,7 @@ from httpd.connection import MAX_HEAD_S, MAX_IDLE_S, MAX_STALL_S, Connection, He
 from httpd.errors import HttpError
 from httpd.request_reader import Scope
 from wire.errors import Overloaded
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.rpc import port_taken
 from wire.trust.certificates import Certificates
 

@@ -79,8 +79,11 @@ class Ledger(Generic[Page]):
             self.unindex(victim)
             self.num_evicted += 1
         pages = self._free[: -num_pages - 1 : -1]
+        del self._free[len(self._free) - num_pages :]
         for page in pages:
-            self._change(page, self._references, 1)
+            self._references[page] = 1
+        self._num[PageState.FREE] -= num_pages
+        self._num[PageState.OWNED] += num_pages
         return pages
 
     def acquire(self, page: Page) -> None:
@@ -194,9 +197,15 @@ class Ledger(Generic[Page]):
         return problems + self.order.check()
 
     def _change(self, page: Page, count: "array[int]", by: int) -> None:
-        before = self.state(page)
+        """Changes a count of a page. A page with a reference before and after keeps its state."""
+        if not self._references[page]:
+            before = self.state(page)
+            count[page] += by
+            self._settle(page, before)
+            return
         count[page] += by
-        self._settle(page, before)
+        if not self._references[page]:
+            self._settle(page, PageState.OWNED if self._keys[page] is None else PageState.PUBLISHED)
 
     def _settle(self, page: Page, before: PageState) -> None:
         """Moves a page to the lists and counts of its state."""
@@ -212,8 +221,6 @@ class Ledger(Generic[Page]):
         self._num[state] -= 1
         if state is PageState.CACHED:
             self._num_cached[self.order.priority_of(page)] -= 1
-        elif state is PageState.FREE:
-            self._free.pop()  # the page itself: free ones leave in the order of `allocate`
 
     def _enter(self, page: Page, state: PageState) -> None:
         self._num[state] += 1

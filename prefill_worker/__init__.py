@@ -1,1 +1,1 @@
-"""The worker that turns prompts into KV: its batcher, its job, its actor."""
+"""The worker that turns prompts into KV: its batcher, and its job."""

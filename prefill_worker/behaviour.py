@@ -16,6 +16,7 @@ from engine.schedule.batcher import UNLEARNED, Candidate, Pages, Plan, StepCosts
 from wire.errors import BatonError
 from wire.journal import Kind
 from wire.layout import KVLayout
+from wire.load.fairness import by_share
 from wire.pb import worker_pb2
 from wire.pools import Role
 from worker.config import BatchSettings
@@ -27,7 +28,8 @@ LEAST_CHUNK_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class PrefillBatcher:
-    """Shortest remaining prompt first, with ageing: each later arrival raises the priority of a waiting prompt.
+    """Tenants by fair shares; of one tenant the shortest remaining prompt first, with ageing: each later arrival raises
+    the urgency of a waiting prompt.
 
     A long prompt lets shorter prompts pass, at most `num_missing / patience_tokens` of them. The batcher admits a
     prompt only with pages for all of it, so that prompts do not preempt one another. Source: shortest remaining
@@ -59,8 +61,8 @@ class PrefillBatcher:
         return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Sorts candidates by priority; handles grow with arrival."""
-        return sorted(candidates, key=lambda one: one.num_missing + one.handle * self.patience_tokens)
+        """Sorts candidates by their tenants' shares, and within a tenant by what is left; handles grow with arrival."""
+        return by_share(candidates, lambda one: one.num_missing + one.handle * self.patience_tokens)
 
 
 def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:

@@ -1,11 +1,11 @@
 """The choice between prefill pool and decode worker for computing a prompt: one rule, by learned times.
 
-prefill pool        (queued + uncached tokens) * prefill of a token + hand-off
+prefill pool        (queued + uncached tokens) * prefill of a token + hand-off of the uncached tokens
 decode worker       (queued + uncached tokens * (1 + streams)) * prefill of a token: each stream waits for the prompt
 
 A prompt goes where the total time of all requests, running streams included, grows least. Workers learn the time of a
-token (`kv_store/prefix/costs.py`), the router the time of a hand-off, from timelines. Cached blocks are read either
-way.
+token (`kv_store/prefix/costs.py`), the router the time of a hand-off, by length, from timelines. Cached blocks are read
+either way.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,16 @@ from statistics import median
 from typing import Protocol
 
 from router.config import Disaggregation
+from router.sized_durations import SizedDurations
 from wire.ids import WorkerId
 from wire.journal import Kind
 from wire.pb import inference_pb2 as pb
+from wire.tier import FAR_TIERS, Duration, Tier
 
 HAND_OFF_PRIOR_S = 0.01
 LEFT_BEHIND = (*Kind.PUBLISH.names, *Kind.NETWORK.names)
 """Spans of a hand-off within its prefill call."""
+_FETCHED = tuple(f"tokens_{tier}" for tier in (Tier.HOST, *FAR_TIERS))
 
 
 class Load(Protocol):
@@ -104,9 +107,42 @@ def _awake(pool: Sequence[Load]) -> Sequence[Load]:
     return [one for one in pool if not one.is_silent] or pool
 
 
+class HandOffDuration:
+    """The learned duration of a hand-off, by the uncached tokens of its prompt, in seconds.
+
+    Its line begins with two magnitudes of prompts; until then it is the mean of all.
+    """
+
+    def __init__(self) -> None:
+        self._mean = Duration(HAND_OFF_PRIOR_S)
+        self._by_tokens = SizedDurations()
+
+    def learn(self, prefill: Sequence[pb.Span], decode: Sequence[pb.Span]) -> None:
+        """Learns from the spans of both calls of an attempt."""
+        took_s, num_tokens = hand_off_s(prefill, decode), num_computed(prefill)
+        if took_s is not None:
+            self._mean.learn(took_s)
+            self._by_tokens.learn(num_tokens, took_s)
+
+    def at(self, num_new_tokens: int) -> float:
+        line = self._by_tokens.line
+        return self._mean.mean_s if line is None else line.at(num_new_tokens)
+
+
+def num_computed(spans: Sequence[pb.Span]) -> int:
+    """Counts the tokens of the prompt that a call computed."""
+    return sum(span.counts.get(Kind.COMPUTE.unit, 0) for span in spans)
+
+
 def hand_off_s(prefill: Sequence[pb.Span], decode: Sequence[pb.Span]) -> float | None:
-    """Duration of a hand-off without queueing: publish, network, fetch. None if either call has no spans."""
+    """Duration of a hand-off without queueing: publish, network, and fetch, but for the share of cached blocks.
+
+    None if either call has no spans.
+    """
     if any(span.name in Kind.CALL.names for span in (*prefill, *decode)):
         return None
+    fetches = [span for span in decode if span.name in Kind.FETCH.names]
+    num_fetched = sum(span.counts.get(name, 0) for span in fetches for name in _FETCHED)
+    share = min(num_computed(prefill) / num_fetched, 1.0) if num_fetched else 1.0
     behind_ms = sum(span.duration_ms for span in prefill if span.name in LEFT_BEHIND)
-    return (behind_ms + sum(span.duration_ms for span in decode if span.name in Kind.FETCH.names)) / 1000
+    return (behind_ms + share * sum(span.duration_ms for span in fetches)) / 1000

@@ -17,7 +17,7 @@ from router.observe.journal import RequestJournal
 from wire.block_names import PublicPart, digest_of, key_of_last
 from wire.ids import PUBLIC, BlockKey, tenant_of
 from wire.layout import KVLayout
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.pb import worker_pb2
 from wire.served_model import ServedNamespace
 from wire.tier import Cause, Miss

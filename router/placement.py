@@ -12,12 +12,11 @@ from typing import TypeVar
 
 from router.block_index import BlockIndex
 from router.config import Disaggregation
-from router.disaggregation import HAND_OFF_PRIOR_S, Load, PrefillReason, decide
+from router.disaggregation import HandOffDuration, Load, PrefillReason, decide
 from router.workers.members import Member, Members
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pools import Role
-from wire.tier import Duration
 
 MAX_BLOCK_ADDRESSES = 4
 """The most nodes that an attempt asks for blocks."""
@@ -126,7 +125,7 @@ class Route:
 class Placement:
     """The choice of workers for requests. wait_s: how long a request waits for a decode worker if there is none.
 
-    mode: the prompts that prefill workers compute.
+    mode: the prompts that prefill workers compute. hand_off: learned from attempts.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Placement:
         self.block_size = block_size
         self._wait_s = wait_s
         self._mode = mode
-        self._hand_off = Duration(HAND_OFF_PRIOR_S)
+        self.hand_off = HandOffDuration()
         self._changed = asyncio.Event()
 
     def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, full_nodes: Set[str]) -> Route:
@@ -159,7 +158,7 @@ class Placement:
         cached = {worker: min(num * self.block_size, num_prompt_tokens) for worker, num in found.items() if num}
         num_new_tokens = max(num_prompt_tokens - max(cached.values(), default=0), 1)  # the last token is always run
         prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
-        reason = decide(self._mode, prefill, decode, num_new_tokens, self._hand_off.mean_s)
+        reason = decide(self._mode, prefill, decode, num_new_tokens, self.hand_off.at(num_new_tokens))
         route = Route(
             keys=keys,
             num_prompt_tokens=num_prompt_tokens,
@@ -174,10 +173,6 @@ class Placement:
         roomy = [member for member in ready if member.info.node_id not in full_nodes]
         chosen = PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens)
         return replace(route, prefill_node=chosen.info.node_id)
-
-    def note_hand_off(self, took_s: float) -> None:
-        """Learns the cost of a hand-off."""
-        self._hand_off.learn(took_s)
 
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""

@@ -32,6 +32,7 @@ from router.workers.node_events import IndexFeed
 from text.chat import NoRenderer, Renderer
 from text.tokenizer_protocol import TextCodec
 from wire.layout import Window
+from wire.load.fairness import FairShares
 from wire.trust.key_ring import KeyRing
 
 MAX_KNOWN_ROOTS = 4096
@@ -59,7 +60,8 @@ class Router:
         self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
-        self.holds = HoldBudgets(self.members, is_alone=config.settings.routers == 1)
+        shares = self._shares = FairShares()
+        self.holds = HoldBudgets(self.members, is_alone=config.settings.routers == 1, shares=shares)
         self.index = BlockIndex(layout)
         self._feed = IndexFeed(self.members, self.index)
         self._placement = Placement(
@@ -85,6 +87,7 @@ class Router:
             mark_lost=self.membership.mark_lost,
             metrics=self.metrics,
             namespaces=self._namespaces,
+            shares=shares,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
@@ -121,7 +124,12 @@ class Router:
         """Lists violated invariants of the router; most can be checked only while no request is open."""
         problems = [*self.dispatcher.check(), *self.membership.check()]
         if not self.dispatcher.num_running + self.dispatcher.num_queued:
-            problems += [*self.holds.check(), *self._isolated_retries.check(), *self.members.check()]
+            problems += [
+                *self._shares.check(),
+                *self.holds.check(),
+                *self._isolated_retries.check(),
+                *self.members.check(),
+            ]
         return [f"router: {problem}" for problem in problems]
 
     def _members_changed(self) -> None:

@@ -12,6 +12,10 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    @property
+    def other(self) -> "Role":
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
 
 @dataclass(frozen=True)
 class PoolSizes:
@@ -25,10 +29,14 @@ class PoolSizes:
 
 
 class WorkerState(Enum):
-    """The stages of a worker's life. LOST: the router cannot reach it. BROKEN: the worker ends itself."""
+    """The stages of a worker's life. LOST: the router cannot reach it. BROKEN: the worker ends itself.
+
+    CHANGING: the worker leaves the other pool, and is not READY in its own yet.
+    """
 
     STARTING = "starting"
     READY = "ready"
+    CHANGING = "changing"
     DRAINING = "draining"
     BROKEN = "broken"
     LOST = "lost"

@@ -7,8 +7,8 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from wire.errors import ConfigError, Unavailable
-from wire.pools import Addresses, Drained
+from wire.errors import Unavailable
+from wire.pools import Addresses, Drained, Role
 from wire.typed_reader import from_json, to_json
 from worker.assembly import Assembly, assemble
 from worker.config import WorkerConfig
@@ -30,20 +30,17 @@ class _Started:
 
 
 class WorkerActor(ABC):
-    """The actor of either role. `start` comes first; `stop` last, and then the end of the process."""
+    """The actor of a worker. `start` comes first; `stop` last, and then the end of the process."""
 
     def __init__(self, config_json: str) -> None:
         """Reads the configuration. Raises ConfigError."""
         self._config = from_json(WorkerConfig, config_json, "worker")
-        self._behaviour = self.make_behaviour(self._config)
-        if self._config.role is not self._behaviour.role:
-            raise ConfigError(f"worker.role: this is a {self._behaviour.role.value} worker")
         self._started: _Started | None = None
         self._leaving: asyncio.Task[None] | None = None
 
     @abstractmethod
-    def make_behaviour(self, config: WorkerConfig) -> Behaviour:
-        """Makes the role's batcher and jobs."""
+    def make_behaviour(self, config: WorkerConfig, role: Role) -> Behaviour:
+        """Makes a role's batcher and jobs."""
 
     async def start(self) -> str:
         """Loads the model and begins to serve; returns the worker's Addresses.
@@ -56,7 +53,8 @@ class WorkerActor(ABC):
         def on_broken() -> None:
             loop.call_soon_threadsafe(self._give_up)
 
-        assembly = await asyncio.to_thread(assemble, self._config, self._behaviour, on_broken)
+        behaviour = self.make_behaviour(self._config, self._config.role)
+        assembly = await asyncio.to_thread(assemble, self._config, behaviour, on_broken)
         server = WorkerServer(assembly.service, self._config.server)
         self._started = _Started(assembly, server)
         await assembly.service.start()
@@ -74,7 +72,15 @@ class WorkerActor(ABC):
         """
         started = self._require_started()
         await started.server.refuse_new_work()
-        return to_json(Drained(await started.assembly.service.attempts.drain(grace_s)))
+        return to_json(Drained(await started.assembly.service.drain(grace_s)))
+
+    async def serve_as(self, role: str, grace_s: int) -> str:
+        """Serves this role from now on, after a drain of the attempts; returns Drained.
+
+        The process, its model, its warm kernels and its pages stay. Raises Unavailable if it cannot.
+        """
+        behaviour = self.make_behaviour(self._config, Role(role))
+        return to_json(Drained(await self._require_started().assembly.service.serve_as(behaviour, grace_s)))
 
     async def stop(self) -> None:
         """Ends all attempts and closes the port."""

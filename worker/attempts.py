@@ -158,6 +158,11 @@ class Attempts:
         self.end_all(WorkerLeaving("the worker is going away"))
         return num_left
 
+    def serve_as(self, behaviour: Behaviour) -> None:
+        """Takes attempts of another role from now on; call it after `drain`, when the engine plans for the role."""
+        self._behaviour = behaviour
+        self._is_draining = False
+
     def end_all(self, error: BatonError) -> None:
         """Ends all attempts with an error."""
         for attempt in tuple(self._attempts.values()):

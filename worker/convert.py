@@ -19,6 +19,7 @@ from wire.convert import (
 from wire.errors import BatonError, ConfigError, InvalidRequest, require
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_dropping
+from wire.load.fairness import MAX_PRIORITY, MAX_WEIGHT, Precedence
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, Tier
 
@@ -52,6 +53,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         public=_public_part(message, len(message.prompt.ids)),
         dropping=_dropping(message.kv_policy),
         hint=_hint(message),
+        precedence=_precedence(message),
     )
     _require_in_range(request, vocab_size)
     return request
@@ -90,6 +92,14 @@ def _hint(message: worker_pb2.Begin) -> KeepHint | None:
         return None
     root = NamespaceRoot(message.namespace_root)
     return KeepHint(digest_of(root), session_of(root, session) if session else b"", keep_s)
+
+
+def _precedence(message: worker_pb2.Begin) -> Precedence:
+    weight, output_cost = message.weight or 1.0, message.output_cost
+    require(0 < weight <= MAX_WEIGHT, "weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
+    require(abs(message.priority) <= MAX_PRIORITY, "priority", f"must be at most {MAX_PRIORITY} from 0")
+    require(0 <= output_cost < math.inf, "output_cost", "must be 0 or more, and finite")
+    return Precedence(weight, message.priority, output_cost)
 
 
 def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:

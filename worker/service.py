@@ -15,6 +15,7 @@ from wire.convert import error_to_pb
 from wire.errors import Unavailable, Unsupported
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
+from wire.pools import WorkerState
 from wire.tier import Tier
 from worker.attempts import Attempts
 from worker.convert import cursor_from_pb, events_to_pb, selection_from_pb, status_to_pb
@@ -79,6 +80,7 @@ class WorkerService:
         self.attempts = Attempts(behaviour, self._loop, grammars, info.vocab_size, clock)
         self.watch = EngineWatch(lambda: self._loop.num_steps, max_silence_s)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving = asyncio.Lock()
 
     async def start(self) -> None:
         """Starts the engine's thread. Call it once, first."""
@@ -97,6 +99,33 @@ class WorkerService:
         self._is_closed = True
         for line in self._lines:
             line.finish()
+
+    async def drain(self, grace_s: float) -> int:
+        """Drains the attempts, behind a change of role under way; see `Attempts.drain`."""
+        async with self._leaving:
+            return await self.attempts.drain(grace_s)
+
+    async def serve_as(self, behaviour: Behaviour, grace_s: float) -> int:
+        """Drains the attempts, then serves another role with the same engine; returns what `Attempts.drain` returns.
+
+        Ends all lines, for they are lines to a worker of the role before. Does nothing in that role already. Raises
+        Unavailable, and takes no more attempts, if the worker drains, or its engine is not well.
+        """
+        async with self._leaving:
+            if self.info.role == behaviour.role.value:
+                return 0
+            if self.attempts.state is not WorkerState.READY:
+                raise Unavailable(f"the worker is {self.attempts.state.value}")
+            num_left = await self.attempts.drain(grace_s)
+            if problems := await self._check_engine():
+                raise Unavailable("; ".join(problems))
+            # In a later iteration than the check: by its answer, the role before has taken the outcome of all aborts.
+            await self._consult(lambda engine: engine.plan_by(behaviour.batcher))
+            self.info.role = behaviour.role.value
+            self.attempts.serve_as(behaviour)
+            for line in self._lines:
+                line.finish()
+            return num_left
 
     def connect(self) -> WorkerLine:
         """Makes the worker's end of a new line."""

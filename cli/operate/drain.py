@@ -9,9 +9,9 @@ from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
 Takes a worker, or a node with all its workers, out of the cluster. A worker gets no new requests, finishes or hands
-over its own, and ends; its pool is smaller afterwards. A node stays until the prompts that it holds are fetched
-elsewhere and blocks that only it has are in Redis or files, at most `worker.drain_grace_s`. Returns when all of it is
-gone."""
+over its own, and ends; its pool is smaller afterwards. In the places of a node's workers others start on other nodes.
+A node stays until the prompts that it holds are fetched elsewhere and blocks that only it has are in Redis or files, at
+most `worker.drain_grace_s`. Returns when all of it is gone."""
 
 
 def add_parser(commands: Subparsers) -> None:

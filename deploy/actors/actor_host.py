@@ -72,7 +72,8 @@ async def ask(
 
 
 class LocalHost:
-    """The in-memory twin: a table of actors. The next starts raise `failures`; busy actors drain on `finish`.
+    """The in-memory twin: a table of actors. The next starts raise `failures`; busy actors drain, or
+    change their roles, on `finish`.
 
     All nodes have the size of `machine`.
     """
@@ -84,6 +85,7 @@ class LocalHost:
         self.launched: list[str] = []
         self.failures: list[Exception] = []
         self.drained: list[str] = []
+        self.served_as: list[tuple[str, str]] = []
         self.memory: dict[str, int] = {}
         self.ray_nodes = [RayNode(self.own_node, "127.0.0.1", is_head=True)]
         self.machine = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=2)
@@ -132,12 +134,15 @@ class LocalHost:
         return to_json(Addresses(f"local:{name}"))
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
-        """Knows `drain` only."""
+        """Knows `drain` and `serve_as` only."""
         if name in self._busy:
             await self._busy[name].wait()
         if self.actors.get(name) is not Liveness.ANSWERING:
             raise Unavailable(f"{name} died")
-        self.drained.append(name)
+        if method == "drain":
+            self.drained.append(name)
+        else:
+            self.served_as.append((name, str(arguments[0])))
         return to_json(Drained())
 
     async def probe(self, name: str) -> Liveness:

@@ -100,6 +100,9 @@ class Controller:
         self._events = EventLog(time.monotonic)
         self._tasks = Tasks()
         self._predecessor = Predecessor(folder, host, self._events)
+        if self._predecessor.was_there and not (folder.exists() or os.path.lexists(plan.state_file)):
+            self._tasks.begin(self._end_remains(host))
+            return
         record_own(folder, CONTROLLER)
         plan = plan.under(self._predecessor.authority()) if plan.wants_tls else plan
         self._keys = KeyDistribution(
@@ -156,7 +159,7 @@ class Controller:
         return number
 
     async def drain(self, name: str) -> None:
-        """Begins to drain a worker, by id, or all workers of a node, by name, without replacement."""
+        """Begins to drain a worker, by id, or all workers of a node, by name, which others replace elsewhere."""
         node = await self._nodes.find(name)
         if node is None:
             self._fleet.drain(WorkerId(name))
@@ -203,6 +206,14 @@ class Controller:
         self._tasks.begin(self._fleet.run())
         await self._frontends.take_over(on_found=self._begin_telling_keys)
         self._watch()
+
+    async def _end_remains(self, host: ActorHost) -> None:
+        """Ends the actors of a cluster that `baton down` has ended while Ray's head was away."""
+        self._events.note("the cluster was ended while Ray's head was away: its last actors end now")
+        for name in host.names():
+            if name != CONTROLLER and host.adopt(name):
+                await host.end(name)
+        host.leave()
 
     async def _open_only_node(self) -> None:
         """Starts the only node's service while its workers start."""

@@ -18,7 +18,7 @@ from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import Revisions, changes, rolled
 from deploy.roll.roll import Roll
-from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerNotFound
+from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, WorkerState
 
@@ -121,22 +121,25 @@ class Fleet:
         await self._wait_for(lambda: worker_id not in self.pools, timeout_s, f"worker {worker_id} is still draining")
 
     async def drain_node(self, node: RayNode) -> None:
-        """Begins to drain all workers of a node, which gets no new workers.
+        """Begins to drain all workers of a node, which gets no new workers; others start in their places elsewhere.
 
-        Raises InvalidRequest if no decode worker would remain on another node.
+        The last decode worker goes once another is READY. Raises InvalidRequest if no other node can have any.
         """
         did_leave = node.id in self.pools.leaving
         self.pools.leaving.add(node.id)  # before the look, so that no worker starts here unseen
-        here = await self.workers.on_node(node.id)
+        here, nodes = await self.workers.on_node(node.id), await self.workers.nodes()
+        without = {role for role in Role if not any(one.has(self._plan_now.resources(role)) for one in nodes)}
         others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
-        if not any(one.state is WorkerState.READY for one in others):
+        if Role.DECODE in without and not any(one.state is WorkerState.READY for one in others):
             if not did_leave:
                 self.pools.leaving.discard(node.id)
                 self._pools_changed()  # the record may have it by now
             raise InvalidRequest("worker_id", "at least one decode worker must stay, on another node")
-        for worker_id in here:
-            with suppress(WorkerNotFound):  # it was lost meanwhile
-                self.drain(worker_id)
+        for role in without & {one.role for one in self.pools if one.id in here}:
+            lack = f"no other node has room for {role.value} workers of node {node.name}"
+            self.means.events.note(f"{lack}: the pool has its size again when one joins")
+        self.pools.vacate(here)
+        self._pools_changed()
 
     async def drained_node(self, node: RayNode, timeout_s: float) -> None:
         """Waits until no worker is on the node. Raises DeadlineExceeded."""
@@ -152,8 +155,10 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        roll = self.pools.roll
-        if planned := self.pools.plan(self.means.clock()):
+        roll, plan = self.pools.roll, self._plan_now
+        may_change = plan.roles_are_alike and not self.pools.outdated
+        changing = self.pools.exchange() if may_change else []
+        if planned := [*changing, *self.pools.plan(self.means.clock())]:
             self._pools_changed()
         elif self.pools.roll != roll:
             self._write_record()
@@ -168,6 +173,11 @@ class Fleet:
                 await self._wake.wait()
         await asyncio.gather(*(self.workers.probe(worker.id) for worker in self.pools))
 
+    @property
+    def _plan_now(self) -> ClusterPlan:
+        """The plan of new workers."""
+        return self.revisions.plan_of(self.pools.roll.wanted)
+
     def _plan_of(self, worker_id: WorkerId) -> ClusterPlan:
         return self.revisions.plan_of(self.pools.roll.of(worker_id))
 
@@ -179,14 +189,14 @@ class Fleet:
         roll = self.pools.roll
         if before.before is not None and roll.before is None:
             self.means.events.note(f"all workers have revision {roll.wanted} now")
-        if roll.before is None and not roll.outdated(tuple(self.pools)):
+        if roll.before is None and not self.pools.outdated:
             self.revisions.keep({roll.wanted, *roll.revisions.values()})
         new = [one for one in self._members.refused if roll.of(one) == roll.wanted]
         if roll.before is not None and new:
             self.pools.roll = roll.taken_back(f"the router does not take {new[0]}: {self._members.refused[new[0]]}")
             self.means.events.note(self.pools.roll.failure)
             self._dismiss(new[0])
-        elif self._members.are_announced and (worker := roll.replaced(tuple(self.pools), self.pools.sizes)) is not None:
+        elif self._members.are_announced and (worker := self.pools.replaced) is not None:
             self.pools.roll = replace(roll, surge=None)
             self.means.events.note(f"worker {worker.id} of revision {roll.of(worker.id)} is replaced, and drains")
             self._dismiss(worker.id)
@@ -214,7 +224,7 @@ class Fleet:
 
     def _require_room_here(self, machine: Machine, after: PoolSizes) -> None:
         used_bytes = [self.means.host.memory_bytes(worker.id) for worker in self.pools]
-        num_gpus = sum(after[role] * self.plan.resources(role).num_gpus for role in Role)
+        num_gpus = sum(after[role] * self._plan_now.resources(role).num_gpus for role in Role)
         require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
 
     def _require_room_on(self, rooms: Sequence[tuple[RayNode, Machine | None]], after: PoolSizes) -> None:
@@ -223,9 +233,12 @@ class Fleet:
         Skips a role that a node without workers can host: the start of its first worker finds out.
         """
         for role in Role:
-            machines = [machine for node, machine in rooms if node.has(self.plan.resources(role))]
+            machines = [machine for node, machine in rooms if node.has(self._plan_now.resources(role))]
             known = [machine for machine in machines if machine is not None]
-            most, num_more = sum(self.plan.num_more(role, one) for one in known), after[role] - self.pools.sizes[role]
+            most, num_more = (
+                sum(self._plan_now.num_more(role, one) for one in known),
+                after[role] - self.pools.sizes[role],
+            )
             if machines and len(known) == len(machines) and num_more > most:
                 problem = f"{num_more} more {role.value} workers do not fit into the memory of {len(known)} nodes"
                 raise ConfigError(f"{problem}: at most {most} do")

@@ -1,12 +1,15 @@
 """The pools, and the actions that bring them to their sizes. Pure: events in, actions out.
 
 starting -> ready -> draining -> gone
-    \\----------\\-----------\\---> lost, and replaced unless it was draining
+    \\        ^ |        ^
+    \\        | v        |
+    \\      changing ----/       of the other pool from now on, and ready once the process serves it
+    \\---------\\-----------\\---> lost, and replaced unless it was draining
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +46,8 @@ class PoolsRecord:
 
     A controller writes it before it acts, so that it names every worker that may exist; some may have died, or not
     started yet. num_named: the number of names given so far, for each role; no name is given twice. orders: none in
-    records of version 1. leaving: ids of draining nodes, which get no workers. roll: none in earlier releases' records.
+    records of version 1. leaving: ids of draining nodes, which get no workers. vacating: workers on these, whose places
+    others take. roll: none in earlier releases' records.
     """
 
     sizes: PoolSizes
@@ -51,6 +55,7 @@ class PoolsRecord:
     num_named: PoolSizes = NONE
     orders: tuple[Order, ...] = ()
     leaving: tuple[str, ...] = ()
+    vacating: tuple[WorkerId, ...] = ()
     roll: Roll = field(default_factory=Roll)
     version: int = VERSION
 
@@ -61,6 +66,7 @@ class Pools:
     def __init__(self, record: PoolsRecord) -> None:
         self.sizes = record.sizes
         self.leaving = set(record.leaving)
+        self._vacating = set(record.vacating)
         self.roll = record.roll
         self._workers = {worker.id: worker for worker in record.workers}
         self._num_named = record.num_named
@@ -99,17 +105,16 @@ class Pools:
         return cls(PoolsRecord(sizes=sizes, workers=tuple(workers), num_named=named, roll=roll))
 
     def to_json(self) -> str:
-        orders, leaving = tuple(self._orders.values()), tuple(self.leaving)
-        return to_json(
-            PoolsRecord(
-                sizes=self.sizes,
-                workers=tuple(self),
-                num_named=self._num_named,
-                orders=orders,
-                leaving=leaving,
-                roll=self.roll,
-            )
+        record = PoolsRecord(
+            sizes=self.sizes,
+            workers=tuple(self),
+            num_named=self._num_named,
+            orders=tuple(self._orders.values()),
+            leaving=tuple(self.leaving),
+            vacating=tuple(self._vacating & self._workers.keys()),
+            roll=self.roll,
         )
+        return to_json(record)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -177,15 +182,20 @@ class Pools:
         return self.dismiss(worker_id)
 
     def dismiss(self, worker_id: WorkerId) -> Worker:
-        """Marks a worker DRAINING, without an order: its pool keeps its size. Raises WorkerNotFound."""
-        return self._change(self[worker_id], state=WorkerState.DRAINING)
+        """Marks a worker DRAINING, without an order: its pool gets another. Raises WorkerNotFound."""
+        self._workers[worker_id] = leaving(self[worker_id])
+        return self._workers[worker_id]
+
+    def vacate(self, worker_ids: Iterable[WorkerId]) -> None:
+        """Has others take the places of these workers, whose node drains: the sizes stay, and `plan` drains them."""
+        self._vacating.update(worker_ids)
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
-        """Marks a worker READY, and clears the failures of its role. A DRAINING worker stays DRAINING."""
+        """Marks a STARTING or CHANGING worker READY, and clears the failures of its role. Ignores a DRAINING worker."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
         self.roll = self.roll.became_ready(worker)
-        if worker.state is WorkerState.STARTING:
+        if worker.state in (WorkerState.STARTING, WorkerState.CHANGING):
             self._change(worker, state=WorkerState.READY, address=address)
             order = self._orders[worker.role]
             num_ready = min(len(self._ready(worker.role)), self.sizes[worker.role])
@@ -229,13 +239,35 @@ class Pools:
 
         Notes the actions as begun: the next plan is empty unless something changes.
         """
-        self.roll = self.roll.stepped(tuple(self))
-        return [worker for role in Role for worker in self._plan(role, now_s)]
+        self.roll = self.roll.stepped(self._staying)
+        return [worker for role in Role for worker in (*self._leave(role), *self._plan(role, now_s))]
+
+    def exchange(self) -> list[Worker]:
+        """Returns READY workers of a pool with too many as CHANGING workers of the pool with too few; call `plan` next.
+
+        A pool that keeps workers keeps a READY one. Notes the actions as begun, as `plan` does.
+        """
+        return [worker for role in Role for worker in self._exchange(role)]
+
+    def _exchange(self, role: Role) -> list[Worker]:
+        ready = self._ready(role)
+        most = min(self._surplus(role), -self._surplus(role.other), len(ready) - min(1, self.sizes[role]))
+        youngest = ready[len(ready) - max(0, most) :]
+        changed: dict[str, Any] = {"role": role.other, "state": WorkerState.CHANGING}
+        return [self._change(self._workers.pop(worker.id), **changed) for worker in youngest]
+
+    def _leave(self, role: Role) -> list[Worker]:
+        """Drains workers whose places others take; the last READY decode worker waits until another is READY."""
+        going = [worker for worker in self if worker.role is role and worker.id in self._vacating]
+        serving = [worker for worker in going if worker.state is WorkerState.READY]
+        last = serving[:1] if role is Role.DECODE and not self._ready(role) else []
+        going = [worker for worker in going if worker.state is not WorkerState.DRAINING and worker not in last]
+        return [self.dismiss(worker.id) for worker in going]
 
     def _plan(self, role: Role, now_s: float) -> list[Worker]:
-        surplus = len(self._of(role)) - self.sizes[role] - (self.roll.surge is role)
+        surplus = self._surplus(role)
         if surplus > 0:
-            return [self._change(worker, state=WorkerState.DRAINING) for worker in self._dispensable(role)[:surplus]]
+            return [self.dismiss(worker.id) for worker in self._dispensable(role)[:surplus]]
         if now_s < self._paused_until_s.get(role, now_s):
             return []
         return [self._hire(role) for _ in range(-surplus)]
@@ -252,10 +284,30 @@ class Pools:
         return sum(worker.role is role for worker in self) == len(self._ready(role)) == self.sizes[role]
 
     def _ready(self, role: Role) -> list[Worker]:
-        return [worker for worker in self if worker.role is role and worker.state is WorkerState.READY]
+        return [worker for worker in self._of(role) if worker.state is WorkerState.READY]
+
+    def _surplus(self, role: Role) -> int:
+        return len(self._of(role)) - self.sizes[role] - (self.roll.surge is role)
+
+    @property
+    def outdated(self) -> list[Worker]:
+        """The workers of another revision than the wanted one, which a roll replaces."""
+        return self.roll.outdated(self._staying)
+
+    @property
+    def replaced(self) -> Worker | None:
+        """The outdated worker to dismiss, for its replacement is READY; None while there is none."""
+        return self.roll.replaced(self._staying, self.sizes)
+
+    @property
+    def _staying(self) -> list[Worker]:
+        """The workers whose places no others take."""
+        return [worker for worker in self if worker.id not in self._vacating]
 
     def _of(self, role: Role) -> list[Worker]:
-        return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
+        """Lists the workers that stay in a pool."""
+        there = [worker for worker in self if worker.role is role and worker.id not in self._vacating]
+        return [worker for worker in there if worker.state is not WorkerState.DRAINING]
 
     def _dispensable(self, role: Role) -> list[Worker]:
         """Sorts the workers that can be drained: first not yet ready, then the youngest."""
@@ -271,3 +323,9 @@ class Pools:
     def _change(self, worker: Worker, **changes: Any) -> Worker:
         self._workers[worker.id] = replace(worker, **changes)
         return self._workers[worker.id]
+
+
+def leaving(worker: Worker) -> Worker:
+    """Returns the worker as DRAINING; a CHANGING worker leaves the pool that it comes from."""
+    role = worker.role.other if worker.state is WorkerState.CHANGING else worker.role
+    return replace(worker, role=role, state=WorkerState.DRAINING)

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +38,8 @@ OBJECT_STORE_BYTES = 80 << 20
 LOOK_EVERY_S = 0.2
 SERVICES = ("gcs_server", "raylet")
 """Programs of Ray; without any of them it ends, at once or within a minute."""
+HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
+"""The resource that Ray gives its head, 1 of it, and the part of a controller."""
 ACTORS_NICENESS = "0"
 """Niceness of actors; with Ray's default of 15 the router would wait for all other work of the machine."""
 
@@ -98,13 +101,26 @@ def require_free_name(folder_name: str) -> None:
 
 def _launch(line: Connection, folder: Path) -> Addresses:
     """Starts the controller, which starts everything else. Raises EOFError once stdin is closed."""
-    options = actor_options(CONTROLLER, Resources(), ray.get_runtime_context().get_node_id()) | {"max_restarts": -1}
+    node_id = ray.get_runtime_context().get_node_id()
+    options = controller_options(node_id, next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node_id))
     controller: Any = ray.remote(Controller).options(**options).remote(line.recv_bytes().decode(), RayHost(folder))
     started = controller.start.remote()
     while not ray.wait([started], timeout=LOOK_EVERY_S)[0]:
         if line.poll(0):
             line.recv_bytes()
     return from_json(Addresses, ray.get(started), "addresses")
+
+
+def controller_options(node_id: str, resources: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the options of a controller on this node; on Ray's head it restarts on the head of that time.
+
+    A head that is started again has another id.
+    """
+    if HEAD_RESOURCE in resources:
+        options = actor_options(CONTROLLER, Resources(custom={HEAD_RESOURCE: HEAD_SHARE}), None)
+    else:
+        options = actor_options(CONTROLLER, Resources(), node_id)
+    return options | {"max_restarts": -1}
 
 
 def _describe(error: BaseException) -> str:

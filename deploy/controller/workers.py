@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
-from deploy.controller.pools import Pools
+from deploy.controller.pools import Pools, leaving
 from deploy.controller.supervised import EventLog, SupervisedActor, Supervision, Tasks, reason_of
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
@@ -17,10 +17,12 @@ from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, Worker
 from wire.typed_reader import to_json
 
 DRAIN_MARGIN_S = 10.0
+CHANGE_GRACE_S = 1
+"""Time for the attempts of a worker that changes its role: a start takes longer, and what is left is handed over."""
 SET_MEMBERS_TIMEOUT_S = 20.0
 GREET_TIMEOUT_S = 10.0
 WHERE_TIMEOUT_S = 10.0
-TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
+TARGET = "deploy.actors.worker:PoolWorker"
 
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,11 @@ class RouterMembers:
         """
         async with self._announcing:
             self.are_announced = True  # a change during the call makes it False again
-            serving = tuple(worker for worker in self._pools if worker.address)
+            serving = tuple(
+                leaving(worker) if worker.state is WorkerState.CHANGING else worker
+                for worker in self._pools
+                if worker.address
+            )
             members = to_json(MemberList(self._pools.sizes, serving))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.items()}
@@ -122,9 +128,9 @@ class Workers:
         return [worker_id for worker_id, place in zip(workers, places, strict=True) if place == node_id]
 
     def begin(self, worker: Worker) -> None:
-        """Begins to start a STARTING worker, or to drain and end a DRAINING worker."""
-        act = self._start if worker.state is WorkerState.STARTING else self._dismiss
-        self._tasks.begin(act(worker))
+        """Begins to start a STARTING worker, to have a CHANGING one change, or to drain and end a DRAINING one."""
+        acts = {WorkerState.STARTING: self._start, WorkerState.CHANGING: self._change}
+        self._tasks.begin(acts.get(worker.state, self._dismiss)(worker))
 
     async def probe(self, worker_id: WorkerId) -> None:
         """Probes a READY worker, and drops it once it is lost; STARTING and DRAINING workers report by their tasks."""
@@ -143,8 +149,7 @@ class Workers:
 
     def _actor(self, worker_id: WorkerId) -> SupervisedActor:
         if worker_id not in self._actors:
-            target = TARGETS[self._pools[worker_id].role]
-            self._actors[worker_id] = SupervisedActor(worker_id, target, self._means)
+            self._actors[worker_id] = SupervisedActor(worker_id, TARGET, self._means)
         return self._actors[worker_id]
 
     async def _node_of(self, worker_id: WorkerId) -> str:
@@ -185,7 +190,35 @@ class Workers:
         if node.id in self._pools.leaving:
             raise Unavailable(f"node {node.name} drains")
         config = plan.worker_config(worker, await self._join(node))
-        return (await actor.start(to_json(config), WORKER_START_S)).public
+        address = (await actor.start(to_json(config), WORKER_START_S)).public
+        await self._serve_as(worker)  # it may have started long ago, and have changed its role since
+        return address
+
+    async def _change(self, worker: Worker) -> None:
+        """Has a worker serve the pool that it is of now. A worker that does not is drained and ended, and replaced."""
+        began_s = self._clock()
+        await self._members.announce()
+        try:
+            await self._serve_as(worker)
+        except BatonError as error:
+            self._events.note(f"worker {worker.id} does not change its role: {error.message}")
+            if self._pools.has(worker.id, WorkerState.CHANGING):
+                self.begin(self._pools.dismiss(worker.id))
+                self._on_change()
+            return
+        if self._pools.has(worker.id, WorkerState.CHANGING):  # else it has been dismissed meanwhile
+            self._pools.became_ready(worker.id, worker.address)
+            self._on_change()
+            self._events.note(
+                f"worker {worker.id} serves {worker.role.value} now, after {self._clock() - began_s:.1f} s"
+            )
+
+    async def _serve_as(self, worker: Worker) -> None:
+        """Has a worker serve its role; does nothing if it does. Raises BatonError."""
+        role, timeout_s = worker.role.value, CHANGE_GRACE_S + DRAIN_MARGIN_S
+        host = self._means.host
+        left = await ask(host, worker.id, "serve_as", role, CHANGE_GRACE_S, answers=Drained, timeout_s=timeout_s)
+        self._note_handed_over(worker.id, left)
 
     async def _dismiss(self, worker: Worker) -> None:
         """Drains a worker, if it serves, and ends it.
@@ -194,12 +227,9 @@ class Workers:
         """
         if worker.address:
             await self._members.announce()
-            place, until_s = (
-                await self._node_of(worker.id),
-                self._clock() + self._plan_of(worker.id).config.worker.drain_grace_s,
-            )
-            if (left := await self._drain(worker.id, until_s)).unfinished:
-                self._events.note(f"worker {worker.id} handed over {left.unfinished} requests")
+            grace_s = self._plan_of(worker.id).config.worker.drain_grace_s
+            place, until_s = await self._node_of(worker.id), self._clock() + grace_s
+            self._note_handed_over(worker.id, await self._drain(worker.id, until_s))
             if place in self._pools.leaving:
                 left = await self._drain(service := service_of(place), until_s)
                 if left != Drained():
@@ -222,6 +252,10 @@ class Workers:
         except BatonError as error:
             self._events.note(f"{name} was lost while draining: {error.message}")
             return Drained()
+
+    def _note_handed_over(self, worker_id: WorkerId, left: Drained) -> None:
+        if left.unfinished:
+            self._events.note(f"worker {worker_id} handed over {left.unfinished} requests")
 
     def _lose(self, worker: Worker, reason: str) -> None:
         self._events.note(reason)

@@ -81,7 +81,7 @@ def _end_joined(state: ClusterState) -> list[str]:
     """Ends actors through Ray, and stopped ones (SIGSTOP) by SIGKILL."""
     command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.run_dir)]
     if connection_problem(state.ray_address) is not None:
-        return []  # its actors have ended with it
+        return []  # its actors have ended with it, or end once a supervised head is back
     try:
         subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False, start_new_session=True)
     except subprocess.TimeoutExpired:

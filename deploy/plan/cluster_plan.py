@@ -94,6 +94,11 @@ class ClusterPlan:
         return [f"{ROUTER}-{index}" if index else ROUTER for index in range(self.config.router.routers)]
 
     @property
+    def state_file(self) -> Path:
+        """The file of the cluster's state, which `baton down` removes."""
+        return Path(self.key_file).with_name(f"{self.config.name}.json")
+
+    @property
     def num_gateways(self) -> int:
         return 0 if self.gateway is None else self.config.http.gateways
 
@@ -127,6 +132,12 @@ class ClusterPlan:
         worker = self.config.worker.of(role)
         num_gpus = float(self.model.device != "cpu") if worker.num_gpus is None else worker.num_gpus
         return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
+
+    @property
+    def roles_are_alike(self) -> bool:
+        """Whether a worker of one role has all that the other asks for, so that its process can serve either."""
+        prefill, decode = Role.PREFILL, Role.DECODE
+        return self._config_of(prefill) == self._config_of(decode) and self._model_of(prefill) == self._model_of(decode)
 
     def sizes(self, role: Role, baseline: NodeBaseline) -> Sizes:
         """Returns the sizes of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""

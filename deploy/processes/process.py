@@ -66,7 +66,12 @@ class ProcessRef:
 
 def record_own(run_dir: Path, name: str) -> None:
     """Records this process as the actor with a name, in the cluster's folder."""
-    AtomicFile(run_dir / f"{name}{SUFFIX}").try_write(to_json(ProcessRef.of(os.getpid())).encode())
+    record(run_dir, name, ProcessRef.of(os.getpid()))
+
+
+def record(run_dir: Path, name: str, process: ProcessRef) -> None:
+    """Records a process under a name."""
+    AtomicFile(run_dir / f"{name}{SUFFIX}").try_write(to_json(process).encode())
 
 
 def recorded(run_dir: Path, name: str) -> ProcessRef | None:

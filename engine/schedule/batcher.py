@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from wire.load.fairness import ALONE, Standing
+
 
 class Phase(Enum):
     """The phase of a sequence in an engine; batchers see the first four.
@@ -30,7 +32,7 @@ class Candidate:
 
     num_blocks: length of the block table, whose first `num_behind` blocks have left the window and have no page.
     num_spare: pages reserved beyond these. chunk_end: the position at which a chunk ends at the latest; None without a
-    bound.
+    bound. standing: its tenant's, and its priority.
     """
 
     handle: int
@@ -41,6 +43,7 @@ class Candidate:
     num_behind: int = 0
     num_spare: int = 0
     chunk_end: int | None = None
+    standing: Standing = ALONE
 
     @property
     def num_pages(self) -> int:
@@ -50,6 +53,11 @@ class Candidate:
     def num_missing(self) -> int:
         """Tokens to run before the next one can be sampled; 0 while fetching."""
         return self.num_known - self.num_computed
+
+    @property
+    def cost(self) -> float:
+        """Tokens that fair shares count when it goes before others."""
+        return self.num_missing
 
     @property
     def num_runnable(self) -> int:

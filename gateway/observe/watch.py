@@ -18,7 +18,7 @@ from gateway.exchange import Events, Request, Streamed
 from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
 from wire.journal import row_of
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.tier import BLOCK_STATES, words_of

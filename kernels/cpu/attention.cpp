@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int SEGMENT = 4 * PIECE;
-constexpr int MAX_UNIT_ROWS = 48, MIN_UNITS = 8;
+constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 96 : 48, MIN_UNITS = 8;  // tiles take less time of a row: packing keys would be half of it
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // The state of rows in the middle of a softmax: the largest score, the sum of powers, and the sum of values, unnormalized.
@@ -85,7 +85,8 @@ class Rows {
 
     void begin(const Attention& call, int64_t first_row, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
         group_ = call.group();
-        depth_ = call.head_size;
+        head_size_ = call.head_size;
+        depth_ = IN_TILES<F> ? whole_depth<F>(head_size_) : head_size_;
         soft_cap_ = call.soft_cap;
         scale_ = soft_cap_ ? call.scale / soft_cap_ : call.scale;
         window_ = {0, 1 - call.window, 1, std::numeric_limits<int64_t>::max()};
@@ -93,26 +94,30 @@ class Rows {
         num_tokens_ = num_tokens;
         first_position_ = first_position;
         queries_.resize(num_tokens * group_ * depth_ * (call.num_sinks ? 2 : 1));
-        scores_.resize(MAX_ROWS * PIECE);
-        weights_.resize(MAX_ROWS * PIECE);
+        scores_.resize(LANES * PIECE);
+        weights_.resize(LANES * PIECE);
         segment.reshape(num_tokens * group_, call.num_panels() * PANEL);
         segment.clear();
         for (int64_t token = 0; token < num_tokens; ++token) {
-            const T* query = (const T*)call.query + (first_row + token) * call.query_stride + kv_head * group_ * depth_;
+            const T* query = (const T*)call.query + (first_row + token) * call.query_stride + kv_head * group_ * head_size_;
             F* own = queries_.data() + token * group_ * depth_;
-            convert(query, own, group_ * depth_);
-            const int64_t angles = (first_row + token) * (depth_ / 2);
-            for (int64_t head = 0; call.num_sinks && head < group_; ++head)
-                turn_back(query + head * depth_, call.cosines + angles, call.sines + angles, own + sinks_.queries + head * depth_);
+            const int64_t angles = (first_row + token) * (head_size_ / 2);
+            for (int64_t head = 0; head < group_; ++head, query += head_size_, own += depth_) {
+                convert(query, own, head_size_);
+                std::fill(own + head_size_, own + depth_, F{});
+                if (!call.num_sinks) continue;
+                turn_back(query, call.cosines + angles, call.sines + angles, own + sinks_.queries);
+                std::fill(own + sinks_.queries + head_size_, own + sinks_.queries + depth_, F{});
+            }
         }
     }
 
     // Goes through one piece of the window, or of the sinks, with the rows that see any of it.
     template <class Keys>
-    void attend(const Keys& piece, int64_t begin, Prefetcher& prefetcher) {
+    void attend(Keys& piece, int64_t begin, Prefetcher& prefetcher) {
         attend(piece, begin, window_, prefetcher);
     }
-    void attend_sinks(const Piece<T>& piece, int64_t begin, Prefetcher& prefetcher) { attend(piece, begin, sinks_, prefetcher); }
+    void attend_sinks(Piece<T>& piece, int64_t begin, Prefetcher& prefetcher) { attend(piece, begin, sinks_, prefetcher); }
 
    private:
     static constexpr int64_t UNBOUNDED = std::numeric_limits<int32_t>::max();
@@ -123,17 +128,22 @@ class Rows {
     };
 
     template <class Keys>
-    void attend(const Keys& piece, int64_t begin, const Part& part, Prefetcher& prefetcher) {
+    void attend(Keys& piece, int64_t begin, const Part& part, Prefetcher& prefetcher) {
         const int64_t first_token = std::max<int64_t>(0, begin + 1 - part.end - first_position_);
         const int64_t behind = begin + PIECE - part.begin - first_position_;  // tokens from here on see none of it
         const int64_t end = std::min(num_tokens_, behind) * group_;
-        for (int64_t row = first_token * group_; row < end; row += Keys::MAX_TILE)
-            for_rows<Keys::MAX_TILE>(int(std::min<int64_t>(Keys::MAX_TILE, end - row)), [&]<int ROWS>() { tile<ROWS>(piece, begin, row, part, prefetcher); });
+        for (int64_t row = first_token * group_; row < end; row += Keys::MAX_TILE) {
+            const int count = int(std::min<int64_t>(Keys::MAX_TILE, end - row));
+            if constexpr (IN_TILES<F>)
+                tile(count, piece, begin, row, part, prefetcher);
+            else
+                for_rows<Keys::MAX_TILE>(count, [&]<int ROWS>() { tile(std::integral_constant<int, ROWS>(), piece, begin, row, part, prefetcher); });
+        }
     }
 
     // Rotates a head by the negative of angles.
     void turn_back(const T* head, const float* cosines, const float* sines, F* out) {
-        const int64_t half = depth_ / 2;
+        const int64_t half = head_size_ / 2;
         for (int64_t i = 0; i < half; i += LANES) {
             const int count = int(std::min<int64_t>(LANES, half - i));
             const Floats first = load_some(head + i, count), second = load_some(head + half + i, count);
@@ -143,17 +153,18 @@ class Rows {
         }
     }
 
-    template <int ROWS, class Keys>
-    void tile(const Keys& piece, int64_t begin, int64_t row, const Part& part, Prefetcher& prefetcher) {
-        piece.template multiply_keys<ROWS>(queries_.data() + part.queries + row * depth_, depth_, scale_, scores_.data(), prefetcher);
-        if (piece.key_scales()) scale(ROWS, piece.num_keys(), piece.key_scales());
-        if (soft_cap_) cap(ROWS, piece.num_keys());
+    // The number of rows is a constant where they are multiplied in registers.
+    template <class NumRows, class Keys>
+    void tile(NumRows num_rows, Keys& piece, int64_t begin, int64_t row, const Part& part, Prefetcher& prefetcher) {
+        piece.multiply_keys(num_rows, queries_.data() + part.queries + row * depth_, depth_, scale_, scores_.data(), prefetcher);
+        if (piece.key_scales()) scale(num_rows, piece.num_keys(), piece.key_scales());
+        if (soft_cap_) cap(num_rows, piece.num_keys());
         alignas(64) float kept[LANES];
         if (piece.num_keys() == PIECE)
-            weigh<ROWS>(row, begin, part, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
+            weigh(num_rows, row, begin, part, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
         else
-            weigh<ROWS>(row, begin, part, int(piece.num_keys()), piece.value_scales(), kept);
-        piece.template add_values<ROWS>(weights_.data(), kept, segment.columns, segment.values.data() + row * segment.columns, prefetcher);
+            weigh(num_rows, row, begin, part, int(piece.num_keys()), piece.value_scales(), kept);
+        piece.add_values(num_rows, weights_.data(), kept, segment.columns, segment.values.data() + row * segment.columns, prefetcher);
     }
 
     // Multiplies the scores of rows by the scales of their keys.
@@ -172,10 +183,10 @@ class Rows {
 
     // Turns the scores of rows into weights, multiplied by the scales of the values, and tells of each row the factor of what
     // was summed before. The number of keys is a constant for a full piece: its loops are then unrolled.
-    template <int ROWS, class Count>
-    void weigh(int64_t row, int64_t begin, const Part& part, Count num_keys, const float* scales, float* kept) {
-        float now[LANES] = {}, powers[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
+    template <class NumRows, class Count>
+    void weigh(NumRows num_rows, int64_t row, int64_t begin, const Part& part, Count num_keys, const float* scales, float* kept) {
+        float now[LANES] = {}, powers[LANES];
+        for (int r = 0; r < num_rows; ++r) {
             float* scores = scores_.data() + r * PIECE;
             hide(scores, part, first_position_ + (row + r) / group_, begin, num_keys);
             Floats top = load(scores);
@@ -189,8 +200,8 @@ class Rows {
             }
             powers[r] = sum(all);
         }
-        store(kept, exponential(load_some(segment.largest.data() + row, ROWS) - load(now)));  // 0 at first: e^-infinity
-        for (int r = 0; r < ROWS; ++r) {
+        store(kept, exponential(load_some(segment.largest.data() + row, num_rows) - load(now)));  // 0 at first: e^-infinity
+        for (int r = 0; r < num_rows; ++r) {
             segment.powers[row + r] = segment.powers[row + r] * kept[r] + powers[r];
             segment.largest[row + r] = now[r];
         }
@@ -203,12 +214,11 @@ class Rows {
         for (int64_t key = 0; key < std::min(num_keys, position + part.begin - begin); ++key) scores[key] = NOTHING;
     }
 
-    int64_t group_, depth_, num_tokens_, first_position_;
+    int64_t group_, head_size_, depth_, num_tokens_, first_position_;  // depth_: of queries, zeros behind the head
     Part window_, sinks_;
     float scale_, soft_cap_;
-    std::vector<F> queries_;
-    std::vector<float> scores_;
-    std::vector<F> weights_;
+    std::vector<F, Aligned<F>> queries_, weights_;
+    std::vector<float, Aligned<float>> scores_;
 };
 
 inline int64_t first_visible(const Attention& call, int64_t position) { return std::max<int64_t>(0, position - call.window + 1); }
@@ -298,7 +308,7 @@ void write_group(const Attention& call, const Sums& sums, int64_t row, int64_t k
         sums.write(i, call.head_size, call.sink(head), out_of<T>(call, row, head));
 }
 
-// Attends with a piece of a share, in the way that suits its pages and the number of rows.
+// Attends with a piece of a share, in the way that suits its pages and the number of rows. Tiles want packed ones.
 template <class T>
 void attend_piece(const Attention& call, const Tokens& tokens, int64_t begin, int64_t end, int64_t kv_head, Rows<T>& rows, Prefetcher& prefetcher) {
 #if defined(__AVX512BF16__)
@@ -307,7 +317,7 @@ void attend_piece(const Attention& call, const Tokens& tokens, int64_t begin, in
         piece.take(call, tokens, end - begin, kv_head);
         rows.attend(piece, begin, prefetcher);
     };
-    if constexpr (std::is_same_v<T, bf16>)
+    if constexpr (std::is_same_v<T, bf16> && !IN_TILES<T>)
         if (call.pages.kept != INT4 && Unpacked<T>::takes(call)) {
             if (call.pages.kept == INT8) return unpacked.template operator()<int8_t>();
             if (call.pages.kept == FP8) return unpacked.template operator()<fp8>();
@@ -351,6 +361,7 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
         if ((begin + PIECE) % SEGMENT && begin + PIECE < share.end) continue;
         for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment);
     }
+    piece.release();
     for (int64_t head = 0; head < share.num_heads; ++head)
         if (share.part >= 0)
             parts[share.part * call.num_kv_heads + share.first_head + head] = totals[head];
@@ -426,6 +437,7 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             total.take(rows.segment);
         }
+        piece.release();
         const auto is_number = [](float value) { return std::isfinite(value); };
         if (unit.num_tokens > 1 && !std::all_of(total.values.begin(), total.values.end(), is_number)) {
             // A later token's infinity, times the weight 0: each token with what it sees, and nothing else.

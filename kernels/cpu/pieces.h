@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "dtypes.h"
-#include "products.h"
+#include "tiles.h"
 
 constexpr int PIECE = 2 * PANEL;
 
@@ -182,12 +182,13 @@ class Piece {
 #endif
 
    public:
-    static constexpr int MAX_TILE = MAX_ROWS;
+    static constexpr int MAX_TILE = IN_TILES<F> ? TILE_ROWS : MAX_ROWS;
 
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
-    // zeros, for even the weight 0 would not keep an infinity out of a sum.
+    // zeros, for even the weight 0 would not keep an infinity out of a sum. Tiles get whole blocks of tokens.
     void pack(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Prefetcher& prefetcher) {
         reshape(call);
+        if constexpr (IN_TILES<F>) num_tokens = whole_depth<F>(num_tokens);
         if (kept_ == INT8)
             pack_as<int8_t>(tokens, num_tokens, kv_head * call.pages.head_stride, prefetcher);
         else if (kept_ == FP8)
@@ -204,7 +205,7 @@ class Piece {
 
     // scores[row][key] = scale * the products of queries, depth apart, with the keys.
     template <int ROWS>
-    void multiply_keys(const F* queries, int64_t depth, float scale, float* scores, Prefetcher&) const {
+    void multiply_keys(std::integral_constant<int, ROWS>, const F* queries, int64_t depth, float scale, float* scores, Prefetcher&) {
         for_panels<ROWS>((num_keys_ + PANEL - 1) / PANEL, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             for (auto& of_row : sums)
@@ -217,7 +218,7 @@ class Piece {
 
     // sums[row], columns apart, = kept[row] * sums[row] + the products of weights with the values.
     template <int ROWS>
-    void add_values(const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) const {
+    void add_values(std::integral_constant<int, ROWS>, const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) {
         for_panels<ROWS>(columns / PANEL, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             float* values = all + panel * PANEL;
@@ -229,9 +230,24 @@ class Piece {
         });
     }
 
+    // The same in tiles, which stay shaped until they are released.
+    void multiply_keys(int num_rows, const F* queries, int64_t depth, float scale, float* scores, Prefetcher&) {
+        std::fill_n(scores, num_rows * PIECE, 0.0f);
+        tiles_.add_panels(queries, depth, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH, scores, PIECE);
+        for (float* score = scores; score < scores + num_rows * PIECE; score += LANES) store(score, load(score) * splat(scale));
+    }
+    void add_values(int num_rows, const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) {
+        for (int r = 0; r < num_rows; ++r)
+            for (float *value = all + r * columns, *end = value + columns; value < end; value += LANES) store(value, load(value) * splat(kept[r]));
+        tiles_.add_panels(weights, PIECE, num_rows, values_.data(), value_panel_stride(), columns / PANEL, num_keys_ / BLOCK_DEPTH, all, columns);
+    }
+    void release() {
+        if constexpr (IN_TILES<F>) tiles_.release();
+    }
+
    private:
     int64_t key_steps() const { return head_size_ / DEPTH; }
-    int64_t key_panel_stride() const { return head_size_ * PANEL; }
+    int64_t key_panel_stride() const { return whole_depth<F>(head_size_) * PANEL; }
     static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
 
     void reshape(const Attention& call) {
@@ -240,7 +256,7 @@ class Piece {
         if (call.head_size == head_size_) return;
         head_size_ = call.head_size;
         columns_ = call.num_panels() * PANEL;
-        keys_.assign(PIECE * head_size_, F{});
+        keys_.assign(PIECE / PANEL * key_panel_stride(), F{});
         values_.assign(PIECE * columns_, F{});
         rows_.assign((LANES + 1) * columns_, F{});
         channels_.assign(columns_, 0);
@@ -397,6 +413,7 @@ class Piece {
 
     int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, num_keys_ = 0;
     Kept kept_ = PLAIN;
+    Tiles<F> tiles_;
     float key_scales_[PIECE], value_scales_[PIECE];
     std::vector<F, Aligned<F>> keys_, values_, rows_;
     std::vector<float, Aligned<float>> channels_;
@@ -448,14 +465,14 @@ class Unpacked {
 
     // As those of `Piece`; what comes next is brought nearer meanwhile.
     template <int ROWS>
-    void multiply_keys(const bf16* queries, int64_t depth, float scale, float* scores, Prefetcher& prefetcher) const {
+    void multiply_keys(std::integral_constant<int, ROWS>, const bf16* queries, int64_t depth, float scale, float* scores, Prefetcher& prefetcher) {
         int64_t key = 0;
         for (; key + 2 * LANES <= num_keys_; key += 2 * LANES) multiply_sets<ROWS, 2>(key, queries, depth, scale, scores, prefetcher);
         if (key < num_keys_) multiply_sets<ROWS, 1>(key, queries, depth, scale, scores, prefetcher);
     }
 
     template <int ROWS>
-    void add_values(const bf16* weights, const float* kept, int64_t columns, float* all, Prefetcher& prefetcher) const {
+    void add_values(std::integral_constant<int, ROWS>, const bf16* weights, const float* kept, int64_t columns, float* all, Prefetcher& prefetcher) {
         for (int64_t column = 0; column < columns; column += 2 * PANEL) {
             __m512 sums[ROWS][4];
             for (int r = 0; r < ROWS; ++r)

@@ -3,7 +3,7 @@
 // A block adds to a sum C: C + (the sum of its 16 products at even places + the sum of those at odd ones), each of the two from 0 on, in
 // order, by fused multiply-adds in float32 to which subnormal numbers are zeros. Source: the operation of TDPBF16PS in Intel's manual.
 // One row takes the same sums with AVX-512. Half a panel of products.h, 16 steps of it, is the second operand of a tile
-// product as it lies, and rows one behind the other are the first.
+// product as it lies, and rows one behind the other are the first. Attention takes its queries and weights of values so, over pieces of keys.
 #pragma once
 
 #include "products.h"
@@ -33,6 +33,8 @@ constexpr int64_t whole_depth(int64_t depth) {
 template <class F>
 struct Tiles {
     void add(auto&&...);  // where IN_TILES holds
+    void add_panels(auto&&...);
+    void release();
 };
 
 #if defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES)
@@ -130,13 +132,17 @@ __attribute__((noinline)) inline void add_row(const bf16* row, int64_t block_str
     }
 }
 
-// The tile registers of a thread, in shapes for a number of rows. Given up at the object's end: a library beside us shapes them for itself.
-// Tiles 0 to 3 are sums, of both halves of the panel for the first rows, then for the others; 4 and 5 rows; 6 and 7 the panel's halves.
+// The tile registers of a thread, in shapes for a number of rows. Given up by `release` or at the object's end: a library beside us shapes them
+// for itself. Tiles 0 to 3 are sums, of both halves of a panel for the first rows, then for the others, or for another panel; 4 and 5 rows; 6 and 7 a
+// panel's halves.
 template <>
 struct Tiles<bf16> {
    public:
-    ~Tiles() {
+    ~Tiles() { release(); }
+
+    void release() {
         if (num_rows_) release_tiles();
+        num_rows_ = num_others_ = 0;
     }
 
     // Adds to sums[row - begin][column] the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles.
@@ -150,20 +156,31 @@ struct Tiles<bf16> {
         }
     }
 
+    // Adds to sums[row][column], sum_stride apart, the products of up to TILE_ROWS rows with panels, panel_stride apart, two at a time.
+    void add_panels(const bf16* rows, int64_t row_stride, int num_rows, const bf16* panels, int64_t panel_stride, int64_t num_panels, int64_t num_blocks,
+                    float* sums, int64_t sum_stride) {
+        shape(num_rows, num_rows);
+        for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
+            multiply<1, 2>(rows, row_stride, BLOCK_DEPTH, panels, panel_stride, num_blocks, sums, sum_stride);
+        if (num_panels) multiply<1, 1>(rows, row_stride, BLOCK_DEPTH, panels, 0, num_blocks, sums, sum_stride);
+    }
+
    private:
     void add(const bf16* rows, int64_t row_stride, int64_t block_stride, int count, const bf16* panel, int64_t num_blocks, float* sums) {
         if (count == 1) return add_row(rows, block_stride, panel, num_blocks, sums);
-        shape(count);
+        const int first = std::min(TILE_ROWS, count);
+        shape(first, count - first);
         if (count <= TILE_ROWS)
-            multiply<1>(rows, row_stride, block_stride, panel, num_blocks, sums);
+            multiply<1, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL);
         else
-            multiply<2>(rows, row_stride, block_stride, panel, num_blocks, sums);
+            multiply<2, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL);
     }
 
-    void shape(int num_rows) {
-        if (num_rows == num_rows_) return;
-        num_rows_ = num_rows;
-        const int first = std::min(TILE_ROWS, num_rows), rows[] = {first, first, num_rows - first, num_rows - first, first, num_rows - first, TILE_ROWS, TILE_ROWS};
+    // num_others: rows of tiles 2, 3 and 5.
+    void shape(int num_rows, int num_others) {
+        if (num_rows == num_rows_ && num_others == num_others_) return;
+        num_rows_ = num_rows, num_others_ = num_others;
+        const int rows[] = {num_rows, num_rows, num_others, num_others, num_rows, num_others, TILE_ROWS, TILE_ROWS};
         TileShapes shapes;
         for (int tile = 0; tile < 8; ++tile) {
             shapes.rows[tile] = uint8_t(rows[tile]);
@@ -172,13 +189,15 @@ struct Tiles<bf16> {
         shape_tiles(shapes);
     }
 
-    template <int ROW_TILES>
-    static __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums) {
-        constexpr int64_t STRIDE = PANEL * sizeof(float);  // of sums, and of a panel's steps
-        const int64_t row_bytes = row_stride * sizeof(bf16);
-        float* others = sums + TILE_ROWS * PANEL;
-        load_tile<0>(sums, STRIDE), load_tile<1>(sums + LANES, STRIDE);
-        if constexpr (ROW_TILES == 2) load_tile<2>(others, STRIDE), load_tile<3>(others + LANES, STRIDE);
+    // Of two tiles of rows with one panel, or of one with one or two panels.
+    template <int ROW_TILES, int PANELS>
+    static __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t panel_stride,
+                                                   int64_t num_blocks, float* sums, int64_t sum_stride) {
+        constexpr int64_t STRIDE = PANEL * sizeof(float);  // of a panel's steps
+        const int64_t row_bytes = row_stride * sizeof(bf16), sum_bytes = sum_stride * sizeof(float);
+        float* others = sums + (ROW_TILES == 2 ? TILE_ROWS * sum_stride : PANEL);
+        load_tile<0>(sums, sum_bytes), load_tile<1>(sums + LANES, sum_bytes);
+        if constexpr (ROW_TILES * PANELS == 2) load_tile<2>(others, sum_bytes), load_tile<3>(others + LANES, sum_bytes);
         for (int64_t block = 0; block < num_blocks; ++block, rows += block_stride, panel += BLOCK_DEPTH * PANEL) {
             load_tile<6>(panel, STRIDE), load_tile<7>(panel + PANEL, STRIDE);
             load_tile<4>(rows, row_bytes);
@@ -186,13 +205,16 @@ struct Tiles<bf16> {
             if constexpr (ROW_TILES == 2) {
                 load_tile<5>(rows + TILE_ROWS * row_stride, row_bytes);
                 multiply_tiles<2, 5, 6>(), multiply_tiles<3, 5, 7>();
+            } else if constexpr (PANELS == 2) {
+                load_tile<6>(panel + panel_stride, STRIDE), load_tile<7>(panel + panel_stride + PANEL, STRIDE);
+                multiply_tiles<2, 4, 6>(), multiply_tiles<3, 4, 7>();
             }
         }
-        store_tile<0>(sums, STRIDE), store_tile<1>(sums + LANES, STRIDE);
-        if constexpr (ROW_TILES == 2) store_tile<2>(others, STRIDE), store_tile<3>(others + LANES, STRIDE);
+        store_tile<0>(sums, sum_bytes), store_tile<1>(sums + LANES, sum_bytes);
+        if constexpr (ROW_TILES * PANELS == 2) store_tile<2>(others, sum_bytes), store_tile<3>(others + LANES, sum_bytes);
     }
 
-    int num_rows_ = 0;
+    int num_rows_ = 0, num_others_ = 0;
 };
 
 #endif

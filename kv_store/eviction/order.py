@@ -189,7 +189,7 @@ class EvictionOrder(Generic[Page]):
                 for rank in self._ranks:
                     if (page := rank.first_of(owner)) is not None:
                         return page
-        return next((page for rank in self._ranks if (page := rank.first()) is not None), None)
+        return next((page for rank in self._ranks if rank.num_pages and (page := rank.first()) is not None), None)
 
     def oldest(self, priority: Priority, num_pages: int) -> list[Page]:
         """Lists the first `num_pages` pages of a priority to evict, or fewer."""

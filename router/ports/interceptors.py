@@ -22,7 +22,7 @@ from grpc_status import rpc_status
 from router.requests.dispatch import Dispatcher
 from wire import errors
 from wire.errors import BatonError
-from wire.limit import Limit, Pace
+from wire.load.limit import Limit, Pace
 from wire.pb import inference_pb2
 from wire.rpc import TOKEN_METADATA, asks_for_health, to_status
 from wire.trust.key_ring import Key, KeyRing, Scope, bearer, page_key

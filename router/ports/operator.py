@@ -9,7 +9,7 @@ from router.router import Router
 from router.workers.node_events import EventReader
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import QualifiedId, WorkerId
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterServicer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from router.config import AdmissionBounds
 from wire.errors import Overloaded, RequestExists, reached
 from wire.ids import QualifiedId
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.trust.key_ring import Key
 
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.disaggregation import PrefillReason, hand_off_s
+from router.disaggregation import PrefillReason
 from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
 from router.observe.recent_requests import RecentRequests
@@ -25,7 +25,7 @@ from router.requests.outbox import ReplyWriter
 from router.requests.prompt import PreparedPrompt, PromptPreparer
 from router.requests.read_ahead import ReadAhead
 from router.requests.replay import AttemptHistory, IsolatedRetries, Quarantine
-from router.workers.holds import HoldBudgets
+from router.workers.holds import Claim, HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
@@ -34,6 +34,7 @@ from wire.convert import sampling_to_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
 from wire.journal import Kind
+from wire.load.fairness import OUTPUT_COST, FairShares
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
@@ -56,12 +57,13 @@ class Services:
     namespaces: OtherNamespaces
     traces: Traces | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
+    shares: FairShares = field(default_factory=FairShares)
     attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedRequest:
-    """An admitted request. root: its tenant's. Times are by the event loop's clock.
+    """An admitted request. root: its tenant's. weight: its key's, in fair shares. Times are by the event loop's clock.
 
     id: the client's id, qualified by its tenant. journal: the request's, from its arrival on. life_s: the client's
     deadline, or the longest possible. deadline_s: a moment before its end. trace: None without a trace.
@@ -75,7 +77,12 @@ class AdmittedRequest:
     journal: RequestJournal
     life_s: float
     deadline_s: float
+    weight: float = 1.0
     trace: RequestTrace | None = None
+
+    def charge(self, shares: FairShares, num_tokens: int) -> None:
+        """Charges its tenant for generated tokens."""
+        shares.charge_output(self.root, OUTPUT_COST * num_tokens / self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +164,8 @@ class Attempt:
             return
         request.reply.begin(num_prompt)
         journal.begin(Kind.WAIT_ROOM, self._clock())
-        async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node):
+        claim = Claim(request.admitted.root, route.num_new_tokens / request.admitted.weight)
+        async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node, claim):
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
             if member is not None:
@@ -165,9 +173,7 @@ class Attempt:
                 ahead = ReadAhead(self.id, request.admitted.root, request.prompt, rest, placement)
                 prefill = await self._prefill(route, member, ahead)
                 if not request.answer.has_ended:
-                    decode = await self._decode(replace(rest, prefetched=ahead.sent))
-                    if (took_s := hand_off_s(prefill, decode)) is not None:
-                        placement.note_hand_off(took_s)
+                    placement.hand_off.learn(prefill, await self._decode(replace(rest, prefetched=ahead.sent)))
         if member is None:  # the node has lost its prefill workers meanwhile
             journal.plan(PrefillReason.ABSENT)
             await self._decode(route)
@@ -185,6 +191,7 @@ class Attempt:
     async def _decode(self, route: Route) -> Sequence[pb.Span]:
         """Has a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services, journal = self.request.answer, self.request.services, self.request.journal
+        services.shares.charge(self.request.admitted.root, route.num_new_tokens / self.request.admitted.weight)
         journal.begin(Kind.WAIT_DECODE, self._clock())
         member = await services.placement.choose_decode(route)
         self.request.reply.begin(route.num_prompt_tokens)
@@ -221,7 +228,7 @@ class Attempt:
         journal, told, error = self.request.journal, list[pb.Span](), ""
         journal.call(role, member.id, self._clock())
         try:
-            await member.line.run(self._begin(route, member), self._taker(member, on_prompt, on_stored, told))
+            await member.line.run(self._begin(route, member, role), self._taker(member, on_prompt, on_stored, told))
         except BatonError as broken:
             failure = self._failure(member, broken)
             error = failure.error.reason
@@ -249,7 +256,7 @@ class Attempt:
             self.request.services.mark_lost(member.id)
             raise AttemptFailed(WorkerLeaving(error.message)) from error
 
-    def _begin(self, route: Route, member: Member) -> worker_pb2.Begin:
+    def _begin(self, route: Route, member: Member, role: Role) -> worker_pb2.Begin:
         request, admitted, prepared = self.request, self.request.admitted, self.request.prompt
         public = prepared.public
         return worker_pb2.Begin(
@@ -267,6 +274,8 @@ class Attempt:
             kv_policy=str(admitted.valid.dropping or ""),
             session=admitted.valid.session,
             keep_s=admitted.valid.keep_s,
+            weight=admitted.weight,
+            output_cost=request.services.shares.output_cost(admitted.root) if role is Role.PREFILL else 0.0,
         )
 
     def _taker(
@@ -306,6 +315,7 @@ class Attempt:
         if update.choices and request.prompt_answer.num_scored:
             raise WireError("a worker sent a token before the log-probabilities of the prompt")
         for chunk in request.answer.accept(update.choices):
+            request.admitted.charge(request.services.shares, len(chunk.token_ids))
             request.reply.send(chunk)
         if self.is_alone and not self.history.is_in_vain(request.answer.num_tokens):
             request.services.isolated_retries.clear(request.admitted.id)

@@ -21,7 +21,7 @@ from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
 from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import ANYONE, Key
 
@@ -268,16 +268,19 @@ class Dispatcher:
             journal=journal,
             life_s=life_s,
             deadline_s=deadline_s,
+            weight=caller.allowance.weight or 1.0,
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller))
+        opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller, root))
         self._quotas.enter(caller, now_s)
+        services.shares.enter(root)
         self._open[qualified_id] = opened
         return opened
 
-    def _leave(self, caller: Key, request_id: QualifiedId, num_tokens: int) -> None:
+    def _leave(self, caller: Key, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int) -> None:
         self._admission.leave(request_id)
+        self._services.shares.leave(root)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
 

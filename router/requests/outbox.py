@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from router.observe.journal import RequestJournal
 from wire.errors import BatonError, Overloaded
 from wire.ids import RequestId
-from wire.limit import Limit
+from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
 
 

@@ -14,11 +14,14 @@ import secrets
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from router.workers.line import Line
 from router.workers.members import Members
 from wire.errors import BatonError
-from wire.ids import AttemptId, BlockKey
+from wire.ids import AttemptId, BlockKey, NamespaceRoot
+from wire.load.fairness import FairShares
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
@@ -30,10 +33,31 @@ ROOM_TIMEOUT_S = 1.0
 _NO_BOUND = 1 << 62
 
 
-class HoldBudget:
-    """The budget of one arena. Counts a block that several attempts share once; attempts wait in order. Pure."""
+@dataclass(frozen=True)
+class Claim:
+    """A prefill's claim to be next. cost: its uncached tokens over its tenant's weight.
 
-    def __init__(self) -> None:
+    priority: the lower goes first within a tenant.
+    """
+
+    tenant: NamespaceRoot
+    cost: float = 0.0
+    priority: int = 0
+
+
+NO_CLAIM = Claim(NamespaceRoot(b""))
+
+
+class HoldBudget:
+    """The budget of one arena. Counts a block that several attempts share once. Pure.
+
+    Attempts wait in order of their tenants' fair shares, of their priority, and of arrival. A tenant whose holds are
+    less than its equal part may have room in the third quarter of the arena, too.
+    """
+
+    def __init__(self, shares: FairShares | None = None) -> None:
+        self._shares = shares or FairShares()
+        self._claims: dict[AttemptId, Claim] = {}
         self._num_arena_blocks = 0
         self._blocks: Counter[BlockKey] = Counter()
         self._granted: dict[AttemptId, Sequence[BlockKey]] = {}
@@ -66,6 +90,15 @@ class HoldBudget:
         left = self._num_arena_blocks - 2 * self._room.blocks_of_others
         return 2 * len(self._blocks) <= max(left, self._num_arena_blocks // self._room.routers)
 
+    def _fits(self, attempt: AttemptId) -> bool:
+        """Whether an attempt may start: there is room, or its tenant has less than an equal part of the holds."""
+        tenant = self._claims[attempt].tenant
+        sizes = Counter[NamespaceRoot]()
+        for one, claim in self._claims.items():
+            sizes[claim.tenant] += len(self._granted.get(one, ()))
+        has_less = len(sizes) > 1 and sizes[tenant] * len(sizes) < len(self._blocks)
+        return self._is_within or (has_less and 4 * len(self._blocks) <= 3 * self._num_arena_blocks)
+
     @property
     def kept(self) -> list[AttemptId]:
         """Attempts with stored blocks that are not yet fetched: their holds need renewal."""
@@ -81,13 +114,13 @@ class HoldBudget:
         self._room = room
         return self._grant()
 
-    def ask(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> bool:
+    def ask(self, attempt: AttemptId, keys: Sequence[BlockKey], claim: Claim = NO_CLAIM) -> bool:
         """Queues a prefill that will hold the blocks `keys`. Returns True if it may start now.
 
-        Otherwise a later `resize` or `release` returns it.
+        Otherwise a later `resize` or `release` returns it. Its tenant is charged when it may start.
         """
         if attempt not in self._granted:
-            self._waiting[attempt] = keys
+            self._waiting[attempt], self._claims[attempt] = keys, claim
             self._grant()
         return attempt in self._granted
 
@@ -99,6 +132,7 @@ class HoldBudget:
     def release(self, attempt: AttemptId) -> list[AttemptId]:
         """Ends a hold, or the wait for it. Returns the attempts that may start now."""
         self._waiting.pop(attempt, None)
+        self._claims.pop(attempt, None)
         self._kept.discard(attempt)
         for key in self._granted.pop(attempt, ()):
             self._blocks[key] -= 1
@@ -108,12 +142,18 @@ class HoldBudget:
 
     def _grant(self) -> list[AttemptId]:
         granted: list[AttemptId] = []
-        while self._waiting and self._is_within:
-            attempt, keys = self._waiting.popitem(last=False)
+        while self._waiting and self._fits(attempt := min(self._waiting, key=self._place)):
+            claim, keys = self._claims[attempt], self._waiting.pop(attempt)
             self._granted[attempt] = keys
             self._blocks.update(keys)
+            self._shares.charge(claim.tenant, claim.cost)
             granted.append(attempt)
         return granted
+
+    def _place(self, attempt: AttemptId) -> tuple[float, int]:
+        """Returns the place of a waiting attempt; of equal places the earlier attempt is first."""
+        claim = self._claims[attempt]
+        return self._shares.spent(claim.tenant), claim.priority
 
 
 class HoldBudgets:
@@ -123,9 +163,15 @@ class HoldBudgets:
     holds expire.
     """
 
-    def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S, is_alone: bool = True) -> None:
-        """is_alone: no other router asks for room."""
-        self.budgets: defaultdict[str, HoldBudget] = defaultdict(HoldBudget)
+    def __init__(
+        self,
+        members: Members,
+        renew_every_s: float = RENEW_EVERY_S,
+        is_alone: bool = True,
+        shares: FairShares | None = None,
+    ) -> None:
+        """is_alone: no other router asks for room. shares: the tenants' counters."""
+        self.budgets: defaultdict[str, HoldBudget] = defaultdict(partial(HoldBudget, shares or FairShares()))
         self._members = members
         self._renew_every_s = renew_every_s
         self._nodes: dict[AttemptId, str] = {}
@@ -151,11 +197,13 @@ class HoldBudgets:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @asynccontextmanager
-    async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str) -> AsyncIterator[None]:
+    async def hold(
+        self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str, claim: Claim = NO_CLAIM
+    ) -> AsyncIterator[None]:
         """Waits until a prefill that will hold `keys` may start on a node. The hold ends with the context."""
         self._nodes[attempt] = node_id
         try:
-            if not self.budgets[node_id].ask(attempt, keys):
+            if not self.budgets[node_id].ask(attempt, keys, claim):
                 self._waiters[attempt] = asyncio.get_running_loop().create_future()
                 await self._waiters[attempt]
             yield

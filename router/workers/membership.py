@@ -33,8 +33,8 @@ class Membership:
     async def set(self, listed: Sequence[Worker]) -> dict[WorkerId, str]:
         """Makes these workers the members. Returns refused workers with reasons; they may be listed again.
 
-        A DRAINING worker gets no new work. Lines to workers that are no longer listed end, and their requests go to
-        other workers.
+        A DRAINING worker gets no new work. Lines to workers that are no longer listed, or with another role, end, and
+        their requests go to other workers.
         """
         async with self._setting:
             await self._drop_all_but(listed)
@@ -68,9 +68,9 @@ class Membership:
         return [f"a probe of {one}, which is no member" for one in self._probes if one not in self._members]
 
     async def _drop_all_but(self, listed: Sequence[Worker]) -> None:
-        kept = {(worker.id, worker.address) for worker in listed}
+        kept = {(worker.id, worker.address, worker.role) for worker in listed}
         for member in self._members:
-            if (member.id, member.worker.address) in kept:
+            if (member.id, member.worker.address, member.role) in kept:
                 continue
             self._members.remove(member.id)
             probe = self._probes.pop(member.id, None)
@@ -116,7 +116,7 @@ class Membership:
             status = await member.line.questions.status(False, PROBE_TIMEOUT_S)
         except BatonError:
             return WorkerState.LOST
-        is_itself = member.line.is_open and status.worker_id == member.id
+        is_itself = member.line.is_open and (status.worker_id, status.role) == (member.id, member.role.value)
         return _FIT_STATES.get(status.state, WorkerState.LOST) if is_itself else WorkerState.LOST
 
     async def _report(self, worker_id: WorkerId) -> bool:

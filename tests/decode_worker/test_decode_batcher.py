@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.behaviour import DecodeBatcher
 from engine.schedule.batcher import Candidate, Gate, Phase, StepCosts
-from tests.harness.candidates import BLOCK, decoding, fetching, pages, prompt
+from tests.harness.candidates import BLOCK, decoding, fetching, owned, pages, prompt
+from wire.load.fairness import ALONE
 
 BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)
 
@@ -34,6 +37,17 @@ def test_a_bound_of_time_gives_no_step_that_is_not_warmed(
     running = [*(decoding(handle, 30) for handle in range(num_decoding)), prompt(8, num_known)]
     run = by_time.plan((), running, pages(500), StepCosts(decode_s, token_s)).run
     assert min(BLOCK, num_known) <= run[8] <= 100 - num_decoding
+
+
+def test_tenants_are_admitted_by_shares() -> None:
+    waiting = [*(owned(prompt(n, 20), "a") for n in range(3)), owned(prompt(9, 20), "b")]
+    assert BATCHER.plan(waiting, [], pages(100)).admit == (0, 9, 1, 2)
+
+
+def test_pages_run_out_for_the_tenant_that_had_more() -> None:
+    running = [owned(decoding(0, 33), "a", 900), owned(decoding(1, 32), "a", 900), owned(decoding(2, 33), "b", 20)]
+    assert BATCHER.plan((), running, pages(0)).preempt == (1,)
+    assert BATCHER.plan((), [replace(one, standing=ALONE) for one in running], pages(0)).preempt == (2,)
 
 
 def test_names_what_the_queue_waits_for() -> None:

@@ -17,8 +17,9 @@ from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
 from tests.harness.node import Node
 from wire.block_names import NameChain
 from wire.errors import InvalidRequest, RequestExists
-from wire.ids import AttemptId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.layout import KVLayout
+from wire.load.fairness import Precedence, Standing
 from wire.sampling import FinishReason, SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -41,6 +42,42 @@ def test_tokens_are_the_oracles_and_pages_come_back(model: HashModel) -> None:
     counts = core.stats().blocks
     assert (counts.owned, counts.published, counts.draining) == (0, 0, 0)
     assert counts.cached == (len(PROMPT) + 49) // 16
+
+
+class Spy:
+    """A plain batcher, and the standings that its last plan was made of."""
+
+    standings: Sequence[Standing] = ()
+
+    def plan(
+        self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages, costs: StepCosts = UNLEARNED
+    ) -> Plan:
+        self.standings = [one.standing for one in (*waiting, *running)]
+        return ContinuousBatcher().plan(waiting, running, pages, costs)
+
+
+def test_tenants_are_charged_for_what_is_computed_and_for_output(model: HashModel) -> None:
+    """Cached tokens cost nothing, output twice as much, each over the weight of its request."""
+    spy = Spy()
+    core = make_core(model, batcher=spy)
+    serve(core, PROMPT, greedy(1))
+    heavy, light = (NamespaceRoot(bytes([number]) * 32) for number in (1, 2))
+    asked = [
+        replace(request(PROMPT, greedy(20)), root=ROOT),
+        replace(request(PROMPT, greedy(20)), root=heavy),
+        replace(request(PROMPT, greedy(20)), root=light, precedence=Precedence(2.0, priority=5)),
+    ]
+    for one in asked:
+        core.add(one)
+    num_tokens = 0
+    while num_tokens < 3 * 5:
+        num_tokens += len(core.step().token_ids)
+    core.add(replace(request(PROMPT, greedy(2)), root=heavy))
+    core.step()
+    computed = {ROOT: len(PROMPT) % 16, heavy: len(PROMPT), light: len(PROMPT)}
+    spent = {root: number + 2 * num_tokens / 3 for root, number in computed.items()}
+    assert {one.tenant: one.spent for one in spy.standings} == {**spent, light: spent[light] / 2}
+    assert [one.priority for one in spy.standings if one.tenant == light] == [5]
 
 
 def test_events_come_in_order(model: HashModel) -> None:

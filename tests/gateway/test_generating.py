@@ -18,7 +18,7 @@ from gateway.generation import Generation
 from tests.gateway.local_gateway import Answer, LocalGateway
 from tests.harness.cluster import WAIT_S, until
 from wire.ids import AttemptId, RequestId, request_of
-from wire.limit import Limit, Share
+from wire.load.limit import Limit, Share
 
 PROMPT = "hello, world"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

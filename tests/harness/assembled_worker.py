@@ -20,6 +20,7 @@ from worker.config import (
     StoreSettings,
     WorkerConfig,
 )
+from worker.job import Behaviour
 from worker.service import COLD, Warm
 
 FINGERPRINT = b"f" * 32
@@ -27,6 +28,10 @@ TOKEN = "the cluster's token"
 UNTIMED = replace(THREADS, stopwatch=lambda: 0.0)
 """All steps take no time: whether there are guesses does not depend on the machine."""
 _BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
+
+
+def behaviour_of(role: Role, batch: BatchSettings | None = None, block_size: int = 16) -> Behaviour:
+    return _BEHAVIOURS[role](batch or BatchSettings(), block_size)
 
 
 def local_worker(
@@ -57,5 +62,5 @@ def local_worker(
         speculation=SpeculationSettings(proposer),
         max_silence_s=max_silence_s,
     )
-    behaviour = _BEHAVIOURS[role](config.batch, config.block_size)
+    behaviour = behaviour_of(role, config.batch, config.block_size)
     return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft, definition, warm_up)

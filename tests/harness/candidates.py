@@ -1,6 +1,9 @@
 """Candidates of a batcher's step, in each phase, and the pages that a step may allocate."""
 
+from dataclasses import replace
+
 from engine.schedule.batcher import Candidate, Pages, Phase
+from wire.load.fairness import Standing
 
 BLOCK = 16
 
@@ -15,6 +18,11 @@ def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
 
 def fetching(handle: int, num_known: int) -> Candidate:
     return _candidate(handle, Phase.FETCHING, num_known, num_known)
+
+
+def owned(candidate: Candidate, tenant: str, spent: float = 0.0, priority: int = 0) -> Candidate:
+    """A tenant's candidate."""
+    return replace(candidate, standing=Standing(tenant, spent, priority=priority))
 
 
 def pages(num_allocatable: int, num_draining: int = 0) -> Pages:

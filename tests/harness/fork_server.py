@@ -34,12 +34,11 @@ from deploy.processes.process import ProcessRef
 PRELOADED = (
     "cli.__main__",
     "deploy.actors.node",
+    "deploy.actors.worker",
     "deploy.controller.controller",
     "deploy.local.startup",
-    "decode_worker.actor",
     "engine.engine",
     "gateway.actor",
-    "prefill_worker.actor",
     "router.actor",
     "tests.harness.fork_head",
     "torch",

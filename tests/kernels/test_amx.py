@@ -1,4 +1,4 @@
-"""Products in the tiles of AMX, or in emulated ones: their order of sums; and the choice of the instruction set."""
+"""Products and attention in the tiles of AMX, or in emulated ones: their order of sums; and the choice of the set."""
 
 import ctypes
 import subprocess
@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.backend import Tables
 from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, load_library
 from kernels.selection import select_backend
 from tests.kernels.backends import EMULATED, ISAS, PRODUCTS, make_backend
+from tests.kernels.paged_batch import Heads, PagedBatch, make_paged_batch
 
-BLOCK = 32
+BLOCK, PIECE, SEGMENT, LANES = 32, 64, 256, 16
 CPU = torch.device("cpu")
 TILED = [name for name in PRODUCTS if name in (EMULATED, "amx")]
 
@@ -32,21 +34,76 @@ def make(name: str) -> CpuBackend:
     return backend
 
 
-def in_blocks(rows: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies rows [rows, depth] with a weight [columns, depth] in float32, in the order of `tdpbf16ps`.
+def in_blocks(rows: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
+    """Multiplies rows [rows, depth] with a weight [columns, depth] in float32, as `tdpbf16ps` adds to sums.
 
     A product of two bfloat16 numbers is exact in float32, so that a fused addition rounds as one that follows it.
     """
     padding = (0, -rows.shape[1] % BLOCK)
     rows, weight = (torch.nn.functional.pad(one.float(), padding) for one in (rows, weight))
-    sums = torch.zeros(len(rows), len(weight))
+    sums = torch.zeros(len(rows), len(weight)) if sums is None else sums
     for block in range(0, rows.shape[1], BLOCK):
         evens, odds = torch.zeros_like(sums), torch.zeros_like(sums)
         for k in range(block, block + BLOCK, 2):
             evens += rows[:, k, None] * weight[:, k]
             odds += rows[:, k + 1, None] * weight[:, k + 1]
-        sums += evens + odds
+        sums = sums + (evens + odds)
     return sums
+
+
+def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """Adds in float64 and rounds to float32: once, but for sums that lie within 2^-29 of a tie."""
+    return (a.double() * b + c).float()
+
+
+def exponential(x: Tensor) -> Tensor:
+    """Takes the power of e as floats.h does: 2^n times a polynomial of degree 7."""
+    n = (x * float.fromhex("0x1.715476p+0")).clamp(min=-126).round()
+    r = fused(n, float.fromhex("0x1.05c61p-29"), fused(n, -float.fromhex("0x1.62e43p-1"), x).double())
+    rise = torch.full_like(x, 1 / 5040)
+    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0):
+        rise = fused(rise, r.double(), torch.tensor(coefficient).double())
+    power = torch.ldexp(fused(rise, r.double(), 1.0), n.int())
+    return torch.where(x < -87.3, 0.0, power)
+
+
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Attends with rows [rows, head_size] at positions, in blocks of 32 of the head, and of keys in pieces of 64.
+
+    keys, values: [tokens, head_size]. The softmax is online in segments of 256 tokens, which are merged in order.
+    """
+    largest, powers, sums = (torch.full((len(query),), -torch.inf), torch.zeros(len(query)), torch.zeros(query.shape))
+    for segment in range(0, len(keys), SEGMENT):
+        top, total, added = torch.full_like(largest, -torch.inf), torch.zeros_like(powers), torch.zeros_like(sums)
+        for begin in range(segment, min(segment + SEGMENT, len(keys)), PIECE):
+            sees = (positions >= begin)[:, None]
+            piece = slice(begin, begin + PIECE)
+            scores = in_blocks(query, keys[piece]) * scale
+            scores[begin + torch.arange(scores.shape[1]) > positions[:, None]] = -torch.inf
+            now = torch.maximum(top, scores.amax(1))
+            weights = exponential(scores - now[:, None])
+            lanes = torch.nn.functional.pad(weights, (0, PIECE - weights.shape[1])).unflatten(1, (-1, LANES))
+            tree = ((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]
+            while tree.shape[1] > 1:
+                tree = tree[:, : tree.shape[1] // 2] + tree[:, tree.shape[1] // 2 :]
+            kept = exponential(top - now)
+            new = in_blocks(weights.bfloat16(), values[piece].T, added * kept[:, None])
+            added, total = torch.where(sees, new, added), torch.where(sees[:, 0], total * kept + tree[:, 0], total)
+            top = torch.where(sees[:, 0], now, top)
+        sees, now = total > 0, torch.maximum(largest, top)
+        before, after = torch.where(powers > 0, exponential(largest - now), 0.0), exponential(top - now)
+        merged = fused(added, after[:, None].double(), (sums * before[:, None]).double())
+        sums = torch.where(sees[:, None], merged, sums)
+        powers = torch.where(sees, powers * before + total * after, powers)
+        largest = torch.where(sees, now, largest)
+    return (sums / powers[:, None]).bfloat16()
+
+
+def attend(name: str, batch: PagedBatch, query: Tensor, first: int, end: int) -> Tensor:
+    """Attends with the rows at positions from first to end - 1, as a decoding row if there is one."""
+    starts, lens = torch.tensor([0, end - first], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
+    tables = Tables(batch.block_tables, lens, starts, int(end - first == 1))
+    return make(name).attend(query[first:end], batch.pages, tables, batch.variant())
 
 
 def draw(num_rows: int, columns: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -120,6 +177,36 @@ def test_the_caller_keeps_its_subnormal_numbers(name: str) -> None:
     backend, (rows, weight) = make(name), draw(1, 32, 32)
     backend.logits(rows, backend.pack(weight))
     assert torch.tensor([2.0**-130]).mul(1.0).item() == 2.0**-130
+
+
+@each_tiled
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_attention_has_the_bits_of_the_order(name: str, head_size: int) -> None:
+    """Products cancel one another, so that what a sum has lost on its way shows in bfloat16."""
+    group, length = 3, 300
+    batch = make_paged_batch(Heads(group, 1, head_size), [length], 16, torch.bfloat16)
+    query, [keys], [values] = batch.random_query(length), batch.keys[0], batch.values[0]
+    for tensor in (keys, values):
+        tensor *= torch.logspace(-1, 1, tensor.shape[1])
+        tensor[:, 1::2] = -tensor[:, 0::2] * torch.linspace(0.99, 1.01, tensor.shape[1] // 2)
+    places = torch.arange(length)
+    pages = batch.block_tables[0, places // 16]
+    batch.pages.data[pages, :, 0, places % 16] = torch.stack([keys, values], 1)
+    rows, positions = query.flatten(0, 1), places.repeat_interleave(group)
+    expected = attend_in_blocks(rows, keys, values, positions, head_size**-0.5).unflatten(0, (-1, group))
+    assert torch.equal(attend(name, batch, query, 0, length), expected)
+    for position in (0, 31, 32, 63, 64, 255, 256, 299):
+        assert torch.equal(attend(name, batch, query, position, position + 1)[0], expected[position])
+
+
+@each_tiled
+@pytest.mark.parametrize("kept", ["none", "int8", "fp8"])
+def test_a_row_of_a_long_prompt_has_its_bits_alone_and_in_any_chunk(name: str, kept: str) -> None:
+    batch = make_paged_batch(Heads(2, 1, 32), [4096], 16, torch.bfloat16, kept=kept)
+    query = batch.random_query(4096)
+    whole = attend(name, batch, query, 0, 4096)
+    for first, end in ((0, 1), (2047, 2048), (4095, 4096), (0, 512), (1000, 1002), (3000, 3017), (2048, 4096)):
+        assert torch.equal(attend(name, batch, query, first, end), whole[first:end])
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kernels.backend import Activation, Angles, AttentionVariant, Backend, Heads
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
-from tests.kernels.backends import ISAS, NAMES, make_backend
+from tests.kernels.backends import ISAS, NAMES, PRODUCTS, make_backend
 from tests.kernels.paged_batch import Heads as Shape
 from tests.kernels.paged_batch import PagedBatch, dense_attention, empty_codes, make_paged_batch, turned_back
 
@@ -26,6 +26,11 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Backend:
+    return make_backend(str(request.param))
+
+
+@pytest.fixture(params=["torch", *PRODUCTS])
+def attending(request: pytest.FixtureRequest) -> Backend:
     return make_backend(str(request.param))
 
 
@@ -301,7 +306,7 @@ def attend(
     return backend.attend(query[first:end], batch.pages, tables, variant)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "triton"])
+@pytest.mark.parametrize("name", ["torch", *PRODUCTS, "triton"])
 @pytest.mark.parametrize(("num_sinks", "window"), [(1, 1), (4, 5), (4, 300), (70, 33), (100, 130)])
 @pytest.mark.parametrize(("soft_cap", "sink", "kept"), [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8")])
 def test_sinks_behind_the_window(
@@ -343,7 +348,7 @@ def test_sinks_without_turns_are_refused(backend: Backend) -> None:
     [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8"), (None, None, "int4")],
 )
 def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
-    backend: Backend,
+    attending: Backend,
     dtype: torch.dtype,
     window: int | None,
     num_sinks: int,
@@ -355,11 +360,11 @@ def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
     batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype, kept=kept)
     query, variant = batch.random_query(600), batch.variant(window, soft_cap, sink, num_sinks)
     turns = random_turns(600, 24)
-    whole = attend(backend, batch, query, 0, 600, variant, turns)
+    whole = attend(attending, batch, query, 0, 600, variant, turns)
     for position in (0, 1, 15, 16, 49, 50, 54, 63, 64, 65, 255, 256, 257, 299, 300, 370, 511, 512, 599):
-        assert torch.equal(attend(backend, batch, query, position, position + 1, variant, turns)[0], whole[position])
+        assert torch.equal(attend(attending, batch, query, position, position + 1, variant, turns)[0], whole[position])
     for first, end in ((0, 16), (16, 116), (60, 70), (250, 300), (100, 600)):
-        assert torch.equal(attend(backend, batch, query, first, end, variant, turns), whole[first:end])
+        assert torch.equal(attend(attending, batch, query, first, end, variant, turns), whole[first:end])
 
 
 @each_dtype
@@ -367,7 +372,7 @@ def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
 @pytest.mark.parametrize("block_size", [8, 16, 32, 128])
 @pytest.mark.parametrize(("window", "soft_cap", "sink"), [(None, None, None), (70, None, None), (None, 1.5, 2.0)])
 def test_attention_over_codes(
-    backend: Backend,
+    attending: Backend,
     dtype: torch.dtype,
     kept: str,
     block_size: int,
@@ -385,25 +390,25 @@ def test_attention_over_codes(
         dense_attention(query[rows], batch.keys[of], batch.values[of], variant)
         for rows, of in ((slice(1), 1), (slice(1, 101), 0))
     ]
-    close(backend.attend(query, batch.pages, tables, variant), torch.cat(expected), dtype)
+    close(attending.attend(query, batch.pages, tables, variant), torch.cat(expected), dtype)
 
 
 @each_dtype
 @pytest.mark.parametrize(("soft_cap", "sink"), [(None, None), (1.5, 2.0)])
 @pytest.mark.parametrize("num_sinks", [0, 70])
 def test_attention_gives_a_decoding_row_the_same_bits_among_others(
-    backend: Backend, dtype: torch.dtype, soft_cap: float | None, sink: float | None, num_sinks: int
+    attending: Backend, dtype: torch.dtype, soft_cap: float | None, sink: float | None, num_sinks: int
 ) -> None:
     batch = make_paged_batch(Shape(4, 2, 64), [600, 1, 70, 0, 256, 257], 16, dtype)
     query, variant = batch.random_query(6), batch.variant(200 if num_sinks else None, soft_cap, sink, num_sinks)
     starts, turns = torch.arange(7, dtype=torch.int32), random_turns(6, 64)
     tables = Tables(batch.block_tables, batch.context_lens, starts, 6, turns)
-    whole = backend.attend(query, batch.pages, tables, variant)
+    whole = attending.attend(query, batch.pages, tables, variant)
     for row in range(6):
         own = slice(row, row + 1)
         turn = turns.at(torch.tensor([row]))
         tables = Tables(batch.block_tables[own], batch.context_lens[own], starts[:2], 1, turn)
-        assert torch.equal(backend.attend(query[own], batch.pages, tables, variant), whole[own])
+        assert torch.equal(attending.attend(query[own], batch.pages, tables, variant), whole[own])
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -472,19 +477,19 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
 
 
 @each_dtype
-def test_a_row_that_is_no_number_stays_alone(backend: Backend, dtype: torch.dtype) -> None:
-    states, packed = torch.randn(16, 64).to(dtype), backend.pack(torch.randn(64, 64).to(dtype))
-    expected = backend.linear(states, packed, None)
+def test_a_row_that_is_no_number_stays_alone(attending: Backend, dtype: torch.dtype) -> None:
+    states, packed = torch.randn(16, 64).to(dtype), attending.pack(torch.randn(64, 64).to(dtype))
+    expected = attending.linear(states, packed, None)
     states[5, 7], states[6] = torch.nan, torch.inf
-    actual = backend.linear(states, packed, None)
+    actual = attending.linear(states, packed, None)
     assert not actual[5:7].isfinite().any()
     assert torch.equal(actual[:5], expected[:5])
     assert torch.equal(actual[7:], expected[7:])
     batch = make_paged_batch(Shape(2, 1, 32), [70], 16, dtype)
     query = batch.random_query(70)
-    expected = attend(backend, batch, query, 0, 70, batch.variant())
+    expected = attend(attending, batch, query, 0, 70, batch.variant())
     query[66] = torch.nan
-    actual = attend(backend, batch, query, 0, 70, batch.variant())
+    actual = attend(attending, batch, query, 0, 70, batch.variant())
     assert actual[66].isnan().all()
     assert torch.equal(actual[:66], expected[:66])
     assert torch.equal(actual[67:], expected[67:])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 from prefill_worker.behaviour import PrefillBatcher, least_chunk_tokens
-from tests.harness.candidates import fetching, pages, prompt
+from tests.harness.candidates import fetching, owned, pages, prompt
 from wire.layout import KVLayout
 
 PATIENCE = 100
@@ -88,6 +88,36 @@ def test_a_chunk_that_ends_earlier_stays_so() -> None:
     halving = PrefillBatcher(2048, 8, PATIENCE, least_chunk_tokens=16)
     split = replace(prompt(0, 400), chunk_end=48)
     assert halving.plan((), [split], pages(1000)).run == {0: 48}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "admit"),
+    [
+        pytest.param([owned(prompt(n, 30), "a") for n in range(4)], (0, 1, 2, 3), id="one tenant, as ever"),
+        pytest.param(
+            [*(owned(prompt(n, 30), "a") for n in range(3)), owned(prompt(9, 300), "b")],
+            (0, 9, 1, 2),
+            id="a long prompt of a tenant that has not had any passes all but the first",
+        ),
+        pytest.param(
+            [owned(prompt(0, 30), "a", 99), owned(prompt(1, 30), "a", 99), owned(prompt(9, 30), "b", 0)],
+            (9, 0, 1),
+            id="of a tenant that had less, all",
+        ),
+        pytest.param(
+            [owned(prompt(0, 30), "a"), owned(prompt(1, 30), "a", priority=-1), owned(prompt(2, 30), "b")],
+            (1, 2, 0),
+            id="a priority is its tenant's own",
+        ),
+    ],
+)
+def test_tenants_are_admitted_by_shares(waiting: list[Candidate], admit: tuple[int, ...]) -> None:
+    assert batcher().plan(waiting, [], pages(100)).admit == admit
+
+
+def test_a_step_goes_to_the_tenant_that_had_less() -> None:
+    running = [owned(prompt(0, 100), "a", 500), owned(prompt(1, 40), "b", 480), owned(prompt(2, 40), "b", 480)]
+    assert batcher().plan((), running, pages(100)).run == {1: 40, 0: 24}
 
 
 def test_the_least_chunk_has_as_much_kv_as_a_device_moves_at_once() -> None:

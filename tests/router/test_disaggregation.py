@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from router.config import Disaggregation
-from router.disaggregation import PrefillReason, decide, hand_off_s
+from router.disaggregation import HAND_OFF_PRIOR_S, HandOffDuration, PrefillReason, decide, hand_off_s
 from tests.router.test_policies import Load
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
@@ -109,3 +109,39 @@ def test_a_hand_off_is_what_neither_a_gate_nor_the_prompt_took() -> None:
     for one, other in ((spans(("prefill.call", 100)), here), (there, spans(("decode.call", 100)))):
         assert hand_off_s(one, other) is None, "a worker was lost, or its answer was stopped"
     assert hand_off_s(spans(("prefill.compute", 1)), here) == pytest.approx(0.004)
+
+
+def called(num_tokens: int, behind_ms: float, fetch_ms: float, **fetched: int) -> tuple[list[pb.Span], list[pb.Span]]:
+    """Makes the spans of both calls of a prompt of which `num_tokens` were computed."""
+    compute = pb.Span(name="prefill.compute", duration_ms=50, counts={"tokens_computed": num_tokens})
+    return (
+        [compute, *spans(("prefill.publish", behind_ms))],
+        [pb.Span(name="decode.fetch", duration_ms=fetch_ms, counts=fetched)],
+    )
+
+
+def test_reading_cached_blocks_is_no_part_of_a_hand_off() -> None:
+    """They are read by decode whichever pool computes the others; what is on its device takes no time."""
+    assert hand_off_s(*called(100, 3, 8, tokens_host=400)) == pytest.approx(0.005)
+    assert hand_off_s(*called(100, 3, 8, tokens_host=100, tokens_device=300)) == pytest.approx(0.011)
+    assert hand_off_s(*called(100, 3, 8, tokens_host=50)) == pytest.approx(0.011), "others were computed again"
+
+
+def test_a_hand_off_is_learned_by_length() -> None:
+    hand_off = HandOffDuration()
+    assert hand_off.at(2000) == HAND_OFF_PRIOR_S
+    for num_tokens in (32, 40, 48, 1600, 1800, 2000) * 3:
+        hand_off.learn(*called(num_tokens, 2, 2 + num_tokens / 100, tokens_host=num_tokens))
+    hand_off.learn(*called(1700, 900, 900, tokens_host=1700))
+    assert [hand_off.at(length) for length in (0, 40, 2000)] == pytest.approx([0.004, 0.0044, 0.024], rel=0.02)
+    hand_off.learn(spans(("prefill.call", 900)), [])
+    assert hand_off.at(2000) == pytest.approx(0.024, rel=0.02), "a lost worker tells nothing of a hand-off"
+
+
+def test_a_short_prompt_is_judged_by_a_short_hand_off() -> None:
+    """Of 24 ms for 2,000 tokens, and 4.2 for 20, one number would make 10 or so of both."""
+    hand_off = HandOffDuration()
+    for num_tokens in (16, 20, 24, 1600, 2000, 2400) * 3:
+        hand_off.learn(*called(num_tokens, 2, 2 + num_tokens / 100, tokens_host=num_tokens))
+    assert decide(Disaggregation.CONDITIONAL, [prefill()], [decode(1)], 6, hand_off.at(6)) == "sooner"
+    assert decide(Disaggregation.CONDITIONAL, [prefill()], [decode(1)], 4, hand_off.at(4)) == "cheaper"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.workers.holds import LOOK_EVERY_S, HoldBudget, HoldBudgets
+from router.workers.holds import LOOK_EVERY_S, Claim, HoldBudget, HoldBudgets
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
@@ -15,7 +15,8 @@ from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT
 from tests.harness.scripted_worker import ScriptedWorker
 from wire.errors import Unavailable
-from wire.ids import AttemptId, BlockKey, WorkerId
+from wire.ids import AttemptId, BlockKey, NamespaceRoot, WorkerId
+from wire.load.fairness import FairShares
 from wire.pb import worker_pb2
 from wire.pools import Role, Worker, WorkerState
 
@@ -51,6 +52,39 @@ def test_no_prefill_starts_while_more_than_half_is_held(budget: HoldBudget) -> N
     assert budget.num_blocks == 5
     assert budget.release(B) == [C]
     assert budget.num_blocks == 5
+
+
+def of_tenants() -> tuple[HoldBudget, dict[str, NamespaceRoot]]:
+    """A budget over 40 blocks, of a tenant with room and a long queue, and of another one."""
+    shares, roots = FairShares(), {name: NamespaceRoot(name.encode()) for name in "hl"}
+    for root in roots.values():
+        shares.enter(root)
+    budget = HoldBudget(shares)
+    budget.resize(40)
+    for number in range(8):
+        budget.ask(attempt("h", number + 1), keys(*range(7 * number, 7 * number + 7)), Claim(roots["h"], 100.0))
+    return budget, roots
+
+
+def test_a_tenant_with_less_than_its_part_has_room_behind_a_queue() -> None:
+    budget, roots = of_tenants()
+    assert (budget.num_blocks, budget.num_waiting) == (21, 5)
+    assert budget.ask(A, keys(101, 102), Claim(roots["l"], 100.0)), "into the third quarter of the arena"
+    assert budget.ask(B, keys(*range(111, 120)), Claim(roots["l"], 100.0))
+    assert not budget.ask(C, keys(121), Claim(roots["l"], 100.0)), "three quarters are held"
+    assert budget.release(B) == [C], "and its tenant had less"
+    assert budget.release(attempt("h", 1)) == [attempt("h", 4)], "less than half is held"
+    assert budget.release(C) == [], "the other tenant has its part"
+
+
+def test_tenants_that_wait_take_turns_by_what_they_had() -> None:
+    budget, roots = of_tenants()
+    for name, number in ((A, 1), (B, 2)):
+        budget.ask(name, keys(*range(60 + 20 * number, 80 + 20 * number)), Claim(roots["l"], 250.0))
+    granted = [one for number in range(1, 4) for one in budget.release(attempt("h", number))]
+    assert granted == [B], "its tenant had 250 for each 300"
+    assert budget.release(A) == [attempt("h", 4), attempt("h", 5)], "B has most of the holds now"
+    assert budget.release(attempt("h", 4)) == [attempt("h", 6)]
 
 
 def test_a_prompt_larger_than_the_arena_starts_alone(budget: HoldBudget) -> None:

@@ -108,6 +108,26 @@ async def test_a_worker_at_another_address_has_a_new_line(club: Club) -> None:
     assert (line.is_open, club.ready) == (False, {"d0"})
 
 
+async def test_a_worker_of_another_role_has_left_and_come(club: Club) -> None:
+    await club.list("here", "there")
+    member, line = club.members[D0], club.line(D0)
+    club.workers["here"].role = Role.PREFILL
+    await club.membership.set([Worker(D0, Role.PREFILL, "here", WorkerState.READY)])
+    assert not line.is_open
+    assert club.members[D0] is not member
+    assert [one.id for one in club.members.ready(Role.PREFILL)] == [D0]
+    assert club.ready == set()
+
+
+async def test_a_router_that_has_not_heard_of_a_change_gives_the_worker_no_more_work(club: Club) -> None:
+    await club.list("here", "there")
+    club.workers["here"].role = Role.PREFILL
+    club.transports["here"].kill()
+    await until(lambda: club.members[D0].state is WorkerState.LOST)
+    await asyncio.sleep(0.05)
+    assert club.ready == {D1}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [

@@ -113,7 +113,7 @@ async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pool
     conditional = Placement(
         pools.members, PrefixMap(100), pools.index, LAYOUT.block_size, 0.1, Disaggregation.CONDITIONAL
     )
-    conditional.note_hand_off(1e-6)
+    conditional.hand_off.learn([], [])
 
     def uses_prefill() -> bool:
         return conditional.route(KEYS, NUM_PROMPT, frozenset()).prefill_node is not None

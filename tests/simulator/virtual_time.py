@@ -1,30 +1,25 @@
-"""An event loop on which waiting takes no time, for many processes in one thread; each of them may die at any point.
+"""Processes on an event loop of virtual time, many in one thread; each of them may die at any point.
 
-Its clock jumps to the next timer when nothing is ready. Work for threads runs on it, a little later. A callback or
-task belongs to the process in whose context it was made; once the process is dead, none of them runs any more.
+A callback or task belongs to the process in whose context it was made; once the process is dead, none of them runs any
+more.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import Executor
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+from cli.bench.plan import virtual_time
+from cli.bench.plan.virtual_time import TimelessLoop
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-MAX_THREAD_S = 0.002
-MAX_CALLBACKS_AT_ONCE = 100_000
 _process: ContextVar["Process | None"] = ContextVar("process", default=None)
 
 
 class Died(BaseException):
     """The end of the running process: no handler of its own may take it for an error."""
-
-
-class Livelock(Exception):
-    """Callbacks follow one another without end while time stands still."""
 
 
 class Process:
@@ -60,43 +55,16 @@ class Process:
             raise Died(self.name)
 
 
-class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop without connections and threads. `draw` makes the time that work for threads takes."""
-
-    _scheduled: list[asyncio.TimerHandle]
+class VirtualLoop(TimelessLoop):
+    """A loop of virtual time for many processes. `draw` makes the time that work for threads takes."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
-        super().__init__()
-        self._draw = draw or random.Random(0)
-        self._now_s = 0.0
-        self._num_at_once = 0
-        self._selector = self
-        self._free_at: dict[Executor | None, float] = {}
+        super().__init__(draw)
         self._owners: dict[asyncio.Task[Any], Process | None] = {}
 
-    def time(self) -> float:
-        return self._now_s
-
-    def select(self, timeout: float | None) -> list[Any]:
-        """Takes the place of a selector: moves the clock on if nothing is ready."""
-        self._num_at_once += 1
-        if self._num_at_once > MAX_CALLBACKS_AT_ONCE:
-            raise Livelock(f"at {self._now_s:.6f} s")
-        if timeout != 0:
-            assert timeout is not None, "everything waits for something that no timer brings"
-            self._now_s = max(self._now_s, self._scheduled[0].when())
-            self._num_at_once = 0
-        return []
-
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
-    ) -> asyncio.Future[T]:
-        """Runs work soon, one after another for an executor, which is not used otherwise."""
-        future = self.create_future()
-        when = max(self._now_s, self._free_at.get(executor, 0.0)) + self._draw.random() * MAX_THREAD_S
-        self._free_at[executor] = when
-        self.call_at(when, self._work, future, func, args)
-        return future
+    @property
+    def unfinished(self) -> Collection[asyncio.Task[Any]]:
+        return self._owners.keys()
 
     def create_task(
         self,
@@ -121,14 +89,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         tasks = [task for task, owner in self._owners.items() if owner is process]
         return sorted(getattr(task.get_coro(), "__qualname__", "") for task in tasks)
 
-    def drop(self) -> None:
-        """Closes the loop, and all coroutines that are still under way."""
-        self.set_exception_handler(lambda *_: None)  # which hears of tasks that never end
-        for task in list(self._owners):
-            with suppress(RuntimeError):  # what it would begin on its way out has no loop any more
-                task.get_coro().close()
-        self.close()
-
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
@@ -138,22 +98,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return super().call_at(when, _unless_dead(callback, context), *args, context=context)
-
-    def call_soon_threadsafe(
-        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)
-
-    def _work(self, future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
-        if future.done():
-            return
-        try:
-            future.set_result(func(*args))
-        except Exception as error:
-            future.set_exception(error)
-
-    def _process_events(self, events: list[Any]) -> None:
-        pass
 
 
 def _unless_dead(callback: Callable[[Unpack[Ts]], object], context: Context | None) -> Callable[[Unpack[Ts]], object]:
@@ -171,8 +115,4 @@ def _unless_dead(callback: Callable[[Unpack[Ts]], object], context: Context | No
 
 def run(main: Coroutine[Any, Any, T], draw: random.Random | None = None) -> T:
     """Runs a coroutine that uses no connections and no threads of its own; what it leaves behind is dropped."""
-    loop = VirtualLoop(draw)
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        loop.drop()
+    return virtual_time.run(main, VirtualLoop(draw))

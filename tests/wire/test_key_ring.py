@@ -110,6 +110,8 @@ def test_a_file_gives_back_what_was_written() -> None:
         {"allowance": {"requests_per_minute": 0}},
         {"allowance": {"arena_share": 1.5}},
         {"allowance": {"arena_share": 0.0}},
+        {"allowance": {"weight": 0.0}},
+        {"allowance": {"weight": 1001.0}},
         {"secret": "x"},
     ],
     ids=str,

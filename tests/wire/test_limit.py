@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from wire.errors import Overloaded
-from wire.limit import Limit, Pace, Share
+from wire.load.limit import Limit, Pace, Share
 
 
 async def test_beyond_a_limit_a_taker_is_refused_at_once_and_told_the_setting() -> None:

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from decode_worker.actor import DecodeActor
+from deploy.actors.worker import PoolWorker
 from engine.schedule.batcher import UNLEARNED, Batcher, Candidate, Pages, Plan, StepCosts
+from wire.pools import Role
 from worker.config import WorkerConfig
 from worker.job import Behaviour
 
@@ -28,9 +29,9 @@ class HangingBatcher:
         return self.batcher.plan(waiting, running, pages, costs)
 
 
-class HangingActor(DecodeActor):
+class HangingActor(PoolWorker):
     """See WorkerActor."""
 
-    def make_behaviour(self, config: WorkerConfig) -> Behaviour:
-        behaviour = super().make_behaviour(config)
+    def make_behaviour(self, config: WorkerConfig, role: Role) -> Behaviour:
+        behaviour = super().make_behaviour(config, role)
         return replace(behaviour, batcher=HangingBatcher(behaviour.batcher))

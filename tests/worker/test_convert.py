@@ -121,6 +121,9 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "num_scored": (spoilt(begin_of(), num_scored=1),),
     "session": (spoilt(begin_of(), session="s" * 129),),
     "keep_s": tuple(spoilt(begin_of(), keep_s=value) for value in (-1.0, *NO_NUMBERS)),
+    "weight": tuple(spoilt(begin_of(), weight=value) for value in (-1.0, 1001.0, *NO_NUMBERS)),
+    "priority": tuple(spoilt(begin_of(), priority=value) for value in (-(2**31) - 1, 2**63 - 1)),
+    "output_cost": tuple(spoilt(begin_of(), output_cost=value) for value in (-1.0, *NO_NUMBERS)),
     "kv_policy": tuple(spoilt(begin_of(), kv_policy=text) for text in ("h2o", "full", "sinks=4+64", "snapkv=0%", "\0")),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 9, ["a" * 257])),
     "response_format": tuple(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_worker.actor import DecodeActor
+from deploy.actors.worker import PoolWorker
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.fingerprint import DigestCache
 from engine.model.loading import load_model
@@ -21,14 +21,13 @@ from kernels.selection import select_backend
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
-from prefill_worker.actor import PrefillActor
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.one_worker import Attempt, begin_of, greedy, prompt_source, tokens_of
 from tests.harness.served import served_model
 from wire.convert import tiers_from_pb
-from wire.errors import ConfigError, ModelError, Unavailable
+from wire.errors import ModelError, Unavailable
 from wire.pools import Role
 from wire.typed_reader import to_json
 from worker.config import (
@@ -90,7 +89,7 @@ def directory_path(tmp_path: Path, checkpoint: Path) -> Iterator[str]:
 @pytest.fixture
 def workers(checkpoint: Path, directory_path: str) -> Iterator[dict[str, WorkerProcess]]:
     configs = {role: config_of(role, checkpoint, directory_path, fingerprint_of(checkpoint)) for role in ROLES}
-    workers = {role: WorkerProcess(configs[role], f"{role}_worker.actor", f"{role.title()}Actor") for role in ROLES}
+    workers = {role: WorkerProcess(configs[role], "deploy.actors.worker", "PoolWorker") for role in ROLES}
     yield workers
     for worker in workers.values():
         worker.kill()
@@ -152,15 +151,10 @@ async def test_a_model_folder_that_has_changed_is_not_served(checkpoint: Path, d
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(ModelError, match="has changed"):
-        await DecodeActor(to_json(config)).start()
-
-
-def test_a_role_refuses_the_configuration_of_the_other() -> None:
-    with pytest.raises(ConfigError):
-        PrefillActor(to_json(config_of("decode", Path("model"), "")))
+        await PoolWorker(to_json(config)).start()
 
 
 async def test_nothing_can_be_asked_of_a_worker_before_it_has_started() -> None:
-    actor = DecodeActor(to_json(config_of("decode", Path("model"), "")))
+    actor = PoolWorker(to_json(config_of("decode", Path("model"), "")))
     with pytest.raises(Unavailable):
         await actor.drain(1)

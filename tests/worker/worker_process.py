@@ -1,6 +1,6 @@
 """A worker as a process of its own, with its event loop beside the main thread, as in a Ray actor.
 
-python -m tests.worker.worker_process prefill_worker.actor PrefillActor, and the configuration as one line of input
+python -m tests.worker.worker_process deploy.actors.worker PoolWorker, and the configuration as one line of input
 """
 
 import asyncio

@@ -48,7 +48,7 @@ class EndedChoice(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "session", "keep_s", "kv_policy")
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "session", "keep_s", "kv_policy", "weight", "priority", "output_cost")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,9 @@ class Begin(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_COST_FIELD_NUMBER: _ClassVar[int]
     id: str
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
@@ -77,7 +80,10 @@ class Begin(_message.Message):
     session: str
     keep_s: float
     kv_policy: str
-    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    weight: float
+    priority: int
+    output_cost: float
+    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., kv_policy: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., output_cost: _Optional[float] = ...) -> None: ...
 
 class UnfinishedChoice(_message.Message):
     __slots__ = ("index", "output")

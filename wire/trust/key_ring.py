@@ -14,6 +14,7 @@ from enum import Enum
 
 from wire.errors import ConfigError, PermissionDenied, Unauthenticated
 from wire.ids import DEFAULT_TENANT, TENANT
+from wire.load.fairness import MAX_WEIGHT
 
 _KEY = re.compile(r"baton-([0-9a-f]{8})-([0-9a-f]{64})")
 _HEX = re.compile(r"[0-9a-f]*")
@@ -32,12 +33,16 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Allowance:
-    """Bounds on the use of a key; None is no bound. arena_share: its tenant's share of each tier, 0 to 1."""
+    """Bounds on the use of a key; None is no bound. arena_share: its tenant's share of each tier, 0 to 1.
+
+    weight: the weight of its requests in fair shares, beside other tenants'; None for 1.
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_open_requests: int | None = None
     arena_share: float | None = None
+    weight: float | None = None
 
     def __post_init__(self) -> None:
         bounds = (self.requests_per_minute, self.tokens_per_minute, self.max_open_requests)
@@ -45,6 +50,8 @@ class Allowance:
             raise ConfigError("a limit of a key must be at least 1")
         if self.arena_share is not None and not 0 < self.arena_share <= 1:
             raise ConfigError("a share of the arena must be above 0 and at most 1")
+        if self.weight is not None and not 0 < self.weight <= MAX_WEIGHT:
+            raise ConfigError(f"a weight must be above 0 and at most {MAX_WEIGHT:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,3 +251,27 @@ async def test_a_damaged_or_lost_authority_is_made_anew_and_said(cluster: Cluste
     made = path.read_bytes()
     assert len((await report(await cluster.controller_dies()))[1]) == 0
     assert path.read_bytes() == made
+
+
+async def test_a_controller_that_ray_brings_back_after_the_end_of_its_cluster_ends_what_is_left(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """`baton down` finds no Ray while a head is away, and removes the run folder and the state alone."""
+    await cluster.start()
+    cluster.plan = replace(cluster.plan, run_dir=str(tmp_path / "removed"))
+    await cluster.controller_dies()
+    async with asyncio.timeout(WAIT_S):
+        while cluster.host.actors:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_controller_whose_run_folder_a_cleaner_has_removed_serves_on(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.start()
+    cluster.plan = replace(cluster.plan, run_dir=str(tmp_path / "removed"))
+    cluster.plan.state_file.touch()
+    there = dict(cluster.host.actors)
+    controller = await cluster.controller_dies()
+    async with asyncio.timeout(WAIT_S):
+        while "the controller was lost, and is back" not in (await report(controller))[0]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert there.items() <= cluster.host.actors.items()

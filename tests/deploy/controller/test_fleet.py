@@ -33,13 +33,13 @@ from wire.errors import (
     WorkerNotFound,
 )
 from wire.ids import WorkerId
-from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Worker, WorkerState
+from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Role, Worker, WorkerState
 from wire.typed_reader import from_json, to_json
 from worker.config import WorkerConfig
 
 PLAN = planned(ClusterConfig())
 D0, D1, D2 = (WorkerId(f"decode-{number}") for number in range(3))
-P0, P1, P2 = (WorkerId(f"prefill-{number}") for number in range(3))
+P0, P1, P2, P3 = (WorkerId(f"prefill-{number}") for number in range(4))
 
 
 class FakeRouter:
@@ -280,10 +280,115 @@ async def test_a_start_that_fails_is_tried_again() -> None:
 async def test_scaling_up_and_down() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
-        assert await world.scaled(0, 2) == PoolSizes(0, 2)
+        assert await world.scaled(None, 2) == PoolSizes(1, 2)
+        assert await world.scaled(0, None) == PoolSizes(0, 2)
         assert world.router.known == {D0, D1}
         assert world.host.drained == [P0]
         assert set(world.host.actors) == {D0, D1}
+
+
+def members(world: World) -> list[list[tuple[str, Role, WorkerState]]]:
+    return [[(one.id, one.role, one.state) for one in told] for told in world.router.told]
+
+
+async def test_a_worker_changes_its_role_in_place_of_a_start() -> None:
+    async with World(2, 1).running() as world:
+        await world.settled()
+        world.router.told.clear()
+        world.host.served_as.clear()
+        assert await world.scaled(1, 2) == PoolSizes(1, 2)
+        assert (world.host.served_as, world.host.launched, world.host.drained) == ([(P1, "decode")], [P0, P1, D0], [])
+        ready, decode, prefill = WorkerState.READY, Role.DECODE, Role.PREFILL
+        others = (P0, prefill, ready), (D0, decode, ready)
+        first, *_, last = members(world)
+        assert set(first) == {*others, (P1, prefill, WorkerState.DRAINING)}, (
+            "it takes no more prompts before it changes"
+        )
+        assert set(last) == {*others, (P1, decode, ready)}
+        assert "worker prefill-1 serves decode now, after 0.0 s" in str(world.events.report())
+
+
+async def test_workers_whose_roles_ask_for_different_things_are_started_and_drained() -> None:
+    plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"num_threads": 2}}}))
+    async with World(2, 1, plan=plan).running() as world:
+        await world.settled()
+        assert await world.scaled(1, 2) == PoolSizes(1, 2)
+        assert (world.host.launched, world.host.drained) == ([P0, P1, D0, D1], [P1])
+
+
+class RefusingHost(FleetHost):
+    """Workers refuse to change their role, or are of a release before that knows no change."""
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if method == "serve_as" and not name.startswith(str(arguments[0])):
+            raise ConfigError("no attribute serve_as")
+        return await super().call(name, method, *arguments, timeout_s=timeout_s)
+
+
+async def test_a_worker_that_refuses_to_change_is_drained_and_replaced() -> None:
+    async with World(2, 1, RefusingHost()).running() as world:
+        await world.settled()
+        assert await world.scaled(1, 2) == PoolSizes(1, 2)
+        await until(lambda: world.router.known == {P0, D0, D1})
+        assert world.host.drained == [P1]
+        assert "worker prefill-1 does not change its role: no attribute serve_as" in str(world.events.report())
+
+
+async def test_a_worker_that_dies_while_it_changes_is_replaced() -> None:
+    async with World(2, 1).running() as world:
+        await world.settled()
+        world.host.keep_busy(P1)
+        order = await world.fleet.resize(1, 2)
+        await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
+        world.host.actors[P1] = Liveness.DEAD
+        world.host.finish(P1)
+        assert await world.fleet.scaled(order, 5) == PoolSizes(1, 2)
+        assert world.router.known == {P0, D0, D1}
+
+
+async def test_an_order_that_is_reversed_amid_a_change_ends_with_the_last_sizes() -> None:
+    async with World(2, 1).running() as world:
+        await world.settled()
+        world.host.keep_busy(P1)
+        await world.fleet.resize(1, 2)
+        await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
+        back = asyncio.create_task(world.scaled(2, 1))
+        await until(lambda: world.pools.has(P1, WorkerState.DRAINING))
+        world.host.finish(P1)
+        assert await back == PoolSizes(2, 1)
+        assert world.router.known == {P0, P2, D0}
+        assert set(world.host.actors) == {P0, P2, D0}
+
+
+async def test_a_change_that_another_controller_has_begun_is_brought_to_its_end() -> None:
+    world = World(2, 1)
+    async with world.running():
+        await world.settled()
+        world.host.keep_busy(P1)
+        await world.fleet.resize(1, 2)
+        await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
+        world.controller_dies()
+        await world.fleet.workers.take_over()
+        async with world.running():
+            await until(lambda: bool(world.router.told))
+            world.host.finish(P1)
+            await world.settled()
+            assert world.pools[P1] == Worker(P1, Role.DECODE, "local:prefill-1", WorkerState.READY)
+            assert world.host.launched == [P0, P1, D0]
+
+
+async def test_without_a_record_a_worker_serves_again_what_its_name_tells() -> None:
+    world = World(2, 1)
+    async with world.running():
+        await world.settled()
+        await world.scaled(1, 2)
+        world.controller_dies(Pools.recovered(PoolSizes(1, 1), world.host.names()))
+        world.host.served_as.clear()
+        await world.fleet.workers.take_over()
+        async with world.running():
+            await world.settled()
+            assert set(world.host.served_as) == {(P0, "prefill"), (P1, "prefill"), (D0, "decode")}
+            assert world.pools.sizes == PoolSizes(2, 1)
 
 
 async def test_an_order_that_another_overtakes_ends_with_an_error_that_names_the_other() -> None:
@@ -696,12 +801,63 @@ async def test_a_node_is_drained_with_all_of_its_workers_and_gets_no_others() ->
         host.left = Drained(unfetched=2, unwritten=3)
         await world.fleet.drain_node(OTHER)
         await world.fleet.drained_node(OTHER, 5)
-        assert world.pools.sizes == PoolSizes(0, 1)
-        await until(lambda: world.router.known == {D1})
+        await world.settled()
+        assert world.pools.sizes == PoolSizes(1, 2), "others have taken their places"
+        assert world.router.known == {P1, D1, D2}
+        assert (host.places[P1], host.places[D2]) == ("head", "head")
         assert host.asked == [OTHER.service] * 2
         assert f"{OTHER.service} goes with 2 prompts and 3 blocks" in str(world.events.report())
-        assert await world.scaled(1, None) == PoolSizes(1, 1)
-        assert host.places[P1] == "head"
+
+
+async def test_others_start_in_the_places_of_a_node_that_drains_before_its_workers_have_gone() -> None:
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await world.settled()
+        host.keep_busy(D0)
+        await world.fleet.drain_node(OTHER)
+        await until(lambda: world.router.known >= {D0, D1, D2})
+        host.finish(D0)
+        await world.fleet.drained_node(OTHER, 5)
+        await world.settled()
+
+
+async def test_the_last_decode_worker_of_a_node_that_drains_serves_until_another_does() -> None:
+    host = SpreadHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.node_is_up.clear()
+        await world.fleet.drain_node(OTHER)
+        await until(lambda: D1 in host.launched)
+        assert world.pools.has(D0, WorkerState.READY)
+        assert not world.pools.are_as_asked
+        world.controller_dies()
+        await world.fleet.workers.take_over()
+        async with world.running():
+            assert world.pools.has(D0, WorkerState.READY)
+            world.node_is_up.set()
+            await world.fleet.drained_node(OTHER, 5)
+            await world.settled()
+            assert world.router.known == {P1, D1}
+            assert all(any(one.role is Role.DECODE for one in told) for told in world.router.told[1:])
+
+
+async def test_a_node_that_no_other_can_replace_is_drained_and_its_workers_come_back_with_a_node() -> None:
+    plan = planned(ClusterConfig.load(None, {"worker": {"prefill": {"resources": {"fast": 1}}}}))
+    host = SpreadHost()
+    host.ray_nodes[1] = other = replace(OTHER, resources={"fast": 2.0})
+    async with World(1, 2, host, plan).running() as world:
+        await world.settled()
+        await world.fleet.drain_node(other)
+        await world.fleet.drained_node(other, 5)
+        await until(lambda: world.router.known == {D1, D2})
+        events = str(world.events.report())
+        assert f"no other node has room for prefill workers of node {other.name}: the pool has its size again" in events
+        assert world.pools.sizes == PoolSizes(1, 2)
+        host.ray_nodes.append(RayNode("c" * 8, "10.0.0.3", {"fast": 1.0}))
+        world.now_s += 60
+        await world.settled()
+        (prefill,) = (one.id for one in world.pools if one.role is Role.PREFILL)
+        assert host.places[prefill] == "c" * 8
 
 
 async def test_a_drain_of_a_node_that_another_has_begun_waits_for_what_its_arena_alone_has() -> None:
@@ -720,13 +876,15 @@ async def test_a_drain_of_a_node_that_another_has_begun_waits_for_what_its_arena
             host.finish(P0)
             await world.fleet.drained_node(OTHER, 5)
             assert host.asked == [OTHER.service] * 2
-            assert await world.scaled(1, None) == PoolSizes(1, 1)
+            await world.settled()
             assert host.places[P1] == "head", "the node still gets no others"
 
 
-async def test_a_node_with_all_decode_workers_stays() -> None:
+async def test_a_node_with_all_decode_workers_stays_if_no_other_can_have_any() -> None:
     host = SpreadHost()
-    async with World(1, 1, host).running() as world:
+    host.ray_nodes[1] = replace(OTHER, resources={"fast": 2.0})
+    plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"resources": {"fast": 1}}}}))
+    async with World(1, 1, host, plan).running() as world:
         await world.settled()
         with pytest.raises(InvalidRequest, match="at least one decode worker must stay, on another node"):
             await world.fleet.drain_node(OTHER)
@@ -774,7 +932,7 @@ async def test_a_worker_that_is_lost_amid_the_drain_of_its_node_is_replaced_else
             await draining
             await world.fleet.drained_node(OTHER, 5)
             assert host.places[P1] == "head"
-            await until(lambda: world.router.known == {D1, P1})
+            await until(lambda: world.router.known == {D1, D2, P1})
 
 
 async def test_a_worker_that_gets_its_node_after_the_drain_began_does_not_start_there(
@@ -790,8 +948,8 @@ async def test_a_worker_that_gets_its_node_after_the_drain_began_does_not_start_
         host.may_tell.set()
         await until(lambda: P1 not in world.pools)
         world.now_s += 10
-        await until(lambda: world.router.known == {D1, P2})
-        assert (host.places[P1], host.places[P2]) == (OTHER.id, "head")
+        await until(lambda: world.router.known == {D1, D2, P2, P3})
+        assert (host.places[P1], host.places[P2], host.places[P3]) == (OTHER.id, "head", "head")
         assert f"worker prefill-1 did not start: node {OTHER.name} drains" in str(world.events.report())
 
 

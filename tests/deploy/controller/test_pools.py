@@ -239,6 +239,128 @@ def test_the_last_decode_worker_cannot_be_released() -> None:
         made.release(WorkerId("decode-9"))
 
 
+def change(worker_id: WorkerId) -> Worker:
+    """A worker that serves, and is of the pool that its name does not tell from now on."""
+    return replace(start(worker_id), role=start(worker_id).role.other, address=ADDRESS, state=WorkerState.CHANGING)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes", "rest"),
+    [
+        pytest.param((2, 2), (1, 3), [change(P1)], [], id="one"),
+        pytest.param((1, 3), (3, 1), [change(D1), change(D2)], [], id="two, the youngest"),
+        pytest.param((1, 2), (0, 3), [change(P0)], [], id="the last prefill worker, where none stays"),
+        pytest.param((2, 1), (1, 3), [change(P1)], [start(D1)], id="and a start"),
+        pytest.param((2, 2), (3, 1), [change(D1)], [], id="the other way"),
+        pytest.param((1, 3), (2, 1), [change(D2)], [drain(D1)], id="and a drain"),
+        pytest.param((2, 2), (1, 1), [], [drain(P1), drain(D1)], id="no pool grows"),
+        pytest.param((2, 2), (3, 3), [], [start(WorkerId("prefill-2")), start(D2)], id="no pool shrinks"),
+    ],
+)
+def test_a_pool_that_shrinks_gives_ready_workers_to_one_that_grows(
+    before: tuple[int, int], after: tuple[int, int], changes: list[Worker], rest: list[Worker]
+) -> None:
+    made = pools(*before)
+    made.resize(*after)
+    assert made.exchange() == changes
+    assert (made.exchange(), made.plan(0.0), made.exchange(), made.plan(0.0)) == ([], rest, [], [])
+    assert not made.are_as_asked
+    for worker in changes:
+        made.became_ready(worker.id, ADDRESS)
+    for worker in rest:
+        made.forget(worker.id) if worker.state is WorkerState.DRAINING else made.became_ready(worker.id, ADDRESS)
+    assert made.are_as_asked
+
+
+def test_no_pool_gives_its_last_ready_worker_while_others_start() -> None:
+    made = pools(1, 1)
+    made.resize(0, 2)
+    made.lost(P0, 0.0)
+    made.plan(0.0)
+    assert [worker.state for worker in made] == [WorkerState.READY, WorkerState.STARTING]
+    made.resize(1, 1)
+    assert made.exchange() == []
+    assert made.plan(0.0) == [start(P1), stop(D1)]
+
+
+def test_a_worker_that_still_changes_is_the_first_to_go_and_leaves_the_pool_that_it_came_from() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    assert made.exchange() == [change(P1)]
+    made.resize(1, 1)
+    assert made.plan(0.0) == [drain(P1)]
+    made.became_ready(P1, ADDRESS)
+    assert made[P1] == drain(P1)
+
+
+def test_an_order_that_is_reversed_amid_a_change_has_the_worker_leave_and_another_start() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    assert made.exchange() == [change(P1)]
+    made.resize(2, 1)
+    assert (made.exchange(), made.plan(0.0)) == ([], [start(WorkerId("prefill-2")), drain(P1)])
+
+
+def test_an_order_that_is_reversed_after_a_change_brings_the_same_worker_back() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    made.exchange()
+    made.became_ready(P1, ADDRESS)
+    made.resize(2, 1)
+    assert made.exchange() == [replace(change(P1), role=Role.PREFILL)]
+
+
+def test_a_worker_that_is_lost_while_it_changes_is_replaced_and_counts_as_no_failed_start() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    made.exchange()
+    assert made.lost(P1, 0.0, "it died") == ""
+    assert made.plan(0.0) == [start(D1)]
+
+
+def test_a_drain_by_name_of_a_worker_that_changes_shrinks_its_new_pool() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    made.exchange()
+    assert made.release(P1) == drain(P1)
+    assert made.sizes == PoolSizes(1, 1)
+    made.forget(P1)
+    assert made.are_as_asked
+
+
+def test_a_worker_that_changes_is_recorded_so() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    made.exchange()
+    assert Pools.from_json(made.to_json())[P1] == change(P1)
+
+
+def test_workers_of_a_node_that_drains_go_and_others_start_at_once() -> None:
+    made = pools(2, 2)
+    made.vacate([P1, D1])
+    assert made.plan(0.0) == [drain(P1), start(WorkerId("prefill-2")), drain(D1), start(D2)]
+    assert (made.sizes, made.plan(0.0), made.are_as_asked) == (PoolSizes(2, 2), [], False)
+
+
+def test_the_last_decode_worker_goes_when_another_is_ready() -> None:
+    made = pools(0, 2)
+    made.vacate([D0, D1])
+    assert made.plan(0.0) == [drain(D1), start(D2), start(WorkerId("decode-3"))]
+    made = Pools.from_json(made.to_json())
+    assert (made.plan(0.0), made.has(D0, WorkerState.READY), made.num_ready) == ([], True, PoolSizes(0, 0))
+    made.became_ready(D2, ADDRESS)
+    assert made.plan(0.0) == [drain(D0)]
+
+
+def test_a_worker_whose_place_is_taken_changes_no_role_and_is_shrunk_by_name_as_any() -> None:
+    made = pools(2, 1)
+    made.vacate([P1, P0])
+    made.resize(1, 2)
+    assert made.exchange() == []
+    made.release(P1)
+    assert made.sizes == PoolSizes(0, 2)
+
+
 def test_pools_are_what_they_were_when_recorded() -> None:
     made = pools(1, 2)
     made.release(D1)

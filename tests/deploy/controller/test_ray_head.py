@@ -9,7 +9,7 @@ import pytest
 import ray.util
 
 from deploy.controller import ray_head
-from deploy.controller.ray_head import SERVICES, watch_services
+from deploy.controller.ray_head import HEAD_RESOURCE, SERVICES, controller_options, watch_services
 from deploy.local import run_dir
 from wire.errors import ConfigError
 
@@ -69,3 +69,11 @@ def test_another_clusters_controller_keeps_its_name(
         return
     with pytest.raises(ConfigError, match=r"another cluster named hn serves on this Ray .*baton-hn-00000000"):
         ray_head.require_free_name("baton-hn-abcdefgh")
+
+
+def test_a_controller_follows_rays_head_and_stays_on_any_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives a head that is started again another id, and would wait for ever for the earlier one."""
+    monkeypatch.setattr(ray_head, "actor_options", lambda _, resources, node_id: {"place": (resources.custom, node_id)})
+    on_head = controller_options("a1", {"CPU": 2.0, HEAD_RESOURCE: 1.0})
+    assert on_head == {"place": ({HEAD_RESOURCE: 0.001}, None), "max_restarts": -1}
+    assert controller_options("b2", {"CPU": 2.0}) == {"place": ({}, "b2"), "max_restarts": -1}

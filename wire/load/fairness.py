@@ -1,0 +1,151 @@
+"""Fair shares of tenants: counters of the tokens that each was served, over its weight. Pure.
+
+    enter ──▶ active: charge, charge_output ──▶ leave
+
+A queue serves the active tenant with the least counter next. A tenant that was idle begins at the least counter
+of the active tenants: idleness saves no credit. Routers and workers each count what they see.
+
+Source: start-time fair queueing (SIGCOMM '96), and virtual token counters of servers of language models (OSDI '24).
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Protocol, TypeVar
+
+OUTPUT_COST = 2.0
+"""Cost of a generated token, where an uncached token of a prompt costs 1 and a cached token nothing."""
+MAX_WEIGHT = 1000.0
+MAX_PRIORITY = 1 << 31
+"""Bound on the magnitude of a priority."""
+
+
+@dataclass(frozen=True)
+class Precedence:
+    """The precedence that a request brings along. weight: its tenant's share beside others'.
+
+    priority: the lower goes first within a tenant. output_cost: the sum that its router has charged its tenant for
+    generated tokens.
+    """
+
+    weight: float = 1.0
+    priority: int = 0
+    output_cost: float = 0.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A request's standing when a step is planned. spent: its tenant's counter."""
+
+    tenant: Hashable = b""
+    spent: float = 0.0
+    weight: float = 1.0
+    priority: int = 0
+
+
+PLAIN = Precedence()
+ALONE = Standing()
+"""The standing of all requests of an engine without tenants."""
+
+
+@dataclass
+class _Account:
+    """A tenant's counter. output_cost: its part for generated tokens. num_open: begun and unfinished requests."""
+
+    spent: float
+    output_cost: float = 0.0
+    num_open: int = 0
+
+
+class FairShares:
+    """The counters of tenants with open requests, and of idle tenants that were served more than these."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[Hashable, _Account] = {}
+
+    def enter(self, tenant: Hashable) -> None:
+        """Counts a begun request; a tenant without others begins at the least counter of active tenants."""
+        account = self._accounts.get(tenant)
+        if account is None or not account.num_open:
+            account = self._begin(tenant)
+        account.num_open += 1
+
+    def leave(self, tenant: Hashable) -> None:
+        """Counts the end of a request."""
+        self._accounts[tenant].num_open -= 1
+
+    def charge(self, tenant: Hashable, cost: float) -> None:
+        """Adds a cost over the tenant's weight. Does nothing for a forgotten tenant."""
+        if tenant in self._accounts:
+            self._accounts[tenant].spent += cost
+
+    def charge_output(self, tenant: Hashable, cost: float) -> None:
+        """Charges generated tokens, and adds them to `output_cost`."""
+        self.charge(tenant, cost)
+        if tenant in self._accounts:
+            self._accounts[tenant].output_cost += cost
+
+    def learn_output(self, tenant: Hashable, output_cost: float) -> None:
+        """Charges what the sum of a router has grown by; a smaller sum, or the first, is where it begins."""
+        account = self._accounts[tenant]
+        known = account.output_cost or output_cost
+        account.spent += max(0.0, output_cost - known)
+        account.output_cost = output_cost
+
+    def spent(self, tenant: Hashable) -> float:
+        """Returns a tenant's counter."""
+        return self._accounts[tenant].spent if tenant in self._accounts else 0.0
+
+    def output_cost(self, tenant: Hashable) -> float:
+        """Returns the part of a tenant's counter for generated tokens."""
+        return self._accounts[tenant].output_cost if tenant in self._accounts else 0.0
+
+    def standing(self, tenant: Hashable, precedence: Precedence) -> Standing:
+        """Returns the present standing of a tenant's request."""
+        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority)
+
+    def check(self) -> list[str]:
+        """Lists tenants with open requests; empty if no request is open."""
+        num_open = sum(account.num_open for account in self._accounts.values())
+        return [f"{num_open} requests are counted for tenants"] if num_open else []
+
+    def _begin(self, tenant: Hashable) -> _Account:
+        """Opens an account. Forgets idle tenants that every active tenant has overtaken; without any, all."""
+        active = [account.spent for account in self._accounts.values() if account.num_open]
+        least = min(active, default=math.inf)
+        kept = ((one, account) for one, account in self._accounts.items() if account.num_open or account.spent > least)
+        self._accounts = dict(kept)
+        return self._accounts.setdefault(tenant, _Account(min(active, default=0.0)))
+
+
+class Queued(Protocol):
+    """An item of a queue that tenants share. cost: the tokens that serving it takes."""
+
+    @property
+    def standing(self) -> Standing: ...
+    @property
+    def cost(self) -> float: ...
+
+
+Q = TypeVar("Q", bound=Queued)
+
+
+def by_share(queued: Iterable[Q], urgency: Callable[[Q], float]) -> list[Q]:
+    """Sorts by fair shares: next is an item of the tenant that has spent least, each item before it counted as spent.
+
+    Items of one tenant, and of tenants that have spent alike, are in order of priority and urgency, least first.
+    """
+    queues: dict[Hashable, deque[Q]] = {}
+    for one in sorted(queued, key=lambda one: (one.standing.priority, urgency(one))):
+        queues.setdefault(one.standing.tenant, deque()).append(one)
+    places, ordered = [*queues.values()], list[Q]()
+    heads = [(queue[0].standing.spent, urgency(queue[0]), place) for place, queue in enumerate(places)]
+    heapify(heads)
+    while heads:
+        spent, _, place = heappop(heads)
+        ordered.append(one := places[place].popleft())
+        if places[place]:
+            heappush(heads, (spent + one.cost / one.standing.weight, urgency(places[place][0]), place))
+    return ordered
