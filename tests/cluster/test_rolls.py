@@ -1,4 +1,4 @@
-"""`baton roll` on a real cluster under streams: none is lost, refused or changed, and workers have the new settings."""
+"""`baton roll` on a real Ray under streams: none is lost, refused or changed, and workers have the new settings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +27,9 @@ def pids(cluster: ServedCluster) -> set[int]:
 
 
 def test_workers_are_rolled_under_streams_and_go_back_where_the_first_does_not_start(
-    cluster: ServedCluster, checkpoint: Path, tmp_path: Path
+    on_ray: ServedCluster, checkpoint: Path, tmp_path: Path
 ) -> None:
+    cluster = on_ray
     load = Load(cluster.status()["address"], [choose_prompt(checkpoint, length, NUM_TOKENS) for length in LENGTHS])
     settings = tmp_path / "new.toml"
     settings.write_text("[batch]\nmax_running = 5\n[worker]\ndrain_grace_s = 20\n")
