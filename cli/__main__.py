@@ -29,6 +29,7 @@ COMMANDS = {
     "models": "cli.models",
     "size": "cli.size.size",
     "bench": "cli.bench.bench",
+    "plan": "cli.bench.plan.plan",
     "doctor": "cli.doctor",
     "key": "cli.key",
 }

@@ -7,11 +7,12 @@ from pathlib import Path
 from cli.terminal import MAX_ECHO_CHARS, Subparsers, add_command, escaped, read_count, repeat
 from deploy.local.client import known_cluster
 from deploy.local.log_files import LogReader, find_logs
-from wire.errors import Unavailable, WorkerNotFound
+from wire.errors import WorkerNotFound
 
 DESCRIPTION = """\
 Shows the last lines that the processes of a cluster on this machine have logged, also of one that has crashed. WORKER
 is the name of a process: prefill-0, router, controller, gateway-0; ray and redis, where they are the cluster's own.
+Of a Ray that the cluster has joined, this machine's processes are shown while one of them lives.
 Without it all processes follow one another, and a line begins with its process. Control characters are escaped."""
 NUM_LINES = 20
 MAX_NAMED = 12
@@ -28,8 +29,6 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     state = known_cluster(args.name)
-    if state.head is None:
-        raise Unavailable("this cluster joined a Ray, which has its logs: see session_latest/logs of that Ray's nodes")
     folder = Path(state.run_dir)
     known = list(find_logs(folder))
     if args.worker not in (None, *known):

@@ -73,6 +73,10 @@ class RouterActor:
         router.members.sizes = members.sizes
         return to_json(RefusedWorkers(await router.membership.set(members.workers)))
 
+    async def demand(self) -> str:
+        """Returns the Demand."""
+        return to_json(self._started.dispatcher.demand)
+
     async def set_keys(self, keys_json: str) -> None:
         """Replaces the accepted keys by this KeyList."""
         self._started.keys.replace(from_json(KeyList, keys_json, "keys"))

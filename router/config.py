@@ -121,13 +121,22 @@ class TraceSettings:
     ratio: float = 1.0
 
 
+@dataclass(frozen=True)
+class LatencyLimits:
+    """Limits on a request's latency: the time to its first token, and the mean time between its tokens."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """The configuration of a router. max_prefix_keys: size of its PrefixMap. keys: the callers' keys.
 
     operator_port: reachable on this machine only; 0 takes a free port. tls: certificate of the clients' port. With it,
     metrics are reachable on this machine only, and so is `local_port`, a clients' port without TLS for the gateway.
-    earlier: namespaces of other models and layouts that the secret has served, the latest first.
+    limits: decide which requests count as late. earlier: namespaces of other models and layouts that the secret has
+    served, the latest first.
     """
 
     model: ServedModel
@@ -139,6 +148,7 @@ class RouterConfig:
     max_prefix_keys: int = 65536
     keys: KeyList = field(default_factory=KeyList)
     traces: TraceSettings = field(default_factory=TraceSettings)
+    limits: LatencyLimits = field(default_factory=LatencyLimits)
     earlier: tuple[ServedNamespace, ...] = ()
 
     def root_of(self, tenant: str) -> NamespaceRoot:

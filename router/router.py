@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from router.block_index import BlockIndex
 from router.config import RouterConfig
+from router.observe.demand import DemandMeter
 from router.observe.metrics import RequestMetrics
 from router.observe.trace_exporter import TraceExporter
 from router.observe.traces import Traces
@@ -87,6 +88,7 @@ class Router:
             mark_lost=self.membership.mark_lost,
             metrics=self.metrics,
             namespaces=self._namespaces,
+            demand=DemandMeter(config.limits, self.members),
             shares=shares,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )

@@ -169,7 +169,7 @@ def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
         return read_present if len(readers) == len(options) else _none_or(read_present)
     if origin is Literal or isinstance(hint, EnumMeta):
         return _one_of({option: option for option in options} or {one.value: one for one in hint})
-    if origin is dict:
+    if origin in (dict, Mapping):
         return _dict_of(reader_of(options[1], read_fields))
     if origin is not None:
         return list_of(reader_of(options[0], read_fields), tuple if origin is tuple else list)

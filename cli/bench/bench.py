@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import csv
 import json
 import os
 import secrets
@@ -31,7 +30,6 @@ from cli.bench.schedule import Arrival, poisson_process, read_trace, replay, sca
 from cli.generate import read_timeout
 from cli.terminal import COLORS, NOT_KNOWN, Subparsers, add_command, is_drawn, read_count, read_number, read_whole, show
 from deploy.local.client import find_cluster
-from wire.errors import InvalidRequest
 
 DESCRIPTION = """\
 Sends requests at times drawn beforehand, whether or not earlier ones were answered, and tells how long answers took.
@@ -120,10 +118,7 @@ def draw_load(args: argparse.Namespace, max_context_len: int) -> tuple[str, list
     """Describes the requests, and returns them. Raises InvalidRequest for a trace that cannot be read."""
     duration_s = args.num_requests / args.rate if args.num_requests else args.duration
     if args.trace is not None:
-        try:
-            trace = scale(read_trace(args.trace), args.rate, duration_s, args.length_factor, max_context_len)
-        except (ValueError, LookupError, TypeError, csv.Error) as error:
-            raise InvalidRequest("trace", "is neither Azure's .csv nor Mooncake's .jsonl") from error
+        trace = scale(read_trace(args.trace), args.rate, duration_s, args.length_factor, max_context_len)
         return f"{args.trace.name}: {trace.describe()}, seed {args.seed}", replay(trace, args.seed)
     shared = f", the first {args.prefix_len} the same in all" if args.prefix_len else ""
     unit = "words of a chat" if args.chat else "tokens"

@@ -9,12 +9,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from baton.results import Span
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """A request as its client saw it. Times are seconds from the start of the round.
 
     chunks: arrival time and number of tokens of each message with tokens. error, reason: status and words of a failure.
+    spans: the request's timeline, if the service tells it.
     """
 
     scheduled_s: float
@@ -25,6 +28,7 @@ class Record:
     cached_len: int
     error: str | None = None
     reason: str = ""
+    spans: tuple[Span, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +75,13 @@ class LatencyLimits:
 
     def holds_for(self, record: Record) -> bool:
         return record.ttft_s <= self.ttft_s and record.tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True)
+class Slo(LatencyLimits):
+    """Limits, and the least share of requests that keep them."""
+
+    share: float = 0.95
 
 
 @dataclass(frozen=True)

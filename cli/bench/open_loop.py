@@ -14,6 +14,7 @@ import httptools
 
 from baton import AsyncClient
 from baton.request import Message, Prompt
+from baton.results import Span
 from cli.bench.latency import Record
 from cli.bench.schedule import Arrival
 from wire.errors import BatonError, InvalidRequest, Unavailable
@@ -45,6 +46,7 @@ class RequestTiming:
         self.cached_len = 0
         self.error: str | None = None
         self.reason = ""
+        self.spans: tuple[Span, ...] = ()
         self._start = start
 
     def note(self, num_tokens: int) -> None:
@@ -110,6 +112,7 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
             cached_len=answer.cached_len,
             error=answer.error,
             reason=answer.reason,
+            spans=answer.spans,
         )
         tell(record)
         return record
@@ -159,6 +162,7 @@ class LoadClient(OpenLoopClient):
                         answer.note(len(chunk.token_ids))
             answer.cached_len = sum(stream.completion.usage.cached_tokens.values())
             answer.prompt_len = stream.completion.usage.prompt_tokens
+            answer.spans = stream.completion.timeline.spans
         except BatonError as error:
             answer.fail(error.status.grpc, error.message)
 

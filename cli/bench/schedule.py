@@ -11,8 +11,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
+
+from wire.errors import InvalidRequest, require
 
 PROMPT_IDS = range(32, 256)
 """Token ids of prompts: every vocabulary has them, and few have special tokens among them."""
@@ -47,16 +49,26 @@ class ScaledTrace:
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Reads all rows in order of time, the first at 0 s. Raises ValueError for an unknown form."""
+    """Reads all rows, the first at 0 s. Raises InvalidRequest for an unknown form, no rows, or times that go back."""
+    try:
+        rows = [*_rows_of(path)]
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        raise InvalidRequest("trace", "is neither Azure's .csv nor Mooncake's .jsonl") from error
+    require(rows, "trace", "has no requests")
+    back = next((place for place, (row, later) in enumerate(pairwise(rows), 2) if later.at_s < row.at_s), None)
+    require(back is None, "trace", f"request {back} is earlier than the one before it")
+    return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
+
+
+def _rows_of(path: Path) -> Iterator[TraceRow]:
+    """Yields the rows of a file. Raises ValueError and others for an unknown form."""
     if path.suffix == ".jsonl":
-        rows = [_mooncake_row(json.loads(line)) for line in path.read_text().splitlines()]
+        yield from (_mooncake_row(json.loads(line)) for line in path.read_text().splitlines())
     elif path.suffix == ".csv":
         with path.open(newline="") as file:
-            rows = [_azure_row(row) for row in csv.DictReader(file)]
+            yield from map(_azure_row, csv.DictReader(file))
     else:
-        raise ValueError(f"{path.name} is neither a .jsonl nor a .csv file")
-    rows.sort(key=lambda row: row.at_s)
-    return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
+        raise ValueError("an unknown suffix")
 
 
 def scale(rows: Sequence[TraceRow], rate: float, duration_s: float, length_factor: float, max_len: int) -> ScaledTrace:

@@ -28,6 +28,7 @@ from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded_names
 from deploy.roll.revisions import FILE, Revision, Revisions, read_revisions
 from deploy.roll.roll import Roll
+from deploy.scaling.scaler import Scaler
 from router.config import LOOPBACK
 from router.workers.controller_port import ControllerReport
 from wire.ids import WorkerId
@@ -123,6 +124,8 @@ class Controller:
         self._fleet = Fleet(
             pools=pools, plan=plan, join=self._nodes.join, means=means, record=record, revisions=revisions
         )
+        slo = plan.config.slo
+        self._scaler = Scaler(slo, plan.routers, means, lambda: pools.sizes, self._fleet.resize) if slo.roles else None
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 
@@ -165,6 +168,7 @@ class Controller:
             self._fleet.drain(WorkerId(name))
         else:
             await self._fleet.drain_node(node)
+        self._events.note(f"{name} drains")
 
     async def drained(self, name: str) -> None:
         """Waits until the worker, or every worker of the node, has finished its requests and ended.
@@ -184,7 +188,8 @@ class Controller:
 
     async def report(self) -> str:
         """Returns a ControllerReport."""
-        problems = (self._keys.problem, self._predecessor.problem)
+        limits = self._scaler.problems if self._scaler is not None else ()
+        problems = (self._keys.problem, self._predecessor.problem, *limits)
         return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems))))
 
     async def reload_keys(self) -> None:
@@ -227,6 +232,8 @@ class Controller:
     def _watch(self) -> None:
         self._tasks.begin(repeat("the care for the run folder", self._renew_folder, self._events))
         self._frontends.keep(self._tasks, on_restart=self._introduce)
+        if self._scaler is not None:
+            self._tasks.begin(self._scaler.run())
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
 

@@ -46,8 +46,10 @@ class KeyDistribution:
 
     async def _distribute(self) -> None:
         async with self._applying:  # no part gets the keys of an earlier reading after a later one's
-            await self._apply(self._keys.read())
+            listed = self._keys.read()
+            await self._apply(listed)
             self.problem = ""
+            self._events.note(f"{sum(not key.is_revoked for key in listed.keys)} keys are in force")
 
     def _begin_retrying(self, problem: str) -> None:
         is_begun, self.problem = bool(self.problem), problem

@@ -17,8 +17,8 @@ from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, Worker
 from wire.typed_reader import to_json
 
 DRAIN_MARGIN_S = 10.0
-CHANGE_GRACE_S = 1
-"""Time for the attempts of a worker that changes its role: a start takes longer, and what is left is handed over."""
+CHANGE_GRACE_S = {Role.DECODE: 1, Role.PREFILL: 0}
+"""Time for the attempts of a worker that changes to a role: prompts may end, streams go on at others by cache hits."""
 SET_MEMBERS_TIMEOUT_S = 20.0
 GREET_TIMEOUT_S = 10.0
 WHERE_TIMEOUT_S = 10.0
@@ -215,9 +215,9 @@ class Workers:
 
     async def _serve_as(self, worker: Worker) -> None:
         """Has a worker serve its role; does nothing if it does. Raises BatonError."""
-        role, timeout_s = worker.role.value, CHANGE_GRACE_S + DRAIN_MARGIN_S
-        host = self._means.host
-        left = await ask(host, worker.id, "serve_as", role, CHANGE_GRACE_S, answers=Drained, timeout_s=timeout_s)
+        host, role, grace_s = self._means.host, worker.role.value, CHANGE_GRACE_S[worker.role]
+        timeout_s = grace_s + DRAIN_MARGIN_S
+        left = await ask(host, worker.id, "serve_as", role, grace_s, answers=Drained, timeout_s=timeout_s)
         self._note_handed_over(worker.id, left)
 
     async def _dismiss(self, worker: Worker) -> None:

@@ -1,9 +1,11 @@
 """Log files of a cluster's processes on this machine: found by the process's name, and read in whole lines."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.local.run_dir import ray_logs
-from deploy.processes.process import recorded, recorded_names
+from deploy.processes.process import recorded, recorded_living, recorded_names
 
 MAX_READ_BYTES = 1 << 18
 """Bytes of a log that one read takes; a longer line comes in parts."""
@@ -12,11 +14,19 @@ OWN_LOGS = ("ray", "redis")
 
 def find_logs(folder: Path) -> dict[str, Path]:
     """Returns the log of each process that a cluster has or had on this machine, by name; living processes first."""
-    logs = {name: folder / f"{name}.log" for name in OWN_LOGS}
+    logs, of_ray = {name: folder / f"{name}.log" for name in OWN_LOGS}, _find_ray_logs(folder)
     processes = {name: recorded(folder, name) for name in recorded_names(folder)}
     for name, process in sorted(processes.items(), key=lambda one: (not (one[1] and one[1].is_alive), one[0])):
-        logs[name] = next(ray_logs(folder).glob(f"worker-*-{process.pid}.err"), folder) if process else folder
+        logs[name] = next(of_ray.glob(f"worker-*-{process.pid}.err"), folder) if process else folder
     return {name: path for name, path in logs.items() if path.is_file()}
+
+
+def _find_ray_logs(folder: Path) -> Path:
+    """Returns the folder in which Ray collects the logs; of a joined Ray it is known by any living process."""
+    for process in recorded_living(folder) if not ray_logs(folder).exists() else ():
+        with suppress(OSError):  # it has ended meanwhile
+            return Path(os.readlink(f"/proc/{process.pid}/fd/2")).parent
+    return ray_logs(folder)
 
 
 class LogReader:

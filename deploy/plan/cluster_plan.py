@@ -12,7 +12,7 @@ from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
-from router.config import LOOPBACK, ClusterAccess, RouterConfig
+from router.config import LOOPBACK, ClusterAccess, LatencyLimits, RouterConfig
 from wire.block_names import digest_of
 from wire.errors import ConfigError
 from wire.pools import Role, Worker
@@ -180,7 +180,9 @@ class ClusterPlan:
         if self.model.device != "cpu":
             default_silence_s = MAX_SILENCE_ON_GPU_S
             batch = replace(batch, max_gap_ms=batch.max_gap_ms or MAX_GAP_ON_GPU_MS)
-        host = LOOPBACK if baseline.node.is_head else baseline.node.host
+        # Workers of the head listen where its router is, unless another router has to reach them.
+        is_local = baseline.node.is_head and not self.config.ray.standby_frontends
+        host = LOOPBACK if is_local else baseline.node.host
         return WorkerConfig(
             model=CheckpointSettings(
                 self.model.served, self.model.device, self.model.kernels, settings.kv_dtype, settings.weight_cache_bytes
@@ -245,6 +247,7 @@ def make_plan(
             settings=config.router,
             tls=config.tls.files,
             traces=config.traces,
+            limits=LatencyLimits(config.slo.ttft_ms, config.slo.itl_ms),
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.rules import MIB, TEXT, SettingRule, is_within, require_all
-from router.config import RouterSettings, TraceSettings
+from router.config import LatencyLimits, RouterSettings, TraceSettings
 from text.answer.formats import AUTO, OFF
 from wire.errors import ConfigError, require_setting
 from wire.kv_policy import Sinks, parse_kv_policy
@@ -172,10 +172,49 @@ class RaySettings:
     """The Ray cluster to join. Without an address, Baton starts its own on this machine.
 
     plain_network: the trusted network in which ports between nodes have no TLS; None: TLS everywhere.
+    standby_frontends: whether all routers and gateways but the first run on a node beside the head.
     """
 
     address: str | None = None
     plain_network: str | None = None
+    standby_frontends: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloSettings(LatencyLimits):
+    """The limits that the sizes of the pools follow, each pool by its own; a pool without a limit is sized by hand.
+
+    share: part of requests that keep the limits. dwell_s: least time for which fewer workers suffice before some go.
+    min_*, max_*: bounds of a pool's size; a limit needs its pool's max.
+    """
+
+    share: float = 0.95
+    dwell_s: float = 300.0
+    min_prefill: int = 1
+    max_prefill: int | None = None
+    min_decode: int = 1
+    max_decode: int | None = None
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of the pools with limits."""
+        limits = {Role.PREFILL: self.ttft_ms, Role.DECODE: self.itl_ms}
+        return tuple(role for role, limit in limits.items() if limit is not None)
+
+    def bounds(self, role: Role) -> tuple[int, int]:
+        """Returns the least and the most workers of a pool."""
+        least, most = (getattr(self, f"{each}_{role.value}") for each in ("min", "max"))
+        return least, least if most is None else most
+
+    def require_possible(self, pools: PoolSizes) -> None:
+        """Raises ConfigError for bounds that are missing, contradict, or exclude the pools' first sizes."""
+        for role in self.roles:
+            limit, name = ("slo.ttft_ms" if role is Role.PREFILL else "slo.itl_ms"), f"slo.max_{role.value}"
+            require_setting(getattr(self, f"max_{role.value}") is not None, name, f"given with {limit}")
+            least, most = self.bounds(role)
+            require_setting(least <= most, name, f"at least slo.min_{role.value}, which is {least}, not {most}")
+            words = f"between slo.min_{role.value} and {name}, {least} and {most}, not {pools[role]}"
+            require_setting(least <= pools[role] <= most, f"pools.{role.value}", words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +229,7 @@ class ClusterConfig:
     secret_file: str | None = None
     model: ModelSettings = field(default_factory=ModelSettings)
     pools: PoolSizes = field(default_factory=PoolSizes)
+    slo: SloSettings = field(default_factory=SloSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
@@ -205,6 +245,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_name(self.name)
         require_all(self)
+        self.slo.require_possible(self.pools)
         policies = [parse_kv_policy(text, self.model.kv_dtype) for text in self.model.kv_policies]
         have_sinks = len(policies) > 1 and any(isinstance(policy, Sinks) for policy in policies)
         require_setting(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none")
@@ -221,6 +262,11 @@ class ClusterConfig:
         are_whole = self.tls == TlsSettings() or self.tls.files is not None
         require_setting(are_whole, "tls", "given with both certificate and key")
         self._require_closed()
+        if self.ray.standby_frontends:
+            require_setting(self.ray.address is not None, "ray.address", "given with ray.standby_frontends")
+            require_setting(self.router.routers > 1, "router.routers", "2 at least with ray.standby_frontends")
+            is_everywhere = self.router.host == "0.0.0.0" or not self.is_public
+            require_setting(is_everywhere, "router.host", "127.0.0.1 or 0.0.0.0 with ray.standby_frontends")
 
     @property
     def is_public(self) -> bool:

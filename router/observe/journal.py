@@ -133,6 +133,12 @@ class RequestJournal(Journal):
         return next(span.name for span in reversed(self.spans) if span.name not in (ROUTER, NETWORK))
 
     @property
+    def streams_s(self) -> Sequence[float]:
+        """For each choice with a token, the time from the request's first token to the choice's last so far."""
+        first_s = self._arrived_s + (self.ttft_s or 0.0)
+        return [last_s - first_s for last_s in self._gained_s.values()]
+
+    @property
     def num_attempts(self) -> int:
         return len(self.attempts_ms) or 1
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.disaggregation import PrefillReason
+from router.observe.demand import DemandMeter
 from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
 from router.observe.recent_requests import RecentRequests
@@ -55,6 +56,7 @@ class Services:
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
     namespaces: OtherNamespaces
+    demand: DemandMeter
     traces: Traces | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     shares: FairShares = field(default_factory=FairShares)

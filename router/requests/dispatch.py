@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
+from router.observe.demand import Demand
 from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
@@ -53,8 +54,8 @@ class OpenRequest:
         self.outbox = outbox
         self.request_id = request.client_id
         self._id = request.id
-        self._journal = request.journal
-        self._folds = [services.metrics.ended, services.recent.add]
+        self.journal = request.journal
+        self._folds = [services.metrics.ended, services.recent.add, services.demand.add]
         if request.trace is not None:
             self._folds.append(request.trace.end)
         self._on_end = on_end
@@ -85,7 +86,7 @@ class OpenRequest:
 
     def _ended(self, task: asyncio.Task[pb.Complete]) -> None:
         self._deadline.cancel()
-        ended, journal = self._outcome_of(task), self._journal
+        ended, journal = self._outcome_of(task), self.journal
         journal.end(ended, self._loop.time())
         num_answered = journal.num_resumed_tokens + journal.num_output_tokens
         self._on_end(self._id, journal.num_prompt_tokens + num_answered)
@@ -112,7 +113,7 @@ class OpenRequest:
         return self._out_of_time() if isinstance(error, DeadlineExceeded) else error  # a worker's own timer's, too
 
     def _out_of_time(self) -> DeadlineExceeded:
-        at, life_s = self._journal.at, float(f"{self._life_s:.2g}")
+        at, life_s = self.journal.at, float(f"{self._life_s:.2g}")
         return DeadlineExceeded(
             f"the deadline of {life_s:g} s passed at {at}: give a longer one, or see `baton status`"
         )
@@ -148,6 +149,11 @@ class Dispatcher:
     @property
     def num_running(self) -> int:
         return self._admission.num_running
+
+    @property
+    def demand(self) -> Demand:
+        """The demand of all requests so far, open requests included."""
+        return self._services.demand.read(request.journal for request in self._open.values())
 
     @property
     def formats(self) -> AnswerFormats:

@@ -93,12 +93,24 @@ def test_a_log_cannot_drive_the_terminal(folder: Path, capsys: pytest.CaptureFix
     assert escaped("größer, 東京, 🙂") == "größer, 東京, 🙂"
 
 
-def test_of_a_joined_ray_it_says_where_the_logs_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = StateFile("default").read()
-    assert state is not None
-    StateFile("default").write(replace(state, head=None))
-    assert main(["logs"]) == 1
-    assert "joined a Ray, which has its logs" in capsys.readouterr().err
+def test_of_a_joined_ray_logs_are_found_by_a_living_process(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray's session is another folder then, to which the stderr of each process leads."""
+    with (tmp_path / "worker-0a1b-01000000-700.err").open("w") as dead:
+        dead.write("router ended\n")
+    with (tmp_path / "living").open("w") as stderr, subprocess.Popen(["sleep", "60"], stderr=stderr) as living:
+        path = (tmp_path / "living").rename(tmp_path / f"worker-0a1b-01000000-{living.pid}.err")
+        path.write_text("worker lost\n")
+        (run_folder / f"controller{SUFFIX}").write_text(to_json(ProcessRef.of(living.pid)))
+        (run_folder / f"router{SUFFIX}").write_text(to_json(replace(GONE, pid=700)))
+        cluster = ClusterState(
+            name="default", phase=ClusterPhase.RUNNING, command=GONE, run_dir=str(run_folder), token="secret"
+        )
+        StateFile("default").write(cluster)
+        assert main(["logs"]) == 0
+        living.kill()
+    assert capsys.readouterr().out.splitlines() == ["controller | worker lost", "router | router ended"]
 
 
 def test_a_reader_goes_on_from_the_last_lines(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ class RayNodes:
     def join(self, role: str) -> psutil.Process:
         return self.start(role, "bash", "deploy/join.sh", self.address, "--role", role)
 
+    def node(self, **resources: int) -> psutil.Process:
+        """Adds a node with places for workers of several roles."""
+        command = ["bash", "deploy/ray_node.sh", "--address", self.address, "--resources", json.dumps(resources)]
+        return self.start("node", *command)
+
     def start(self, name: str, *command: str) -> psutil.Process:
         """Runs a command that starts Ray as a node; returns its process once the node is there."""
         log = self._folder / f"{name}.log"

@@ -61,7 +61,7 @@ def test_no_request_fails_while_pools_change(cluster: ServedCluster, checkpoint:
         for num_prefill, num_decode in ((2, 2), (1, 1), (0, 2), (1, 2)):
             cluster.do("scale", "--prefill", str(num_prefill), "--decode", str(num_decode))
             load.wait_for_more(2 * NUM_CLIENTS)
-        cluster.do("drain", min(cluster.workers("decode")))
+        cluster.do("drain", max(cluster.workers("decode")))  # a worker that was started to prefill
     assert [answer.choices[0].token_ids for _, answer in load.answers] == [
         prompt.token_ids for prompt, _ in load.answers
     ]
@@ -69,3 +69,22 @@ def test_no_request_fails_while_pools_change(cluster: ServedCluster, checkpoint:
     assert len({answer.timeline.prefill_worker for _, answer in load.answers} - {None}) >= 3
     wait_until(cluster.is_sound, "all invariants hold")
     assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (1, 1)
+
+
+def test_a_worker_changes_its_role_under_streams_in_the_same_process(cluster: ServedCluster, checkpoint: Path) -> None:
+    cluster.do("scale", "--prefill", "2", "--decode", "1")
+    before = cluster.workers("prefill")
+    load = Load(cluster.status()["address"], [choose_prompt(checkpoint, length, NUM_TOKENS) for length in LENGTHS])
+    with load.running():
+        load.wait_for_more(NUM_CLIENTS)
+        cluster.do("scale", "--prefill", "1", "--decode", "2")
+        (changed,) = cluster.workers("decode").keys() & before.keys()
+        load.wait_for_more(4 * NUM_CLIENTS)
+    assert cluster.workers("decode")[changed]["pid"] == before[changed]["pid"]
+    assert [answer.choices[0].token_ids for _, answer in load.answers] == [
+        prompt.token_ids for prompt, _ in load.answers
+    ]
+    assert changed in {answer.timeline.decode_worker for _, answer in load.answers}, "it gives tokens"
+    assert f"worker {changed} serves decode now" in cluster.do("status")
+    wait_until(cluster.is_sound, "all invariants hold")
+    cluster.do("drain", changed)

@@ -86,11 +86,11 @@ class Asked:
         raise AssertionError("the stream broke")
 
 
-def ask(checkpoint: Path, keys: Sequence[str]) -> list[Asked]:
+def ask(checkpoint: Path, keys: Sequence[str], num_streams: int = NUM_STREAMS) -> list[Asked]:
     """Prompts, greedy and seeded in turns, with what an engine in this process answers to them."""
-    engine = Engine.load(str(checkpoint), num_blocks=NUM_STREAMS * (PROMPT_LEN + NUM_TOKENS + 32) // 16)
+    engine = Engine.load(str(checkpoint), num_blocks=num_streams * (PROMPT_LEN + NUM_TOKENS + 32) // 16)
     prompts = [
-        tuple((number * 101 + place * 7) % VOCAB_SIZE for place in range(PROMPT_LEN)) for number in range(NUM_STREAMS)
+        tuple((number * 101 + place * 7) % VOCAB_SIZE for place in range(PROMPT_LEN)) for number in range(num_streams)
     ]
     asked = []
     for temperature, some in enumerate((prompts[::2], prompts[1::2])):

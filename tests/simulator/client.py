@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc.aio
@@ -21,6 +22,7 @@ from wire.errors import (
 )
 from wire.pb import inference_pb2 as pb
 from wire.rpc import PROMPT_TOKENS_METADATA
+from wire.trust.key_ring import ANYONE, Key
 
 EARLY = 5
 """A client of a smaller amount goes by the clock, and so before its first token."""
@@ -37,6 +39,11 @@ _ERRORS: dict[Client, tuple[type[BatonError], ...]] = {
     Client.POISONS: (AttemptsExhausted,),
 }
 _LOSSES = (AttemptsExhausted, Unavailable, DeadlineExceeded)
+
+
+def caller_of(ask: Ask) -> Key:
+    """Returns the key of a request's caller; tenant 0 is that of a cluster without keys."""
+    return replace(ANYONE, id=f"{ask.tenant:08d}", tenant=f"tenant{ask.tenant}") if ask.tenant else ANYONE
 
 
 class SimClient:
@@ -95,12 +102,14 @@ class SimClient:
         request = pb.GenerateRequest()
         request.CopyFrom(request_of(ask.kind))
         request.request_id = self.request_id
+        if ask.session:
+            request.session, request.keep_s = f"s{ask.session}", ask.keep_s
         if self.num_cut:
             request.sampling_params.seed = request.sampling_params.seed  # now it is set
             request.resume.CopyFrom(self._known)
         began_s = self._loop.time()
         self._router = router
-        self._call = call = router.begin(router.api.Generate(request, cast(Any, self)))
+        self._call = call = router.begin(router.api.Generate(request, cast(Any, self)), caller_of(ask))
         if ask.amount < EARLY and ask.client in (Client.LEAVES, Client.ABORTS):
             self._loop.call_later(ask.amount / 100, self._act)
         try:
@@ -154,7 +163,7 @@ class SimClient:
             self._call.cancel()
         else:
             abort = self._router.api.Abort(pb.AbortRequest(request_id=self.request_id), cast(Any, self))
-            self._aborting = self._router.begin(abort)
+            self._aborting = self._router.begin(abort, caller_of(self.ask))
 
     def _take_chunk(self, chunk: pb.Chunk) -> None:
         """I6: what has come is a beginning of what was to come."""

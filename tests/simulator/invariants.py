@@ -199,16 +199,15 @@ class PromptCounts:
 class Truth:
     """The checksum of every full block that may be there, by its key; and what another namespace has for its tokens."""
 
-    def __init__(self, root: NamespaceRoot, window: Sinks | None) -> None:
+    def __init__(self, window: Sinks | None) -> None:
         self._window = window
         self.foreign: dict[BlockKey, bytes] = {}
-        self._root = root
         self._checksums: dict[BlockKey, bytes] = {}
         self._foreign_checksums: set[bytes] = set()
 
-    def learn(self, tokens: tuple[int, ...]) -> None:
-        """Learns of a prompt and all that follows it."""
-        keys = [name.key for name in cover(self._root, tokens, LAYOUT.block_size) if not name.is_tail]
+    def learn(self, root: NamespaceRoot, tokens: tuple[int, ...]) -> None:
+        """Learns of a tenant's prompt and all that follows it."""
+        keys = [name.key for name in cover(root, tokens, LAYOUT.block_size) if not name.is_tail]
         right, foreign = payloads(model_of(self._window), tokens), payloads(model_of(self._window, seed=1), tokens)
         self._checksums.update((key, checksum_of(memoryview(one))) for key, one in zip(keys, right, strict=True))
         self.foreign.update(zip(keys, foreign, strict=True))

@@ -32,12 +32,18 @@ class Client(Enum):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request of the catalogue, the time of its arrival, and its client."""
+    """A request of the catalogue, the time of its arrival, and its client.
+
+    tenant: of its caller. session: whose KV is to be kept for `keep_s`; 0 for none.
+    """
 
     kind: int
     arrives_s: float
     client: Client
     amount: float
+    tenant: int = 0
+    session: int = 0
+    keep_s: float = 0.0
 
     @property
     def time_left_s(self) -> float:
@@ -85,10 +91,17 @@ class Kind(Enum):
     PEER_TWICE = "blocks come twice"
     EVENTS_LOST = "events lost"
     EVENTS_OLD = "events come again"
+    CONTROLLER_DIES = "controller dies"
+    HEAD_DIES = "head dies"
+    ROLL = "worker rolled"
 
 
 LOSSES = (Kind.CRASH, Kind.BREAK, Kind.MUTE, Kind.DEAF, Kind.FAIL, Kind.HANG, Kind.NODE_GONE)
 """Kinds that end the attempts of a worker."""
+LATER_KINDS = (Kind.CONTROLLER_DIES, Kind.HEAD_DIES, Kind.ROLL)
+"""Kinds that `_with_deaths` draws, from a stream of its own."""
+MAX_TENANTS = 3
+MAX_SESSIONS = 3
 STEPS = (
     "prefill begin",
     "prefill lease",
@@ -223,7 +236,7 @@ def draw_plan(seed: int) -> Plan:
     asks = tuple(_draw_ask(draw) for _ in range(draw.randint(4, 12)))
     max_losses = draw.choice([0, 1, 2, 2, 2, 6])
     losses = [_draw_fault(draw, (*LOSSES, *[Kind.CRASH] * 4)) for _ in range(draw.randint(0, max_losses))]
-    others = tuple(kind for kind in Kind if kind not in LOSSES)
+    others = tuple(kind for kind in Kind if kind not in LOSSES and kind not in LATER_KINDS)
     faults = losses + [_draw_fault(draw, others) for _ in range(draw.randint(0, 8))]
     if not draw.randrange(10):
         asks += (Ask(POISON, draw.random(), Client.POISONS, 0.0),)
@@ -238,7 +251,7 @@ def draw_plan(seed: int) -> Plan:
     plan = Plan(
         seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window, mode
     )
-    return _with_splits(plan)
+    return _with_deaths(_with_splits(plan))
 
 
 def _with_splits(plan: Plan) -> Plan:
@@ -251,7 +264,9 @@ def _with_splits(plan: Plan) -> Plan:
         return plan
     longs = [replace(_draw_ask(draw), kind=draw.choice(LONG_KINDS)) for _ in range(draw.randint(1, 3))]
     is_poisoned = any(one.client is Client.POISONS for one in plan.asks)
-    kinds = [kind for kind in Kind if kind not in LOSSES] + [Kind.CRASH] * 4 * (not is_poisoned)
+    kinds = [kind for kind in Kind if kind not in LOSSES and kind not in LATER_KINDS] + [Kind.CRASH] * 4 * (
+        not is_poisoned
+    )
     amid = [
         Fault(draw.choice(kinds), draw.choice(SPLIT_STEPS), draw.choice([1, 1, 2]), draw.choice([0, 0, 1, 2]), 1.0)
         for _ in range(draw.randint(0, 4))
@@ -264,6 +279,28 @@ def _with_splits(plan: Plan) -> Plan:
         faults=(*plan.faults, *amid),
         far_block_s=draw.choice(FAR_BLOCKS_S),
     )
+
+
+def _with_deaths(plan: Plan) -> Plan:
+    """Gives half of the plans several tenants and sessions, deaths of controller and head, and rolls of workers.
+
+    Draws from a stream of its own: the other plans are as they were.
+    """
+    draw = random.Random(f"deaths of {plan.seed}")
+    if draw.random() < 0.5:
+        return plan
+    num_tenants, num_sessions = draw.randint(1, MAX_TENANTS), draw.randint(0, MAX_SESSIONS)
+    asks = tuple(
+        replace(
+            one,
+            tenant=draw.randrange(num_tenants),
+            session=draw.randint(0, num_sessions),
+            keep_s=draw.choice([0.0, 0.5, 60.0]),
+        )
+        for one in plan.asks
+    )
+    deaths = [_draw_fault(draw, LATER_KINDS) for _ in range(draw.randint(0, 3))]
+    return replace(plan, asks=asks, faults=(*plan.faults, *deaths))
 
 
 def _draw_ask(draw: random.Random) -> Ask:

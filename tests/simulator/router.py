@@ -13,17 +13,38 @@ from tests.harness.fragments import FragmentTokenizer
 from tests.simulator.network import Connection
 from tests.simulator.virtual_time import Process
 from wire.errors import Unavailable
+from wire.ids import WorkerId
 from wire.pools import PoolSizes, Worker
-from wire.trust.key_ring import ANYONE
+from wire.trust.key_ring import ANYONE, Key
+
+
+class SimController(LocalController):
+    """The way to the controller, which does not answer while none lives."""
+
+    def __init__(self, is_there: Callable[[], bool]) -> None:
+        super().__init__(PoolSizes(0, 0))
+        self._is_there = is_there
+
+    async def worker_lost(self, worker_id: WorkerId) -> None:
+        if not self._is_there():
+            raise Unavailable("the controller does not answer")
+        await super().worker_lost(worker_id)
 
 
 class SimRouter:
-    """A process with a router. connect: opens a connection to a worker."""
+    """A process with a router. connect: opens a connection to a worker. has_controller: whether one lives."""
 
-    def __init__(self, name: str, config: RouterConfig, connect: Callable[[str], Connection]) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: RouterConfig,
+        connect: Callable[[str], Connection],
+        has_controller: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.process = Process(name)
         self.connections: list[Connection] = []
         self._connect = connect
+        self._controller = SimController(has_controller)
         self.parts: Router = self.process.run(self._assemble, config)
         self.api = InferenceApi(config.model, self.parts.dispatcher, config.settings)
 
@@ -37,9 +58,9 @@ class SimRouter:
     async def stop(self) -> None:
         await self.process.finish(self.parts.stop())
 
-    def begin(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Begins a call of any caller to its servicer."""
-        CALLER.set(ANYONE)
+    def begin(self, call: Coroutine[Any, Any, Any], caller: Key = ANYONE) -> asyncio.Task[Any]:
+        """Begins a call to its servicer."""
+        CALLER.set(caller)
         return self.process.spawn(call)
 
     async def finish(self, call: asyncio.Task[Any]) -> None:
@@ -49,7 +70,7 @@ class SimRouter:
             raise Unavailable("the connection is broken")
 
     def _assemble(self, config: RouterConfig) -> Router:
-        return Router(config, FragmentTokenizer(), self._open, LocalController(PoolSizes(0, 0)))
+        return Router(config, FragmentTokenizer(), self._open, self._controller)
 
     def _open(self, address: str) -> Connection:
         self.connections.append(self._connect(address))

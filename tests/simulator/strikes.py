@@ -82,6 +82,19 @@ def _router_dies(world: World, worker: SimWorker, amount: float) -> None:
     world.lose_router()
 
 
+def _controller_dies(world: World, worker: SimWorker, amount: float) -> None:
+    world.lose_controller(amount)
+
+
+def _head_dies(world: World, worker: SimWorker, amount: float) -> None:
+    world.lose_controller(amount)
+    world.lose_router()
+
+
+def _roll(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.roll(worker, 30.0 if amount > 1 else amount))
+
+
 def _delay(world: World, worker: SimWorker, amount: float) -> None:
     for connection in worker.connections:
         connection.to_router.delay_s = connection.to_worker.delay_s = amount / 10
@@ -253,6 +266,9 @@ _STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
     Kind.COLD_FULL: _cold_full,
     Kind.COLD_CUT: _cold_cut,
     Kind.ROUTER_DIES: _router_dies,
+    Kind.CONTROLLER_DIES: _controller_dies,
+    Kind.HEAD_DIES: _head_dies,
+    Kind.ROLL: _roll,
     Kind.NODE_JOINS: _node_joins,
     Kind.NODE_DRAINS: _node_drains,
     Kind.PEER_AWAY: _peer_away,

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,8 @@ from router.requests.answer import ChoiceStream
 from router.workers.holds import HoldBudgets
 from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
-from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
+from tests.simulator.plan import LATER_KINDS, NUM_KINDS, SINKS, WINDOW, Ask, Client, draw_plan
+from tests.simulator.table import SPLIT
 from tests.simulator.world import reference, simulate
 from wire.block_names import BlockName
 from wire.ids import PageId
@@ -64,6 +66,21 @@ def test_a_share_of_the_plans_splits_prefixes() -> None:
 def test_a_share_of_the_plans_reads_blocks_ahead() -> None:
     runs = [simulate(draw_plan(seed)) for seed in range(1, 31)]
     assert sum(run.num["prefetches"] > 0 for run in runs) >= 5
+
+
+def test_a_share_of_the_plans_has_tenants_sessions_and_the_deaths_of_controller_and_head() -> None:
+    plans = [draw_plan(seed) for seed in range(1, 101)]
+    assert sum(len({one.tenant for one in plan.asks}) > 1 for plan in plans) >= 20
+    assert sum(any(one.session and one.keep_s for one in plan.asks) for plan in plans) >= 20
+    assert {fault.kind for plan in plans for fault in plan.faults} >= {*LATER_KINDS}
+
+
+def test_a_prompt_within_a_session_and_of_another_tenant_has_the_same_answer() -> None:
+    asks = tuple(Ask(15, 2.0 * number, Client.STAYS, 0.0) for number in range(3))
+    asks = (*(replace(one, session=1, keep_s=60.0) for one in asks[:2]), replace(asks[2], tenant=1, session=1))
+    run = simulate(replace(SPLIT, seed=1, asks=asks))
+    assert run.violations == []
+    assert run.outcomes == ["complete"] * 3
 
 
 def test_a_seed_has_the_same_trace_in_every_process() -> None:

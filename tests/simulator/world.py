@@ -21,7 +21,7 @@ from tests.harness.answer import ChoiceAnswer, Reader
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.local_cluster import served
 from tests.simulator import virtual_time
-from tests.simulator.client import NO_NUMBERS, SimClient
+from tests.simulator.client import NO_NUMBERS, SimClient, caller_of
 from tests.simulator.invariants import LAYOUT, Truth, Violation, Watch, model_of
 from tests.simulator.network import Connection
 from tests.simulator.node import Node
@@ -33,7 +33,7 @@ from tests.simulator.virtual_time import Died, VirtualLoop
 from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
-from wire.ids import DEFAULT_TENANT, BlockKey, WorkerId
+from wire.ids import BlockKey, WorkerId
 from wire.kv_policy import Sinks
 from wire.pools import Role, Worker, WorkerState
 
@@ -92,9 +92,10 @@ class World:
         settings = RouterSettings(disaggregation=plan.disaggregation, max_queued_requests=plan.max_queued)
         self._config = RouterConfig(model=model, cluster=ClusterAccess(TOKEN, "00" * 32), settings=settings)
         self._num_routers = self._num_nodes = 0
+        self._controller_back_s = 0.0
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()
-        self.truth = Truth(self.router.parts.dispatcher.root_of(DEFAULT_TENANT), plan.window)
+        self.truth = Truth(plan.window)
         for _ in range(plan.layout.num_nodes):
             self.open_node()
         self._steps = Counter[str]()
@@ -108,7 +109,7 @@ class World:
         clients = []
         for number, one in enumerate(plan.asks):
             for tokens in sequences(one.kind, plan.window):
-                self.truth.learn(tokens)
+                self.truth.learn(self.router.parts.dispatcher.root_of(caller_of(one).tenant), tokens)
             may_be_refused = plan.max_queued < len(plan.asks)
             clients.append(
                 SimClient(number, one, reference(one.kind, plan.window), may_be_refused, self.find_router, self.watch)
@@ -230,6 +231,21 @@ class World:
             self.loop.call_later(self.draw.random() * 0.002, connection.break_off, context=Context())
         self.errand(self._replace_router())
 
+    def lose_controller(self, back_after_s: float) -> None:
+        """The controller dies: nothing is replaced, and no router hears of members, until another one is there."""
+        self.note("the controller dies")
+        self._controller_back_s = max(self._controller_back_s, self.loop.time() + back_after_s)
+        self.errand(self.enlist())
+
+    @property
+    def has_controller(self) -> bool:
+        return self.loop.time() >= self._controller_back_s
+
+    async def _find_controller(self) -> None:
+        """Waits for a controller that lives."""
+        while not self.has_controller:  # noqa: ASYNC110
+            await asyncio.sleep(WAIT_S)
+
     async def find_router(self) -> SimRouter:
         """Waits for a router that lives."""
         while self.router.process.is_dead:  # noqa: ASYNC110
@@ -238,18 +254,25 @@ class World:
 
     async def _replace_router(self) -> None:
         await asyncio.sleep(self.draw.random() * REPLACED_AFTER_S)
+        await self._find_controller()
         self.router = self._make_router()
         self.router.start()
         await self.enlist()
 
     def _make_router(self) -> SimRouter:
         self._num_routers += 1
-        return SimRouter(f"router{self._num_routers}", self._config, self._connect)
+        return SimRouter(f"router{self._num_routers}", self._config, self._connect, lambda: self.has_controller)
 
     async def grow(self, role: Role, node: Node | None = None) -> None:
         """A further worker starts, on this node or any."""
         await self._start_one(role, node)
         await self.enlist()
+
+    async def roll(self, worker: SimWorker, grace_s: float) -> None:
+        """Another worker of the role takes a worker's place, and then it leaves."""
+        if not worker.is_leaving:
+            await self.grow(worker.role)
+            await self.leave(worker, grace_s)
 
     async def leave(self, worker: SimWorker, grace_s: float) -> None:
         """A worker is drained and ends; the last one of its role is replaced before."""
@@ -288,7 +311,8 @@ class World:
             await asyncio.sleep(WAIT_S)
 
     async def enlist(self) -> None:
-        """Tells the router which workers there are."""
+        """Tells the router which workers there are, once a controller is there."""
+        await self._find_controller()
         async with self._listing:
             states = {True: WorkerState.DRAINING, False: WorkerState.READY}
             listed = [
@@ -330,6 +354,7 @@ class World:
 
     async def _replace(self, worker: SimWorker) -> None:
         await asyncio.sleep(self.draw.random() * REPLACED_AFTER_S)
+        await self._find_controller()
         if not worker.is_leaving or not any(one.role is worker.role and not one.is_leaving for one in self.alive):
             await self._start_one(worker.role)
         await self.enlist()

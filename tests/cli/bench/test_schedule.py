@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.bench.schedule import PROMPT_IDS, ScaledTrace, TraceRow, poisson, read_trace, replay, scale
+from wire.errors import InvalidRequest
 
 
 class TestPoisson:
@@ -35,8 +36,8 @@ class TestReadTrace:
     def test_mooncake(self, tmp_path: Path) -> None:
         path = tmp_path / "conversation.jsonl"
         path.write_text(
-            '{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 2]}\n'
             '{"timestamp": 1000, "input_length": 512, "output_length": 4, "hash_ids": [0]}\n'
+            '{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 2]}\n'
         )
         assert read_trace(path) == [TraceRow(0.0, 512, 4, (0,)), TraceRow(2.0, 600, 5, (0, 2))]
 
@@ -53,8 +54,31 @@ class TestReadTrace:
         assert second == TraceRow(second.at_s, 3180, 8)
 
     def test_neither(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="neither"):
+        with pytest.raises(InvalidRequest, match="neither"):
             read_trace(tmp_path / "x.parquet")
+
+    @pytest.mark.parametrize("text", ["[]\n", "{\n", '{"timestamp": "noon", "input_length": 1, "output_length": 1}\n'])
+    def test_rows_of_another_form(self, text: str, tmp_path: Path) -> None:
+        path = tmp_path / "x.jsonl"
+        path.write_text(text)
+        with pytest.raises(InvalidRequest, match=r"is neither Azure's .csv nor Mooncake's .jsonl"):
+            read_trace(path)
+
+    def test_no_rows(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.csv"
+        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+        with pytest.raises(InvalidRequest, match="has no requests"):
+            read_trace(path)
+
+    def test_times_that_go_back(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.csv"
+        path.write_text(
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            "2023-11-16 18:17:03.9799600,4808,10\n"
+            "2023-11-16 18:17:03.0319600,3180,8\n"
+        )
+        with pytest.raises(InvalidRequest, match="request 2 is earlier than the one before it"):
+            read_trace(path)
 
 
 class TestScale:

@@ -10,10 +10,11 @@ from deploy.controller import supervised
 from deploy.controller.frontends import Frontends
 from deploy.controller.supervised import EventLog, Supervision, Tasks
 from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import RayNode
 from gateway.config import GatewayConfig
 from router.config import RouterConfig
 from tests.deploy.plan.test_cluster_plan import planned
-from wire.errors import ConfigError
+from wire.errors import ConfigError, Unavailable
 from wire.pools import Addresses
 from wire.trust.identity import ROUTER
 from wire.typed_reader import from_json, to_json
@@ -66,6 +67,63 @@ async def test_the_first_takes_the_port_and_the_others_join_it(tmp_path: Path) -
         ("gateway-2", 0, PORT),
     ]
     assert {one.metrics_folder for one in host.started} == {str(tmp_path)}
+
+
+STANDBY = {"routers": 2, "grpc_port": 0}
+OTHERS = [RayNode("b2", "10.0.0.2"), RayNode("c3", "10.0.0.3")]
+
+
+def with_standbys(host: DoorHost, run_dir: Path) -> Frontends:
+    """One router and one gateway on the head, and one each beside it."""
+    ray = {"address": "10.0.0.1:6379", "standby_frontends": True}
+    plan = planned(ClusterConfig.load(None, {"router": STANDBY, "ray": ray, "http": {"gateways": 2, "port": 0}}))
+    return Frontends(replace(plan, run_dir=str(run_dir)), "head", Supervision(host, run_dir, EventLog(lambda: 0.0)))
+
+
+async def test_standbys_share_a_node_beside_the_head_and_know_each_other_alone(tmp_path: Path) -> None:
+    host = DoorHost()
+    host.ray_nodes += OTHERS
+    front = with_standbys(host, tmp_path)
+    await front.start_routers()
+    await front.start_gateways()
+    places = {name: host.places[name] for name in ("router", "gateway-0", "router-1", "gateway-1")}
+    assert places == {"router": "head", "gateway-0": "head", "router-1": "b2", "gateway-1": "b2"}
+    assert [one.address for one in host.started] == ["127.0.0.1:1", "127.0.0.1:11"]
+    assert front.addresses.public == "127.0.0.1:1,127.0.0.1:11"
+    assert front.addresses.operator == "127.0.0.1:1", "the other one is for its own machine"
+
+
+async def test_standbys_go_to_another_node_together_once_theirs_is_lost(tmp_path: Path) -> None:
+    host = DoorHost()
+    host.ray_nodes += OTHERS
+    front = with_standbys(host, tmp_path)
+    await front.start_routers()
+    await front.start_gateways()
+    host.ray_nodes.pop(1)
+    for name in ("router-1", "gateway-1"):
+        await host.end(name)
+    await front.take_over(lambda _: None)
+    assert [host.places[name] for name in ("router-1", "gateway-1")] == ["c3", "c3"]
+
+
+async def test_a_new_controller_keeps_the_node_of_standbys_that_have_outlived_the_head(tmp_path: Path) -> None:
+    host = DoorHost()
+    host.ray_nodes += OTHERS[1:]
+    front = with_standbys(host, tmp_path)
+    await front.start_routers()
+    await front.start_gateways()
+    for name in ("router", "gateway-0", "gateway-1"):
+        await host.end(name)
+    host.ray_nodes.insert(1, OTHERS[0])
+    host.launched.clear()
+    await with_standbys(host, tmp_path).take_over(lambda _: None)
+    assert sorted(host.launched) == ["gateway-0", "gateway-1", "router"]
+    assert host.places["gateway-1"] == host.places["router-1"] == "c3"
+
+
+async def test_standbys_without_a_node_beside_the_head_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="standby_frontends wants a node beside the head, and none is there"):
+        await with_standbys(DoorHost(), tmp_path).start_routers()
 
 
 async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:

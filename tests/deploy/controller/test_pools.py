@@ -1,8 +1,12 @@
 import copy
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.roll.roll import Roll
@@ -401,3 +405,95 @@ def test_a_record_of_the_release_before_has_no_roll() -> None:
     read = Pools.from_json(text)
     assert (read.roll, read.outdated, read.leaving) == (Roll(), [], {"n"})
     assert [one.id for one in read.plan(0.0)] == ["decode-4"]
+
+
+class AnyEvents(RuleBasedStateMachine):
+    """Any orders, deaths, failures, drains and takeovers, in any order; then it settles at the sizes asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = pools(1, 1)
+        self.now_s = 0.0
+        self.names = {worker.id for worker in self.made}
+
+    @rule(prefill=st.integers(0, 4), decode=st.integers(1, 4))
+    def resize(self, prefill: int, decode: int) -> None:
+        self.made.resize(prefill, decode)
+
+    @rule()
+    def plan(self) -> None:
+        self.now_s += 60.0
+        serving = {role: self.num_serving(role) for role in Role}
+        changing = self.made.exchange()
+        for role in Role:
+            assert not serving[role] or self.num_serving(role) or not self.made.sizes[role]
+        planned = self.made.plan(self.now_s)
+        assert not serving[Role.DECODE] or self.num_serving(Role.DECODE), "one decode worker serves on"
+        assert all(worker.state is WorkerState.CHANGING and worker.address for worker in changing)
+        assert len({worker.id for worker in (*changing, *planned)}) == len(changing) + len(planned)
+        started = {worker.id for worker in planned if worker.state is WorkerState.STARTING}
+        assert not started & self.names, "no name is given twice"
+        self.names |= started
+        assert (self.made.exchange(), self.made.plan(self.now_s)) == ([], []), "what has begun is not begun again"
+
+    def num_serving(self, role: Role) -> int:
+        return sum(worker.role is role and worker.state is WorkerState.READY for worker in self.made)
+
+    def one(self, data: st.DataObject, *states: WorkerState) -> WorkerId | None:
+        those = [worker.id for worker in self.made if worker.state in states]
+        return data.draw(st.sampled_from(those)) if those else None
+
+    @rule(data=st.data())
+    def become_ready(self, data: st.DataObject) -> None:
+        if worker_id := self.one(data, *WorkerState):
+            self.made.became_ready(worker_id, ADDRESS)
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        if worker_id := self.one(data, *WorkerState):
+            self.made.lost(worker_id, self.now_s, "it died")
+
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        if worker_id := self.one(data, WorkerState.CHANGING):
+            assert self.made.dismiss(worker_id).state is WorkerState.DRAINING
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        if worker_id := self.one(data, WorkerState.DRAINING):
+            self.made.finished(worker_id)
+            self.made.forget(worker_id)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if worker_id := self.one(data, *WorkerState):
+            before = self.made.sizes
+            with suppress(InvalidRequest):
+                if self.made.release(worker_id) is None:
+                    assert self.made.sizes == before
+            assert self.made.sizes.decode >= 1
+
+    @rule(data=st.data())
+    def vacate(self, data: st.DataObject) -> None:
+        if worker_id := self.one(data, *WorkerState):
+            self.made.vacate([worker_id])
+
+    @rule()
+    def another_controller_takes_over(self) -> None:
+        text = self.made.to_json()
+        self.made = Pools.from_json(text)
+        assert json.loads(self.made.to_json()) == json.loads(text)
+
+    def teardown(self) -> None:
+        for _ in range(4):
+            self.plan()
+            for worker in self.made:
+                if worker.state is WorkerState.DRAINING:
+                    self.made.forget(worker.id)
+                else:
+                    self.made.became_ready(worker.id, ADDRESS)
+        assert self.made.are_as_asked
+
+
+TestAnyEvents = AnyEvents.TestCase
+TestAnyEvents.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -173,6 +173,12 @@ def test_each_node_of_several_has_its_own_files_sizes_and_address() -> None:
     assert worker.num_threads == 4, "a prefill worker may come to that node, too"
 
 
+def test_workers_of_the_head_listen_for_routers_of_another_node_too() -> None:
+    standbys = {"router": {"routers": 2}, "ray": {"address": "10.0.0.1:6379", "standby_frontends": True}}
+    plan = planned(ClusterConfig.load(None, standbys), machine=None)
+    assert worker_of(plan, HEAD).server.host == "10.0.0.1"
+
+
 def test_settings_of_a_role_win_over_common_ones() -> None:
     tables = {"num_threads": 2, "num_cpus": 1, "resources": {"rack": 1}, "prefill": {"num_threads": 3, "num_cpus": 2.5}}
     plan = planned(ClusterConfig.load(None, {"worker": {**tables, "decode": {"memory_bytes": "1GiB"}}}))

@@ -56,6 +56,18 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[pools]\nprefill = true", "pools.prefill: must be a whole number, not"),
         ("[pools]\nprefill = -1", "pools.prefill must be between 0 and 64"),
         ("[pools]\ndecode = 0", "pools.decode must be between 1 and 64"),
+        ("[slo]\nttft_ms = 500.0", "slo.max_prefill must be given with slo.ttft_ms"),
+        ("[slo]\nitl_ms = 0.0\nmax_decode = 2", "slo.itl_ms must be between 0.1 and 100000"),
+        ("[slo]\nitl_ms = nan\nmax_decode = 2", "slo.itl_ms must be between 0.1 and 100000"),
+        (
+            "[slo]\nitl_ms = 50\nmin_decode = 3\nmax_decode = 2",
+            "slo.max_decode must be at least slo.min_decode, which is 3, not 2",
+        ),
+        (
+            "[slo]\nitl_ms = 50\nmin_decode = 2\nmax_decode = 3",
+            "pools.decode must be between slo.min_decode and slo.max_decode, 2 and 3, not 1",
+        ),
+        ("[slo]\ndwell_s = 30", "slo.dwell_s must be between 60 and 86400"),
         ("pools = 3", "pools: must be an object"),
         ("name = '../x'", "name must be"),
         ("name = ''", "name must be"),
@@ -153,6 +165,19 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         (
             "[router]\nrouters = 3\ngrpc_port = 7000\n[http]\nport = 7002",
             "http.port must be another port than those of the router, not 7002",
+        ),
+        (
+            "[router]\nrouters = 2\n[ray]\nstandby_frontends = true",
+            "ray.address must be given with ray.standby_frontends",
+        ),
+        (
+            "[ray]\naddress = '10.0.0.1:6379'\nstandby_frontends = true",
+            "router.routers must be 2 at least with ray.standby_frontends",
+        ),
+        (
+            "insecure = true\n[router]\nrouters = 2\nhost = '10.0.0.1'\n"
+            "[ray]\naddress = 'auto'\nstandby_frontends = true",
+            "router.host must be 127.0.0.1 or 0.0.0.0 with ray.standby_frontends",
         ),
         ("[router]\nrouters = 2\ngrpc_port = 65535", "router.routers must be no more than there are ports"),
         ("insecure = 1", "insecure: must be true or false, not 1"),

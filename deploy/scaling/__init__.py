@@ -1,0 +1,1 @@
+"""Sizes of the pools that follow limits on latency."""
