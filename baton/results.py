@@ -98,10 +98,28 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Counterfactual:
+    """The times that a request would have taken otherwise, in milliseconds. docs/timeline.md lists the changes."""
+
+    change: str
+    ttft_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class ExpectedTtft:
+    """The time to the first token of recent requests with about as many uncached tokens: median and 90th percentile."""
+
+    p50_ms: float
+    p90_ms: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Spans in order of their start. A role that had no part in the request has no worker.
 
     prefill_reason: why the prompt went to a prefill worker, or to decode at once; a word of docs/timeline.md.
+    counterfactuals: estimated by learned costs. expected_ttft: None until like requests have ended.
     """
 
     prefill_worker: str | None
@@ -109,6 +127,8 @@ class Timeline:
     spans: tuple[Span, ...]
     total_ms: float
     prefill_reason: str = ""
+    counterfactuals: tuple[Counterfactual, ...] = ()
+    expected_ttft: ExpectedTtft | None = None
 
 
 @dataclass(frozen=True)
@@ -285,7 +305,10 @@ def read_timeline(timeline: pb.Timeline) -> Timeline:
         for one in timeline.spans
     )
     workers = timeline.prefill_worker or None, timeline.decode_worker or None
-    return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason)
+    otherwise = tuple(Counterfactual(one.change, one.ttft_ms, one.total_ms) for one in timeline.counterfactuals)
+    has_like, like = timeline.HasField("expected_ttft"), timeline.expected_ttft
+    expected = ExpectedTtft(like.p50_ms, like.p90_ms) if has_like else None
+    return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason, otherwise, expected)
 
 
 @dataclass(frozen=True)

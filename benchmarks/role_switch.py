@@ -120,7 +120,7 @@ def main() -> None:
             figures[f"{way} over a start{suffix}"] = switch / starts
     figures["streams that were lost or cut"] = 0
     figures["streams that ended"] = len(ended)
-    table = [("until the first token, s", "least", "median", "most")]
+    table: list[tuple[object, ...]] = [("until the first token, s", "least", "median", "most")]
     table += [(way, min(each), statistics.median(each), max(each)) for way, each in seconds.items()]
     write_result("role_switch", figures, {"seconds": seconds}, table)
 

@@ -12,6 +12,7 @@ from deploy.deadlines import STATUS_IN_COMMAND_S
 from deploy.local.client import call_each, call_operator, find_cluster
 from wire.convert import misses_from_pb
 from wire.errors import InvalidRequest
+from wire.journal import comparisons_of
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.tier import words_of
@@ -101,7 +102,7 @@ def render_request(ended: cluster_pb2.EndedRequest) -> str:
         f"{ended.request_id}: {_outcome(ended)}",
         f"{tokens}, {spent}",
         *pool,
-        *(f"  {one}" for one in ended.causes),
+        *(f"  {one}" for one in (*ended.causes, *comparisons_of(ended.timeline))),
     ]
     return "\n".join([*parts, "", render_steps(ended.timeline.spans, {})])
 

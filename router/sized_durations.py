@@ -1,5 +1,6 @@
 """Durations learned by a size, as by a number of tokens: a line through medians, and the durations of like sizes."""
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,15 @@ class SizedDurations:
             sizes, all_took = zip(*kept, strict=True)
             self._medians[magnitude] = median(sizes), median(all_took)
             self.line = _fitted(sorted(self._medians.values()))
+
+    def at(self, size: int) -> float | None:
+        """Returns the duration between the medians beside a size, or on their straight line; None without a line."""
+        if self.line is None:
+            return None
+        points = sorted(self._medians.values())
+        place = min(max(bisect_left(points, (size, 0.0)), 1), len(points) - 1)
+        (a, b), (x, y) = points[place - 1], points[place]
+        return max(b + max(y - b, 0.0) * (size - a) / max(x - a, 1), 0.0)
 
     def like(self, size: int) -> list[float]:
         """Returns the durations of sizes of the same magnitude, ascending."""

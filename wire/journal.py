@@ -5,7 +5,7 @@
 Code, exporters, the live page and docs/timeline.md take kinds from the table alone.
 """
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -199,6 +199,24 @@ GATES = tuple(name for name, kind in _BY_NAME.items() if kind.phase is SpanPhase
 def row_of(name: str) -> Row:
     """Returns the row of a span's name; a row without words for an unknown name, as of another version's worker."""
     return _BY_NAME.get(name, _UNKNOWN)
+
+
+CO_LOCATED, ON_DEVICE = "co_located", "on_device"
+"""Changes of a counterfactual other than a gate that is gone."""
+_CHANGES = {
+    CO_LOCATED: "its prompt computed by its decode worker",
+    ON_DEVICE: "its prompt's blocks on the device",
+}
+
+
+def comparisons_of(timeline: pb.Timeline) -> Iterator[str]:
+    """Yields words for each counterfactual of a timeline, then for the expected time to the first token."""
+    for one in timeline.counterfactuals:
+        change = _CHANGES.get(one.change, f"no {'wait' if one.change in GATES else 'others'} at {one.change}")
+        yield f"with {change}: {one.ttft_ms:.0f} ms to the first token, {one.total_ms:.0f} ms in all"
+    if timeline.HasField("expected_ttft"):
+        expected = timeline.expected_ttft
+        yield f"like requests: {expected.p50_ms:.0f} ms to the first token, nine in ten within {expected.p90_ms:.0f} ms"
 
 
 class Journal:

@@ -17,7 +17,7 @@ from baton import AsyncClient
 from gateway.exchange import Events, Request, Streamed
 from wire.convert import arenas_of, misses_from_pb, tiers_from_pb
 from wire.errors import Unavailable
-from wire.journal import row_of
+from wire.journal import comparisons_of, row_of
 from wire.load.limit import Limit
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterStub
@@ -190,6 +190,7 @@ def describe_request(ended: cluster_pb2.EndedRequest) -> dict[str, Any]:
         "prefill": timeline.prefill_worker,
         "decode": timeline.decode_worker,
         "causes": [*ended.causes, *(f"not cached: {words_of(run)}" for run in misses_from_pb(ended.misses))],
+        "otherwise": [*comparisons_of(timeline)],
         "spans": spans,
     }
 

@@ -316,7 +316,7 @@ function showOne(request) {
   const cached = Object.entries(request.cached).map(([tier, tokens]) => `${tokens} from ${tier}`).join(", ") || "none cached";
   say($("one-end"), `${shown.bad ?? shown}; ${request.prompt_tokens} prompt tokens (${cached}), ${request.output_tokens} generated, `
     + `${short.format(request.total_ms)} ms, attempts: ${request.attempts}`);
-  list($("one-causes"), request.causes);
+  list($("one-causes"), [...request.causes, ...(request.otherwise ?? [])]);
   const columns = [["step"], ["worker"], ["at ms", "number"], ["took ms", "number"], ["counts", "text"], ["waterfall", "wide"]];
   const total = request.total_ms || 1;
   $("one-steps").tBodies[0]?.replaceChildren();

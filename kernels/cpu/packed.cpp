@@ -70,7 +70,7 @@ __attribute__((noinline)) void add_few(Groups& from, const F* rows, int64_t row_
         widen<F, R, CODES>(codes, group, scales, [&](int, const typename P::Weights& weights) __attribute__((always_inline)) {
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {
-                const auto value = P::row(rows + row * row_stride);
+                const auto value = P::row(rows + row * row_stride, step_stride);
                 of[row][0] = P::add(of[row][0], value, weights, 0);
                 of[row][1] = P::add(of[row][1], value, weights, 1);
             }

@@ -26,11 +26,11 @@ struct Aligned {
     bool operator==(const Aligned&) const { return true; }
 };
 
-// The way of one dtype of weights. Rows: what a row must consist of. Sums of two vectors cover a panel.
+// The way of one dtype of weights. Rows: what a row must consist of, ROW_STEPS of them in a step. Sums of two vectors cover a panel.
 template <class T>
 struct Product {  // float32, and float16, which is widened on its way
     using Row = float;
-    static constexpr int DEPTH = 1;
+    static constexpr int DEPTH = 1, ROW_STEPS = 1;
     struct Weights {
         Floats of[2];
     };
@@ -41,15 +41,16 @@ struct Product {  // float32, and float16, which is widened on its way
         store(step, weights.of[0]);
         store(step + LANES, weights.of[1]);
     }
-    static Floats row(const float* p) { return splat(*p); }
+    static Floats row(const float* p, int64_t) { return splat(*p); }
     static Floats add(Floats sum, Floats row, const Weights& weights, int half) { return fma(row, weights.of[half], sum); }
 };
 
 template <>
 struct Product<bf16> {
-    using Row = bf16;
     static constexpr int DEPTH = 2;
 #if defined(__AVX512BF16__)
+    using Row = bf16;
+    static constexpr int ROW_STEPS = 1;
     struct Weights {
         __m512bh of[2];
     };
@@ -60,7 +61,7 @@ struct Product<bf16> {
         _mm512_storeu_si512(step, (__m512i)weights.of[0]);
         _mm512_storeu_si512(step + 2 * LANES, (__m512i)weights.of[1]);
     }
-    static __m512bh row(const bf16* p) {
+    static __m512bh row(const bf16* p, int64_t = 0) {
         int pair;
         std::memcpy(&pair, p, sizeof pair);
         return (__m512bh)_mm512_set1_epi32(pair);
@@ -69,6 +70,8 @@ struct Product<bf16> {
         return {_mm512_dpbf16_ps(sum.v, row, weights.of[half])};
     }
 #else
+    using Row = float;  // widened before: a number from memory is in all lanes by one instruction
+    static constexpr int ROW_STEPS = 2;
     struct Weights {
         Floats first[2], second[2];
     };
@@ -80,7 +83,7 @@ struct Product<bf16> {
         for (int half = 0; half < 2; ++half) split(step + half * 2 * LANES, out.first[half], out.second[half]);
         return out;
     }
-    static Pair row(const bf16* p) { return {splat(to_float(p[0])), splat(to_float(p[1]))}; }
+    static Pair row(const float* p, int64_t row_step) { return {splat(p[0]), splat(p[row_step])}; }
     static Floats add(Floats sum, const Pair& row, const Weights& weights, int half) {
         return fma(row.second, weights.second[half], fma(row.first, weights.first[half], sum));
     }
@@ -107,10 +110,13 @@ template <class T>
 using Factor = float;
 #endif
 
+// Rows that are multiplied at once; ROWS_BY_HALF and more by half a panel at a time.
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 12;  // 24 sums, 2 weights and a row, of 32 registers
+constexpr int MAX_ROWS = 12, ROWS_BY_HALF = 13;  // 24 sums, 2 weights and a row, of 32 registers
+#elif defined(__AVX2__)
+constexpr int MAX_ROWS = 4, ROWS_BY_HALF = 4;  // 8 sums of half a panel, of 16 registers: compilers spill those of 6 rows
 #else
-constexpr int MAX_ROWS = 3;
+constexpr int MAX_ROWS = 3, ROWS_BY_HALF = 5;
 #endif
 
 inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
@@ -178,12 +184,23 @@ inline void prefetch(const void* p, int64_t num_bytes) {
 constexpr int side_by_side(int rows) { return MAX_ROWS < 12 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
 // Adds to sums[row][2 * panel + half] the product of `ROWS` rows with `PANELS` panels, over all steps. Row r of a step is at
-// rows + r * row_stride + step * step_stride.
+// rows + r * row_stride + step * step_stride, where a step is one of rows.
 template <class T, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply(
     const typename Product<T>::Row* rows, int64_t row_stride, int64_t step_stride, const T* panels, int64_t panel_stride,
     int64_t num_steps, Floats (&sums)[ROWS][2 * PANELS]) {
     using P = Product<T>;
+    if constexpr (ROWS > ROWS_BY_HALF - P::ROW_STEPS) {  // two numbers of a row in a step take more registers
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half)
+            for (int64_t step = 0; step < num_steps; ++step) {
+                const typename P::Weights weights = P::weights(panels + step * PANEL * P::DEPTH);
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; ++row)
+                    sums[row][half] = P::add(sums[row][half], P::row(rows + row * row_stride + step * P::ROW_STEPS * step_stride, step_stride), weights, half);
+            }
+        return;
+    }
     for (int64_t step = 0; step < num_steps; ++step) {
 #pragma GCC unroll 4
         for (int panel = 0; panel < PANELS; ++panel) {
@@ -191,7 +208,7 @@ inline __attribute__((always_inline)) void multiply(
             const typename P::Weights weights = P::weights(here);
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {
-                const auto value = P::row(rows + row * row_stride + step * step_stride);
+                const auto value = P::row(rows + row * row_stride + step * P::ROW_STEPS * step_stride, step_stride);
                 sums[row][2 * panel] = P::add(sums[row][2 * panel], value, weights, 0);
                 sums[row][2 * panel + 1] = P::add(sums[row][2 * panel + 1], value, weights, 1);
             }

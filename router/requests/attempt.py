@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.disaggregation import PrefillReason
+from router.observe.counterfactual import RequestCosts
 from router.observe.demand import DemandMeter
 from router.observe.journal import RequestJournal
 from router.observe.metrics import RequestMetrics
@@ -58,6 +59,7 @@ class Services:
     namespaces: OtherNamespaces
     demand: DemandMeter
     traces: Traces | None = None
+    costs: RequestCosts = field(default_factory=RequestCosts)
     recent: RecentRequests = field(default_factory=RecentRequests)
     shares: FairShares = field(default_factory=FairShares)
     attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)

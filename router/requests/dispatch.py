@@ -54,6 +54,7 @@ class OpenRequest:
         self.outbox = outbox
         self.request_id = request.client_id
         self._id = request.id
+        self._compare = partial(services.costs.compare, block_size=services.placement.block_size)
         self.journal = request.journal
         self._folds = [services.metrics.ended, services.recent.add, services.demand.add]
         if request.trace is not None:
@@ -88,6 +89,7 @@ class OpenRequest:
         self._deadline.cancel()
         ended, journal = self._outcome_of(task), self.journal
         journal.end(ended, self._loop.time())
+        self._compare(journal)
         num_answered = journal.num_resumed_tokens + journal.num_output_tokens
         self._on_end(self._id, journal.num_prompt_tokens + num_answered)
         if isinstance(ended, BatonError):

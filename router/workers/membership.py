@@ -41,8 +41,8 @@ class Membership:
             new = [worker for worker in listed if worker.id not in self._members]
             reasons = await asyncio.gather(*(self._join(worker) for worker in new))
             for worker in listed:
-                if worker.state is WorkerState.DRAINING and worker.id in self._members:
-                    self._members[worker.id].state = WorkerState.DRAINING
+                if worker.id in self._members:
+                    self._take_state(worker)
             self._on_change()
         return {worker.id: reason for worker, reason in zip(new, reasons, strict=True) if reason is not None}
 
@@ -66,6 +66,15 @@ class Membership:
     def check(self) -> list[str]:
         """Lists violated invariants: no task may remain for a worker that is no member."""
         return [f"a probe of {one}, which is no member" for one in self._probes if one not in self._members]
+
+    def _take_state(self, worker: Worker) -> None:
+        """Marks a DRAINING member; asks one that drained and is listed as READY: it may drain by itself, or be back."""
+        member = self._members[worker.id]
+        if worker.state is WorkerState.DRAINING:
+            member.state = WorkerState.DRAINING
+        elif member.state is WorkerState.DRAINING:
+            member.state = WorkerState.LOST
+            self.mark_lost(worker.id)
 
     async def _drop_all_but(self, listed: Sequence[Worker]) -> None:
         kept = {(worker.id, worker.address, worker.role) for worker in listed}

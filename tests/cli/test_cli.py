@@ -600,6 +600,11 @@ def test_the_last_requests_and_one_of_them(server: FakeServer, capsys: pytest.Ca
             spans=[pb.Span(name="decode.wait_pages", worker="decode-0\x07", duration_ms=400.0)],
             total_ms=412.0,
             prefill_reason="busy",
+            counterfactuals=[
+                pb.Counterfactual(change="decode.wait_pages", ttft_ms=12, total_ms=12),
+                pb.Counterfactual(change="on_device", ttft_ms=405, total_ms=407.4),
+            ],
+            expected_ttft=pb.ExpectedTtft(p50_ms=30, p90_ms=60),
         ),
         causes=["400 ms: waited at decode-0 for free pages"],
     )
@@ -613,6 +618,9 @@ def test_the_last_requests_and_one_of_them(server: FakeServer, capsys: pytest.Ca
         "24 prompt tokens (cached: none), 0 generated, 412.0 ms, attempts: 2",
         "prefill by decode: busy",
         "  400 ms: waited at decode-0 for free pages",
+        "  with no wait at decode.wait_pages: 12 ms to the first token, 12 ms in all",
+        "  with its prompt's blocks on the device: 405 ms to the first token, 407 ms in all",
+        "  like requests: 30 ms to the first token, nine in ten within 60 ms",
         "",
         "at ms  took ms  worker     step",
         "  0.0    400.0  decode-0\\x07  wait_pages",

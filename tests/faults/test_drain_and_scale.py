@@ -9,6 +9,7 @@ from router.config import RouterSettings
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
+from tests.harness.assembled_worker import behaviour_of
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes
@@ -54,6 +55,36 @@ async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
         await at_rest(cluster)
 
 
+@pytest.mark.parametrize("grace_s", [20.0, 0.0])
+async def test_workers_change_their_roles_there_and_back(grace_s: float) -> None:
+    """2/2 -> 1/3 -> 2/2 -> 3/1 -> 2/2."""
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
+        async with under_load(Load(cluster, MODEL)) as load:
+            num_given_back = 0
+            for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+                for to in (role.other, role):
+                    num_given_back += await cluster.change_role(name, to, grace_s)
+                    await load.goes_on()
+        assert num_given_back == 0 or grace_s == 0
+        assert sorted(cluster.listed) == ["d0", "d1", "p0", "p1"]
+        await at_rest(cluster)
+
+
+async def test_a_long_request_follows_workers_that_change_their_roles() -> None:
+    """Its reader takes nothing meanwhile, so there is room for all of its tokens."""
+    sizes = replace(SIZES, settings=RouterSettings(max_buffered_tokens=512))
+    async with FaultyCluster.running(MODEL, 1, 2, sizes) as cluster:
+        reader = cluster.open(ask(range(50), 400))
+        for num_tokens in range(3, 60, 8):
+            await reader.read_tokens(num_tokens)
+            (serving,) = (member.id for member in cluster.router.members if member.num_choices)
+            await cluster.change_role(serving, Role.PREFILL, grace_s=0.0)
+            await cluster.change_role(serving, Role.DECODE, grace_s=0.0)
+        [choice] = await reader.read_all()
+        assert choice.token_ids == MODEL.oracle(range(50), 400)
+        await at_rest(cluster)
+
+
 async def test_a_long_request_is_passed_on_again_and_again() -> None:
     """Its reader takes nothing while workers come and go, so there is room for all of its tokens."""
     sizes = replace(SIZES, settings=RouterSettings(max_buffered_tokens=512))
@@ -78,4 +109,20 @@ async def test_a_worker_that_drains_unknown_to_the_router_gives_work_back() -> N
             await load.goes_on()
             states = {member.id: member.state.value for member in cluster.router.members}
         assert states == {"p0": "draining", "d0": "draining", "p1": "ready", "d1": "ready"}
+        await at_rest(cluster)
+
+
+async def test_a_worker_that_changes_its_role_unknown_to_the_router_gets_nothing_of_the_role_before() -> None:
+    """As one whose controller was not heard: it is lost to the router until it is listed in its new role."""
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
+        async with under_load(Load(cluster, MODEL)) as load:
+            for name, role in (("p0", Role.DECODE), ("d0", Role.PREFILL)):
+                await cluster.workers[name].service.serve_as(behaviour_of(role, SIZES.batch), 0.0)
+                cluster.changed_roles[name] = role
+            await load.goes_on()
+            states = {member.id: member.state.value for member in cluster.router.members}
+            assert {name for name, state in states.items() if state == "ready"} == {"p1", "d1"}
+            await cluster.enlist(*cluster.listed)
+            await load.goes_on()
+        assert {member.id for member in cluster.router.members.ready(Role.DECODE)} == {"p0", "d1"}
         await at_rest(cluster)

@@ -40,6 +40,7 @@ class Cluster(ABC, Generic[W]):
     ) -> None:
         self.port = LocalController(PoolSizes(0, 0))
         self.workers: dict[str, W] = {}
+        self.changed_roles: dict[str, Role] = {}
         self.transports: dict[str, FaultyTransport] = {}
         self.faults: dict[str, Faults] = {}
         parts = config, codec or ByteTokenizer(), self._connect, self.port, renderer or PlainRenderer(), prefixes
@@ -61,7 +62,8 @@ class Cluster(ABC, Generic[W]):
             if name not in self.workers:
                 self.workers[name] = await self._start_worker(name)
         states = {draining: WorkerState.DRAINING}
-        listed = [Worker(WorkerId(name), role_of(name), name, states.get(name, WorkerState.READY)) for name in names]
+        roles = {name: role_of(name) for name in names} | self.changed_roles
+        listed = [Worker(WorkerId(name), roles[name], name, states.get(name, WorkerState.READY)) for name in names]
         assert await self.router.membership.set(listed) == {}
 
     async def generate(self, request: pb.GenerateRequest, time_left_s: float | None = 60.0) -> "Output":

@@ -8,6 +8,7 @@ from kv_store.node.messages import Block, Hold
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
 from tests.harness.answer import ChoiceAnswer, Reader
+from tests.harness.assembled_worker import behaviour_of
 from tests.harness.cold_gate import ColdGate
 from tests.harness.directory_gate import DirectoryGate
 from tests.harness.fake_clock import FakeClock
@@ -75,6 +76,14 @@ class FaultyCluster(LocalCluster):
         await self._apply()
         await self.workers[name].service.close()
         await asyncio.to_thread(self.workers[name].close)
+        return num_given_back
+
+    async def change_role(self, name: str, role: Role, grace_s: float) -> int:
+        """As the controller has a worker change its role."""
+        await self._apply(draining=name)
+        num_given_back = await self.workers[name].service.serve_as(behaviour_of(role, self._sizes.batch), grace_s)
+        self.changed_roles[name] = role
+        await self._apply()
         return num_given_back
 
     def crash(self, name: str) -> None:

@@ -119,12 +119,38 @@ async def test_a_worker_of_another_role_has_left_and_come(club: Club) -> None:
     assert club.ready == set()
 
 
-async def test_a_router_that_has_not_heard_of_a_change_gives_the_worker_no_more_work(club: Club) -> None:
+@pytest.mark.parametrize(("state", "ready"), [("ready", {D0, D1}), ("draining", {D1})])
+async def test_a_worker_that_is_listed_as_ready_again_is_asked_what_it_is(
+    club: Club, state: str, ready: set[WorkerId]
+) -> None:
+    """It changed its role and back, of which the router heard the beginning only; or it drains by itself."""
     await club.list("here", "there")
-    club.workers["here"].role = Role.PREFILL
+    await club.list("here", "there", draining=True)
+    line = club.line(D0)
+    club.workers["here"].state = state
+    await club.list("here", "there")
+    await until(lambda: not club.membership.check() and club.ready == ready)
+    assert (club.members[D0].state.value, club.line(D0)) == (state, line)
+
+
+async def test_a_router_that_has_not_heard_of_a_change_gives_the_worker_no_more_work(
+    club: Club, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.workers.membership.PROBE_EVERY_S", 0.01)
+    await club.list("here", "there")
+    worker, num_asked = club.workers["here"], 0
+    worker.role, status = Role.PREFILL, worker.status
+
+    async def told(check: bool) -> worker_pb2.WorkerStatus:
+        nonlocal num_asked
+        num_asked += 1
+        return await status(check)
+
+    monkeypatch.setattr(worker, "status", told)
     club.transports["here"].kill()
-    await until(lambda: club.members[D0].state is WorkerState.LOST)
-    await asyncio.sleep(0.05)
+    await until(lambda: club.port.lost)
+    club.faults["here"].is_dead = False
+    await until(lambda: num_asked > 1)
     assert club.ready == {D1}
 
 

@@ -272,18 +272,40 @@ class TierTokens(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "spans", "total_ms", "prefill_reason")
+    __slots__ = ("prefill_worker", "decode_worker", "spans", "total_ms", "prefill_reason", "counterfactuals", "expected_ttft")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNTERFACTUALS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TTFT_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     total_ms: float
     prefill_reason: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., total_ms: _Optional[float] = ..., prefill_reason: _Optional[str] = ...) -> None: ...
+    counterfactuals: _containers.RepeatedCompositeFieldContainer[Counterfactual]
+    expected_ttft: ExpectedTtft
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., total_ms: _Optional[float] = ..., prefill_reason: _Optional[str] = ..., counterfactuals: _Optional[_Iterable[_Union[Counterfactual, _Mapping]]] = ..., expected_ttft: _Optional[_Union[ExpectedTtft, _Mapping]] = ...) -> None: ...
+
+class Counterfactual(_message.Message):
+    __slots__ = ("change", "ttft_ms", "total_ms")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    change: str
+    ttft_ms: float
+    total_ms: float
+    def __init__(self, change: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class ExpectedTtft(_message.Message):
+    __slots__ = ("p50_ms", "p90_ms")
+    P50_MS_FIELD_NUMBER: _ClassVar[int]
+    P90_MS_FIELD_NUMBER: _ClassVar[int]
+    p50_ms: float
+    p90_ms: float
+    def __init__(self, p50_ms: _Optional[float] = ..., p90_ms: _Optional[float] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "worker", "start_ms", "duration_ms", "counts", "error")
