@@ -20,6 +20,7 @@ COMMANDS = {
     "logs": "cli.logs",
     "scale": "cli.operate.scale",
     "drain": "cli.operate.drain",
+    "roll": "cli.operate.roll",
     "requests": "cli.requests",
     "abort": "cli.requests",
     "why": "cli.requests",

@@ -4,7 +4,8 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,11 @@ def add_parser(commands: Subparsers) -> None:
         action="store_true",
         help="allow settings that leave a port open to strangers: see docs/security.md",
     )
+    add_flags(parser)
+
+
+def add_flags(parser: Parser) -> None:
+    """Adds the flags of settings; each is given under the setting's name."""
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():
@@ -227,13 +233,20 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console()
+    with by_flags(args) as given:
+        config = ClusterConfig.load(getattr(args, "config", None), given)
+        Startup(config, console).run()
+    return 0
+
+
+@contextmanager
+def by_flags(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the settings that flags give, as nested tables. A ConfigError names flags in place of their settings."""
     given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
     try:
-        config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
-        Startup(config, console).run()
+        yield _nested(given)
     except ConfigError as error:
         raise ConfigError(_by_flag(error.message, given), **error.ids) from error
-    return 0
 
 
 def _by_flag(message: str, given: Mapping[str, Any]) -> str:

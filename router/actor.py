@@ -115,6 +115,10 @@ class RayController:
             await self._insist("drain", worker_id)
             await self._insist("drained", worker_id)
 
+    async def roll(self, revision: str) -> int:
+        async with _answering(ORDER_TIMEOUT_S):
+            return int(await self._insist("rolled", await self._insist("roll", revision)))
+
     async def shutdown(self) -> None:
         await self._call("shutdown", REPORT_TIMEOUT_S)
 

@@ -26,6 +26,8 @@ from deploy.plan.machine import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded_names
+from deploy.roll.revisions import FILE, Revision, Revisions, read_revisions
+from deploy.roll.roll import Roll
 from deploy.scaling.scaler import Scaler
 from router.config import LOOPBACK
 from router.workers.controller_port import ControllerReport
@@ -49,11 +51,14 @@ class Predecessor:
         self.was_there = bool(self._left) or os.path.lexists(self.pools_record.path)
         self.problem = ""
 
-    def pools(self, planned: PoolSizes) -> Pools:
-        """Returns the recorded pools; rebuilt from the workers found if the record is damaged or lost."""
+    def pools(self, planned: PoolSizes, roll: Roll) -> Pools:
+        """Returns the recorded pools; rebuilt from the workers found if the record is damaged or lost.
+
+        roll: the revision of rebuilt pools.
+        """
         if (recorded := self.pools_record.recall(Pools.from_json)) is not None:
             return recorded
-        pools = Pools.recovered(planned, self._left, self._known)
+        pools = Pools.recovered(planned, self._left, self._known, roll)
         if self.was_there:
             sizes = f"{pools.sizes.prefill} prefill and {pools.sizes.decode} decode workers"
             self._events.note(f"pools.json is damaged or lost: the pools have {sizes} now, by the workers found")
@@ -111,8 +116,14 @@ class Controller:
         self._means = means = Supervision(host, folder, self._events)
         self._nodes = Nodes(plan, means, self._ray_drains)
         self._frontends = Frontends(plan, host.own_node, means)
-        pools, record = self._predecessor.pools(plan.config.pools), self._predecessor.pools_record
-        self._fleet = Fleet(pools=pools, plan=plan, join=self._nodes.join, means=means, record=record)
+        file, record = AtomicFile(folder / FILE), self._predecessor.pools_record
+        is_known, revisions = bool(read_revisions(file)), Revisions(plan, file)
+        pools = self._predecessor.pools(plan.config.pools, revisions.recovered)
+        if pools.roll.last and not is_known:
+            self._events.note(f"{FILE} is damaged or lost: new workers have the settings of `baton up`")
+        self._fleet = Fleet(
+            pools=pools, plan=plan, join=self._nodes.join, means=means, record=record, revisions=revisions
+        )
         slo = plan.config.slo
         self._scaler = Scaler(slo, plan.routers, means, lambda: pools.sizes, self._fleet.resize) if slo.roles else None
         if self._predecessor.was_there:
@@ -139,6 +150,16 @@ class Controller:
         """Waits until the order, OrderNumbers, is carried out; returns the present PoolSizes."""
         order = from_json(OrderNumbers, order_json, "order")
         return to_json(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
+
+    async def roll(self, revision_json: str) -> str:
+        """Begins to roll the workers to a Revision; returns its number, to pass to `rolled`."""
+        asked = from_json(Revision, revision_json, "revision")
+        return str(await self._fleet.roll(asked.config, asked.model))
+
+    async def rolled(self, number: str) -> str:
+        """Waits until all workers have the revision of a number, and returns it."""
+        await self._fleet.rolled(int(number), ORDER_IN_CONTROLLER_S)
+        return number
 
     async def drain(self, name: str) -> None:
         """Begins to drain a worker, by id, or all workers of a node, by name, which others replace elsewhere."""

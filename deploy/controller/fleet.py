@@ -3,16 +3,21 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 
 from deploy.actors.liveness import PROBE_EVERY_S
 from deploy.controller.pools import Pools
 from deploy.controller.supervised import Supervision, repeat
 from deploy.controller.workers import RouterMembers, Workers
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
+from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, RayNode, inspect_machine
+from deploy.plan.model import ModelFacts
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
+from deploy.roll.revisions import Revisions, changes, rolled
+from deploy.roll.roll import Roll
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, WorkerState
@@ -29,11 +34,12 @@ class Fleet:
     join: Callable[[RayNode], Awaitable[NodeBaseline]]
     means: Supervision
     record: AtomicFile
+    revisions: Revisions
     inspect: Callable[[], Machine] = inspect_machine
 
     def __post_init__(self) -> None:
         self._members = RouterMembers(self.pools, self.plan.routers, self.means.host, self.means.events)
-        self.workers = Workers(self.pools, self.plan, self.join, self.means, self._members, self._pools_changed)
+        self.workers = Workers(self.pools, self._plan_of, self.join, self.means, self._members, self._pools_changed)
         self._is_recorded = True
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -60,13 +66,7 @@ class Fleet:
         Raises InvalidRequest, or ConfigError for workers that do not fit, and then changes nothing.
         """
         if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
-            nodes = await self.workers.nodes()
-            if len(nodes) == 1 and nodes[0].is_head:
-                machine = await asyncio.to_thread(self.inspect)
-                self._require_room_here(machine, self.pools.resized(prefill, decode))
-            else:
-                rooms = await asyncio.gather(*(self._room(node) for node in nodes))
-                self._require_room_on(rooms, self.pools.resized(prefill, decode))
+            await self._require_room(lambda: self.pools.resized(prefill, decode))
         numbers = self.pools.resize(prefill, decode)
         self.means.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")
         self._pools_changed()
@@ -79,6 +79,35 @@ class Fleet:
         """
         await self._wait_for(lambda: self.pools.have_done(numbers) and self._members.are_announced, timeout_s, NOT_YET)
         return self.pools.num_ready
+
+    async def roll(self, config: ClusterConfig, model: ModelFacts) -> int:
+        """Begins to replace all workers, one by one, by workers of a new revision; returns its number, for `rolled`.
+
+        The order of the roll that is under way, repeated, has its number. Raises InvalidRequest while another roll is
+        under way, ConfigError for a change that no roll makes or without room for one more worker, Unavailable; then
+        nothing changes.
+        """
+        roll = self.pools.roll
+        revision = rolled(self.revisions[roll.wanted if roll.before is None else roll.before], config, model)
+        if roll.before is not None and replace(revision, number=roll.wanted) == self.revisions[roll.wanted]:
+            return roll.wanted
+        roll.begun(tuple(self.pools))
+        for role in Role:
+            await self._require_room(partial(self._surged, role))
+        begun = self.pools.roll.begun(tuple(self.pools))  # again: another order may have come meanwhile
+        self.revisions.add(replace(revision, number=begun.wanted))
+        told = changes(self.revisions[self.pools.roll.wanted], revision)
+        self.means.events.note(f"rolling {len(tuple(self.pools))} workers to revision {begun.wanted}: {told}")
+        self.pools.roll = begun
+        self._pools_changed()
+        return begun.wanted
+
+    async def rolled(self, number: int, timeout_s: float) -> None:
+        """Waits until all workers have a revision. Raises Unavailable, with the reason, if it was taken back.
+
+        Raises DeadlineExceeded, and the roll goes on.
+        """
+        await self._wait_for(lambda: self.pools.roll.has_done(number), timeout_s, "the roll is still under way")
 
     def drain(self, worker_id: WorkerId) -> None:
         """Begins to drain a worker. Raises WorkerNotFound, or InvalidRequest for the last decode worker."""
@@ -99,7 +128,7 @@ class Fleet:
         did_leave = node.id in self.pools.leaving
         self.pools.leaving.add(node.id)  # before the look, so that no worker starts here unseen
         here, nodes = await self.workers.on_node(node.id), await self.workers.nodes()
-        without = {role for role in Role if not any(one.has(self.plan.resources(role)) for one in nodes)}
+        without = {role for role in Role if not any(one.has(self._plan_now.resources(role)) for one in nodes)}
         others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
         if Role.DECODE in without and not any(one.state is WorkerState.READY for one in others):
             if not did_leave:
@@ -126,22 +155,76 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        changing = self.pools.exchange() if self.plan.roles_are_alike else []
+        roll, plan = self.pools.roll, self._plan_now
+        may_change = plan.roles_are_alike and not self.pools.outdated
+        changing = self.pools.exchange() if may_change else []
         if planned := [*changing, *self.pools.plan(self.means.clock())]:
             self._pools_changed()
+        elif self.pools.roll != roll:
+            self._write_record()
         for worker in planned:
             self.workers.begin(worker)
         if not self._members.are_announced:
             await self._members.announce()
+        self._roll_on(roll)
         self._notify()
         with suppress(TimeoutError):
             async with asyncio.timeout(PROBE_EVERY_S):
                 await self._wake.wait()
         await asyncio.gather(*(self.workers.probe(worker.id) for worker in self.pools))
 
+    @property
+    def _plan_now(self) -> ClusterPlan:
+        """The plan of new workers."""
+        return self.revisions.plan_of(self.pools.roll.wanted)
+
+    def _plan_of(self, worker_id: WorkerId) -> ClusterPlan:
+        return self.revisions.plan_of(self.pools.roll.of(worker_id))
+
+    def _roll_on(self, before: Roll) -> None:
+        """Drains a worker whose replacement the routers have taken; takes a roll back whose worker they refuse.
+
+        before: the roll at the step's begin.
+        """
+        roll = self.pools.roll
+        if before.before is not None and roll.before is None:
+            self.means.events.note(f"all workers have revision {roll.wanted} now")
+        if roll.before is None and not self.pools.outdated:
+            self.revisions.keep({roll.wanted, *roll.revisions.values()})
+        new = [one for one in self._members.refused if roll.of(one) == roll.wanted]
+        if roll.before is not None and new:
+            self.pools.roll = roll.taken_back(f"the router does not take {new[0]}: {self._members.refused[new[0]]}")
+            self.means.events.note(self.pools.roll.failure)
+            self._dismiss(new[0])
+        elif self._members.are_announced and (worker := self.pools.replaced) is not None:
+            self.pools.roll = replace(roll, surge=None)
+            self.means.events.note(f"worker {worker.id} of revision {roll.of(worker.id)} is replaced, and drains")
+            self._dismiss(worker.id)
+
+    def _dismiss(self, worker_id: WorkerId) -> None:
+        """Begins to drain a worker whose pool keeps its size."""
+        worker = self.pools.dismiss(worker_id)
+        self._pools_changed()
+        self.workers.begin(worker)
+
+    def _surged(self, role: Role) -> PoolSizes:
+        """Returns the sizes with one worker more of a role that has any."""
+        size = self.pools.sizes[role]
+        return replace(self.pools.sizes, **{role.value: size + bool(size)})
+
+    async def _require_room(self, after: Callable[[], PoolSizes]) -> None:
+        """Raises ConfigError if workers for sizes do not fit, which are asked for when the nodes' room is known."""
+        nodes = await self.workers.nodes()
+        if len(nodes) == 1 and nodes[0].is_head:
+            machine = await asyncio.to_thread(self.inspect)
+            self._require_room_here(machine, after())
+        else:
+            rooms = await asyncio.gather(*(self._room(node) for node in nodes))
+            self._require_room_on(rooms, after())
+
     def _require_room_here(self, machine: Machine, after: PoolSizes) -> None:
         used_bytes = [self.means.host.memory_bytes(worker.id) for worker in self.pools]
-        num_gpus = sum(after[role] * self.plan.resources(role).num_gpus for role in Role)
+        num_gpus = sum(after[role] * self._plan_now.resources(role).num_gpus for role in Role)
         require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
 
     def _require_room_on(self, rooms: Sequence[tuple[RayNode, Machine | None]], after: PoolSizes) -> None:
@@ -150,9 +233,12 @@ class Fleet:
         Skips a role that a node without workers can host: the start of its first worker finds out.
         """
         for role in Role:
-            machines = [machine for node, machine in rooms if node.has(self.plan.resources(role))]
+            machines = [machine for node, machine in rooms if node.has(self._plan_now.resources(role))]
             known = [machine for machine in machines if machine is not None]
-            most, num_more = sum(self.plan.num_more(role, one) for one in known), after[role] - self.pools.sizes[role]
+            most, num_more = (
+                sum(self._plan_now.num_more(role, one) for one in known),
+                after[role] - self.pools.sizes[role],
+            )
             if machines and len(known) == len(machines) and num_more > most:
                 problem = f"{num_more} more {role.value} workers do not fit into the memory of {len(known)} nodes"
                 raise ConfigError(f"{problem}: at most {most} do")

@@ -10,17 +10,17 @@ starting -> ready -> draining -> gone
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deploy.actors.liveness import backoff_s
 from deploy.plan.rules import range_problem
+from deploy.roll.roll import MAX_FAILED_STARTS, Roll
 from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 from wire.typed_reader import from_json, to_json
 
-MAX_FAILED_STARTS = 3
 VERSION = 2
 NONE = PoolSizes(0, 0)
 _WORKER_NAME = re.compile(r"(prefill|decode)-([0-9]{1,9})")
@@ -47,7 +47,7 @@ class PoolsRecord:
     A controller writes it before it acts, so that it names every worker that may exist; some may have died, or not
     started yet. num_named: the number of names given so far, for each role; no name is given twice. orders: none in
     records of version 1. leaving: ids of draining nodes, which get no workers. vacating: workers on these, whose places
-    others take.
+    others take. roll: none in earlier releases' records.
     """
 
     sizes: PoolSizes
@@ -56,6 +56,7 @@ class PoolsRecord:
     orders: tuple[Order, ...] = ()
     leaving: tuple[str, ...] = ()
     vacating: tuple[WorkerId, ...] = ()
+    roll: Roll = field(default_factory=Roll)
     version: int = VERSION
 
 
@@ -66,6 +67,7 @@ class Pools:
         self.sizes = record.sizes
         self.leaving = set(record.leaving)
         self._vacating = set(record.vacating)
+        self.roll = record.roll
         self._workers = {worker.id: worker for worker in record.workers}
         self._num_named = record.num_named
         self._orders = {role: Order(role, reached=record.sizes[role]) for role in Role}
@@ -82,11 +84,14 @@ class Pools:
         return cls(record)
 
     @classmethod
-    def recovered(cls, planned: PoolSizes, living: Sequence[str], known: Sequence[str] = ()) -> "Pools":
+    def recovered(
+        cls, planned: PoolSizes, living: Sequence[str], known: Sequence[str] = (), roll: Roll | None = None
+    ) -> "Pools":
         """Makes pools from the living workers, for a controller without a record.
 
         The workers are started once more, which changes nothing for a serving worker. A pool without workers gets its
-        planned size. known: names given before, which are not reused.
+        planned size. known: names given before, which are not reused. roll: the revision of new workers;
+        workers found that may have another one are replaced.
         """
         workers, num_named = [], dict.fromkeys(Role, 0)
         for index, name in enumerate((*living, *known)):
@@ -96,7 +101,8 @@ class Pools:
                 workers += [Worker(WorkerId(name), role)] if index < len(living) else []
         found_sizes = {role.value: sum(one.role is role for one in workers) or planned[role] for role in Role}
         named = PoolSizes(**{role.value: number for role, number in num_named.items()})
-        return cls(PoolsRecord(sizes=PoolSizes(**found_sizes), workers=tuple(workers), num_named=named))
+        sizes, roll = PoolSizes(**found_sizes), roll or Roll()
+        return cls(PoolsRecord(sizes=sizes, workers=tuple(workers), num_named=named, roll=roll))
 
     def to_json(self) -> str:
         record = PoolsRecord(
@@ -106,6 +112,7 @@ class Pools:
             orders=tuple(self._orders.values()),
             leaving=tuple(self.leaving),
             vacating=tuple(self._vacating & self._workers.keys()),
+            roll=self.roll,
         )
         return to_json(record)
 
@@ -187,6 +194,7 @@ class Pools:
         """Marks a STARTING or CHANGING worker READY, and clears the failures of its role. Ignores a DRAINING worker."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
+        self.roll = self.roll.became_ready(worker)
         if worker.state in (WorkerState.STARTING, WorkerState.CHANGING):
             self._change(worker, state=WorkerState.READY, address=address)
             order = self._orders[worker.role]
@@ -204,8 +212,8 @@ class Pools:
     def lost(self, worker_id: WorkerId, now_s: float, reason: str = "") -> str:
         """Drops a worker that died or did not start. Each further failure makes the next start wait longer.
 
-        After three failures in a row an order for more workers is abandoned: the size becomes the number reached.
-        Returns the reason, or "".
+        After three failures in a row an order for more workers is abandoned: the size becomes the number reached. The
+        first failure may take a roll back. Returns the reason, or "".
         """
         worker = self._workers.pop(worker_id, None)
         if worker is None or worker.state is not WorkerState.STARTING:
@@ -213,6 +221,11 @@ class Pools:
         role = worker.role
         self._num_failures[role] += 1
         self._paused_until_s[role] = now_s + backoff_s(self._num_failures[role])
+        wanted, self.roll = self.roll.wanted, self.roll.failed_start(worker, self._num_failures[role], reason)
+        if self.roll.wanted != wanted:
+            self._num_failures[role] = 0
+            del self._paused_until_s[role]
+            return self.roll.failure
         order, asked = self._orders[role], self.sizes[role]
         if self._num_failures[role] < MAX_FAILED_STARTS or order.reached >= asked:
             return ""
@@ -226,6 +239,7 @@ class Pools:
 
         Notes the actions as begun: the next plan is empty unless something changes.
         """
+        self.roll = self.roll.stepped(self._staying)
         return [worker for role in Role for worker in (*self._leave(role), *self._plan(role, now_s))]
 
     def exchange(self) -> list[Worker]:
@@ -273,7 +287,22 @@ class Pools:
         return [worker for worker in self._of(role) if worker.state is WorkerState.READY]
 
     def _surplus(self, role: Role) -> int:
-        return len(self._of(role)) - self.sizes[role]
+        return len(self._of(role)) - self.sizes[role] - (self.roll.surge is role)
+
+    @property
+    def outdated(self) -> list[Worker]:
+        """The workers of another revision than the wanted one, which a roll replaces."""
+        return self.roll.outdated(self._staying)
+
+    @property
+    def replaced(self) -> Worker | None:
+        """The outdated worker to dismiss, for its replacement is READY; None while there is none."""
+        return self.roll.replaced(self._staying, self.sizes)
+
+    @property
+    def _staying(self) -> list[Worker]:
+        """The workers whose places no others take."""
+        return [worker for worker in self if worker.id not in self._vacating]
 
     def _of(self, role: Role) -> list[Worker]:
         """Lists the workers that stay in a pool."""
@@ -288,6 +317,7 @@ class Pools:
         number = self._num_named[role]
         self._num_named = replace(self._num_named, **{role.value: number + 1})
         worker_id = WorkerId(f"{role.value}-{number}")
+        self.roll = self.roll.hired(worker_id)
         return self._change(Worker(worker_id, role))
 
     def _change(self, worker: Worker, **changes: Any) -> Worker:

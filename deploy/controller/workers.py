@@ -29,14 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class RouterMembers:
-    """Announces the pools to the routers. `are_announced` becomes False at each change."""
+    """Announces the pools to the routers. `are_announced` becomes False at each change.
+
+    refused: the workers that a router did not take at the last announcement, with its reason.
+    """
 
     def __init__(self, pools: Pools, routers: Sequence[str], host: ActorHost, events: EventLog) -> None:
         self._pools = pools
         self._routers = routers
         self._host = host
         self._events = events
-        self._refused: dict[WorkerId, str] = {}
+        self.refused: dict[WorkerId, str] = {}
         self._announcing = asyncio.Lock()
         self.are_announced = False
 
@@ -56,9 +59,9 @@ class RouterMembers:
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.items()}
             self.are_announced = self.are_announced and not refused
-            for worker_id, reason in refused.items() - self._refused.items():
+            for worker_id, reason in refused.items() - self.refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
-            self._refused = refused
+            self.refused = refused
 
     async def _tell(self, router: str, members: str) -> dict[WorkerId, str]:
         """Sends the members to a router; returns the workers that it refuses, none if it does not answer."""
@@ -74,20 +77,20 @@ class RouterMembers:
 class Workers:
     """The actors of the pools. Each start and each drain is a task; `on_change` follows each change of the pools.
 
-    join: waits for a node's service, and returns the node's baseline.
+    plan_of: returns the plan of a worker's revision. join: waits for a node's service, and returns the node's baseline.
     """
 
     def __init__(
         self,
         pools: Pools,
-        plan: ClusterPlan,
+        plan_of: Callable[[WorkerId], ClusterPlan],
         join: Callable[[RayNode], Awaitable[NodeBaseline]],
         means: Supervision,
         members: RouterMembers,
         on_change: Callable[[], None],
     ) -> None:
         self._pools = pools
-        self._plan = plan
+        self._plan_of = plan_of
         self._join = join
         self._means = means
         self._events = means.events
@@ -176,7 +179,8 @@ class Workers:
 
     async def _serve(self, worker: Worker) -> str:
         """Returns the address of a worker on the node that Ray has chosen for it."""
-        actor, resources = self._actor(worker.id), self._plan.resources(worker.role)
+        actor, plan = self._actor(worker.id), self._plan_of(worker.id)
+        resources = plan.resources(worker.role)
         require_node(resources, await self.nodes())
         actor.launch(resources, not_on=tuple(self._pools.leaving))
         node_id = await actor.node_id(PLACE_S)
@@ -185,7 +189,7 @@ class Workers:
             raise Unavailable("its node was lost")
         if node.id in self._pools.leaving:
             raise Unavailable(f"node {node.name} drains")
-        config = self._plan.worker_config(worker, await self._join(node))
+        config = plan.worker_config(worker, await self._join(node))
         address = (await actor.start(to_json(config), WORKER_START_S)).public
         await self._serve_as(worker)  # it may have started long ago, and have changed its role since
         return address
@@ -223,7 +227,8 @@ class Workers:
         """
         if worker.address:
             await self._members.announce()
-            place, until_s = await self._node_of(worker.id), self._clock() + self._plan.config.worker.drain_grace_s
+            grace_s = self._plan_of(worker.id).config.worker.drain_grace_s
+            place, until_s = await self._node_of(worker.id), self._clock() + grace_s
             self._note_handed_over(worker.id, await self._drain(worker.id, until_s))
             if place in self._pools.leaving:
                 left = await self._drain(service := service_of(place), until_s)

@@ -1,5 +1,6 @@
 """All settings of a cluster, from a TOML file and the command line. `baton.example.toml` explains each of them."""
 
+import json
 import re
 import stat
 import tomllib
@@ -16,7 +17,7 @@ from wire.errors import ConfigError, require_setting
 from wire.kv_policy import Sinks, parse_kv_policy
 from wire.pools import PoolSizes, Role
 from wire.trust.certificates import TlsFiles
-from wire.typed_reader import from_object
+from wire.typed_reader import from_object, to_json
 from worker.config import BatchSettings, SpeculationSettings
 
 DEFAULT_HTTP_PORT = 8000
@@ -292,7 +293,15 @@ class ClusterConfig:
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
         """Reads a TOML file, if given; the nested table `flags` overrides it. Raises ConfigError."""
-        table = _merge(_read(file) if file is not None else {}, flags)
+        return cls._merged({}, file, flags)
+
+    def changed(self, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
+        """Returns these settings with the given ones in their place. Raises ConfigError as `load`."""
+        return self._merged(json.loads(to_json(self)), file, flags)
+
+    @classmethod
+    def _merged(cls, base: Mapping[str, Any], file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
+        table = _merge(_merge(base, _read(file) if file is not None else {}), flags)
         return from_object(cls, {name: _count_bytes(value, name) for name, value in table.items()}, "")
 
 

@@ -56,6 +56,9 @@ class ClusterApi(ClusterServicer):
         await self._port.drain(WorkerId(request.worker_id))
         return cluster_pb2.DrainResponse()
 
+    async def Roll(self, request: cluster_pb2.RollRequest, context: Context) -> cluster_pb2.RollResponse:  # noqa: N802
+        return cluster_pb2.RollResponse(revision=await self._port.roll(request.revision))
+
     async def Probe(self, request: cluster_pb2.ProbeRequest, context: Context) -> cluster_pb2.ProbeResponse:  # noqa: N802
         sampling = pb.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
         asked = pb.GenerateRequest(token_ids=request.prompt, sampling_params=sampling)

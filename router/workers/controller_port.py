@@ -39,6 +39,12 @@ class ControllerPort(Protocol):
     async def drain(self, worker_id: WorkerId) -> None:
         """Waits until the worker has finished its requests and ended, without a replacement."""
 
+    async def roll(self, revision: str) -> int:
+        """Replaces all workers, one by one, by workers of a revision, which the controller reads; returns its number.
+
+        Raises InvalidRequest while another roll is under way, Unavailable if the roll was taken back.
+        """
+
     async def shutdown(self) -> None:
         """Begins to stop every actor of the cluster, the router included; does not wait."""
 
@@ -58,6 +64,7 @@ class LocalController:
         self.pools = pools
         self.drained: list[WorkerId] = []
         self.lost: list[WorkerId] = []
+        self.rolled: list[str] = []
         self.is_shut_down = False
         self.num_reloads = 0
         self.problems: tuple[str, ...] = ()
@@ -74,6 +81,11 @@ class LocalController:
     async def drain(self, worker_id: WorkerId) -> None:
         self._require_running()
         self.drained.append(worker_id)
+
+    async def roll(self, revision: str) -> int:
+        self._require_running()
+        self.rolled.append(revision)
+        return len(self.rolled)
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

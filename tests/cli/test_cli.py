@@ -356,6 +356,14 @@ def test_of_a_router_that_does_not_answer_the_logs_are_named(
     assert f"ask again in a moment, or see {logs}\n" in capsys.readouterr().err
 
 
+def test_a_cluster_without_recorded_revisions_is_not_rolled(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["roll", "--threads", "1"]) == 1
+    assert "started by a release that cannot roll: `baton down` and `baton up` do" in capsys.readouterr().err
+    assert server.asked == []
+
+
 @pytest.mark.parametrize("command", ASKING)
 def test_a_crash_of_ray_is_told_though_the_router_still_answers(
     command: list[str], server: FakeServer, capsys: pytest.CaptureFixture[str]

@@ -170,6 +170,22 @@ async def test_a_controller_that_dies_is_asked_again_for_what_it_was_asked(monke
     assert handle.calls == [order] * 2 + [("scaled", '{"decode": 7}')] * 3
 
 
+async def test_a_roll_is_ordered_again_of_a_controller_that_dies_and_its_end_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.actor.PAUSE_S", 0.001)
+    answers = ["", "3", "", "3"]
+
+    async def answer() -> str:
+        if given := answers.pop(0):
+            return given
+        raise ActorDiedError
+
+    port, handle = controller(monkeypatch, answer)
+    assert await port.roll("{}") == 3
+    assert handle.calls == [("roll", "{}")] * 2 + [("rolled", "3")] * 2
+
+
 async def test_an_order_is_not_asked_for_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.actor.ORDER_TIMEOUT_S", 0.02)
     monkeypatch.setattr("router.actor.PAUSE_S", 0.001)

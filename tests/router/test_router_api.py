@@ -557,6 +557,8 @@ async def test_the_operator_reaches_the_controller(service: Service) -> None:
     await service.operate.Drain(cluster_pb2.DrainRequest(worker_id="d0"), metadata=TOKEN)
     assert service.cluster.port.drained == ["d0"]
     assert service.cluster.workers["d0"].state == "ready"  # only the controller knows whether it can be spared
+    rolled = await service.operate.Roll(cluster_pb2.RollRequest(revision="{}"), metadata=TOKEN)
+    assert (rolled.revision, service.cluster.port.rolled) == (1, ["{}"])
     await service.operate.Shutdown(cluster_pb2.ShutdownRequest(), metadata=TOKEN)
     assert service.cluster.port.is_shut_down
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)

@@ -26,7 +26,7 @@ from wire.pb import inference_pb2 as inference__pb2
 from wire.pb import worker_pb2 as worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcluster.proto\x12\x08\x62\x61ton.v1\x1a\x0finference.proto\x1a\x0cworker.proto\"1\n\x10GetStatusRequest\x12\r\n\x05\x63heck\x18\x01 \x01(\x08\x12\x0e\n\x06recent\x18\x02 \x01(\x08\"\x86\x04\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12&\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x16.baton.v1.ClusterEvent\x12\x10\n\x08problems\x18\t \x03(\t\x12\x17\n\x0fmetrics_address\x18\n \x01(\t\x12+\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x15.baton.v1.PrefixCache\x12#\n\x05tiers\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierStatus\x12#\n\x05pools\x18\r \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x44\n\x0funcached_blocks\x18\x0e \x03(\x0b\x32+.baton.v1.ClusterStatus.UncachedBlocksEntry\x12\x1c\n\x0f\x62\x61tch_invariant\x18\x0f \x01(\x08H\x00\x88\x01\x01\x1a\x35\n\x13UncachedBlocksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_batch_invariantJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\";\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x11\n\tnum_ready\x18\x03 \x01(\r\"T\n\x0bPrefixCache\x12\x0f\n\x07queries\x18\x01 \x01(\x04\x12\"\n\x04hits\x18\x05 \x03(\x0b\x32\x14.baton.v1.TierTokensJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"+\n\x0c\x43lusterEvent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"Y\n\x0cProbeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\"H\n\rProbeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12$\n\x08timeline\x18\x02 \x01(\x0b\x32\x12.baton.v1.Timeline\"G\n\x13ListRequestsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"@\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.baton.v1.EndedRequest\"\xed\x02\n\x0c\x45ndedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x10\n\x08\x61ttempts\x18\n \x01(\r\x12\x14\n\x07ttft_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12+\n\rcached_tokens\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierTokens\x12$\n\x08timeline\x18\r \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0e\n\x06\x63\x61uses\x18\x0e \x03(\t\x12!\n\x06misses\x18\x0f \x03(\x0b\x32\x11.baton.v1.MissRunB\n\n\x08_ttft_ms\"\x11\n\x0fGetUsageRequest\"3\n\x0bUsageReport\x12$\n\x05usage\x18\x01 \x03(\x0b\x32\x15.baton.v1.TenantUsage\"\x98\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x10\n\x08worker_s\x18\x07 \x01(\x01\"*\n\x14\x45xplainMissesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"L\n\x0fMissExplanation\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.EndedRequest\x12\x10\n\x08problems\x18\x02 \x03(\t\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"\x13\n\x11ReloadKeysRequest\"\x14\n\x12ReloadKeysResponse\"\x91\x01\n\x12WatchBlocksRequest\x12\x36\n\x05\x61\x66ter\x18\x01 \x03(\x0b\x32\'.baton.v1.WatchBlocksRequest.AfterEntry\x1a\x43\n\nAfterEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.baton.v1.EventCursor:\x02\x38\x01\"\xa3\x01\n\x0c\x43\x61\x63heRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x12\n\neverything\x18\x05 \x01(\x08\x42\x08\n\x06promptB\t\n\x07_tenantB\x08\n\x06_model\"q\n\rCacheContents\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.baton.v1.CacheRow\x12\x15\n\rdropped_pages\x18\x02 \x01(\x04\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\x12\x10\n\x08problems\x18\x04 \x03(\t\"\xb9\x01\n\x08\x43\x61\x63heRow\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08newest_s\x18\x07 \x01(\x01\x12\x10\n\x08oldest_s\x18\x08 \x01(\x01\x12\x12\n\x05share\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06places\x18\n \x03(\rB\x08\n\x06_share\"F\n\x15\x43omparePromptsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\t\x12\x0e\n\x06second\x18\x03 \x01(\t\"\xde\x01\n\x10PromptComparison\x12\x14\n\x0c\x66irst_tokens\x18\x01 \x01(\r\x12\x15\n\rsecond_tokens\x18\x02 \x01(\r\x12\x15\n\rshared_tokens\x18\x03 \x01(\r\x12\x12\n\nfirst_text\x18\x04 \x01(\t\x12\x13\n\x0bsecond_text\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rshared_blocks\x18\x07 \x01(\r\x12 \n\x04held\x18\x08 \x03(\x0b\x32\x12.baton.v1.CacheRow\x12\x10\n\x08problems\x18\t \x03(\t2\xa8\x07\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Probe\x12\x16.baton.v1.ProbeRequest\x1a\x17.baton.v1.ProbeResponse\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12J\n\rExplainMisses\x12\x1e.baton.v1.ExplainMissesRequest\x1a\x19.baton.v1.MissExplanation\x12<\n\x08GetUsage\x12\x19.baton.v1.GetUsageRequest\x1a\x15.baton.v1.UsageReport\x12\x41\n\x08Shutdown\x12\x19.baton.v1.ShutdownRequest\x1a\x1a.baton.v1.ShutdownResponse\x12G\n\nReloadKeys\x12\x1b.baton.v1.ReloadKeysRequest\x1a\x1c.baton.v1.ReloadKeysResponse\x12\x42\n\x0bWatchBlocks\x12\x1c.baton.v1.WatchBlocksRequest\x1a\x13.baton.v1.EventPage0\x01\x12<\n\tListCache\x12\x16.baton.v1.CacheRequest\x1a\x17.baton.v1.CacheContents\x12=\n\nClearCache\x12\x16.baton.v1.CacheRequest\x1a\x17.baton.v1.CacheContents\x12M\n\x0e\x43omparePrompts\x12\x1f.baton.v1.ComparePromptsRequest\x1a\x1a.baton.v1.PromptComparisonb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcluster.proto\x12\x08\x62\x61ton.v1\x1a\x0finference.proto\x1a\x0cworker.proto\"1\n\x10GetStatusRequest\x12\r\n\x05\x63heck\x18\x01 \x01(\x08\x12\x0e\n\x06recent\x18\x02 \x01(\x08\"\x86\x04\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12&\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x16.baton.v1.ClusterEvent\x12\x10\n\x08problems\x18\t \x03(\t\x12\x17\n\x0fmetrics_address\x18\n \x01(\t\x12+\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x15.baton.v1.PrefixCache\x12#\n\x05tiers\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierStatus\x12#\n\x05pools\x18\r \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12\x44\n\x0funcached_blocks\x18\x0e \x03(\x0b\x32+.baton.v1.ClusterStatus.UncachedBlocksEntry\x12\x1c\n\x0f\x62\x61tch_invariant\x18\x0f \x01(\x08H\x00\x88\x01\x01\x1a\x35\n\x13UncachedBlocksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_batch_invariantJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\";\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x11\n\tnum_ready\x18\x03 \x01(\r\"T\n\x0bPrefixCache\x12\x0f\n\x07queries\x18\x01 \x01(\x04\x12\"\n\x04hits\x18\x05 \x03(\x0b\x32\x14.baton.v1.TierTokensJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"+\n\x0c\x43lusterEvent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x1f\n\x0bRollRequest\x12\x10\n\x08revision\x18\x01 \x01(\t\" \n\x0cRollResponse\x12\x10\n\x08revision\x18\x01 \x01(\r\"Y\n\x0cProbeRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIds\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\"H\n\rProbeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12$\n\x08timeline\x18\x02 \x01(\x0b\x32\x12.baton.v1.Timeline\"G\n\x13ListRequestsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"@\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.baton.v1.EndedRequest\"\xed\x02\n\x0c\x45ndedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x10\n\x08\x61ttempts\x18\n \x01(\r\x12\x14\n\x07ttft_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12+\n\rcached_tokens\x18\x0c \x03(\x0b\x32\x14.baton.v1.TierTokens\x12$\n\x08timeline\x18\r \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0e\n\x06\x63\x61uses\x18\x0e \x03(\t\x12!\n\x06misses\x18\x0f \x03(\x0b\x32\x11.baton.v1.MissRunB\n\n\x08_ttft_ms\"\x11\n\x0fGetUsageRequest\"3\n\x0bUsageReport\x12$\n\x05usage\x18\x01 \x03(\x0b\x32\x15.baton.v1.TenantUsage\"\x98\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x10\n\x08worker_s\x18\x07 \x01(\x01\"*\n\x14\x45xplainMissesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"L\n\x0fMissExplanation\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.EndedRequest\x12\x10\n\x08problems\x18\x02 \x03(\t\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"\x13\n\x11ReloadKeysRequest\"\x14\n\x12ReloadKeysResponse\"\x91\x01\n\x12WatchBlocksRequest\x12\x36\n\x05\x61\x66ter\x18\x01 \x03(\x0b\x32\'.baton.v1.WatchBlocksRequest.AfterEntry\x1a\x43\n\nAfterEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.baton.v1.EventCursor:\x02\x38\x01\"\xa3\x01\n\x0c\x43\x61\x63heRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x12\n\neverything\x18\x05 \x01(\x08\x42\x08\n\x06promptB\t\n\x07_tenantB\x08\n\x06_model\"q\n\rCacheContents\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.baton.v1.CacheRow\x12\x15\n\rdropped_pages\x18\x02 \x01(\x04\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\x12\x10\n\x08problems\x18\x04 \x03(\t\"\xb9\x01\n\x08\x43\x61\x63heRow\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08newest_s\x18\x07 \x01(\x01\x12\x10\n\x08oldest_s\x18\x08 \x01(\x01\x12\x12\n\x05share\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06places\x18\n \x03(\rB\x08\n\x06_share\"F\n\x15\x43omparePromptsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\t\x12\x0e\n\x06second\x18\x03 \x01(\t\"\xde\x01\n\x10PromptComparison\x12\x14\n\x0c\x66irst_tokens\x18\x01 \x01(\r\x12\x15\n\rsecond_tokens\x18\x02 \x01(\r\x12\x15\n\rshared_tokens\x18\x03 \x01(\r\x12\x12\n\nfirst_text\x18\x04 \x01(\t\x12\x13\n\x0bsecond_text\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rshared_blocks\x18\x07 \x01(\r\x12 \n\x04held\x18\x08 \x03(\x0b\x32\x12.baton.v1.CacheRow\x12\x10\n\x08problems\x18\t \x03(\t2\xdf\x07\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x35\n\x04Roll\x12\x15.baton.v1.RollRequest\x1a\x16.baton.v1.RollResponse\x12\x38\n\x05Probe\x12\x16.baton.v1.ProbeRequest\x1a\x17.baton.v1.ProbeResponse\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12J\n\rExplainMisses\x12\x1e.baton.v1.ExplainMissesRequest\x1a\x19.baton.v1.MissExplanation\x12<\n\x08GetUsage\x12\x19.baton.v1.GetUsageRequest\x1a\x15.baton.v1.UsageReport\x12\x41\n\x08Shutdown\x12\x19.baton.v1.ShutdownRequest\x1a\x1a.baton.v1.ShutdownResponse\x12G\n\nReloadKeys\x12\x1b.baton.v1.ReloadKeysRequest\x1a\x1c.baton.v1.ReloadKeysResponse\x12\x42\n\x0bWatchBlocks\x12\x1c.baton.v1.WatchBlocksRequest\x1a\x13.baton.v1.EventPage0\x01\x12<\n\tListCache\x12\x16.baton.v1.CacheRequest\x1a\x17.baton.v1.CacheContents\x12=\n\nClearCache\x12\x16.baton.v1.CacheRequest\x1a\x17.baton.v1.CacheContents\x12M\n\x0e\x43omparePrompts\x12\x1f.baton.v1.ComparePromptsRequest\x1a\x1a.baton.v1.PromptComparisonb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,48 +57,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=987
   _globals['_DRAINRESPONSE']._serialized_start=989
   _globals['_DRAINRESPONSE']._serialized_end=1004
-  _globals['_PROBEREQUEST']._serialized_start=1006
-  _globals['_PROBEREQUEST']._serialized_end=1095
-  _globals['_PROBERESPONSE']._serialized_start=1097
-  _globals['_PROBERESPONSE']._serialized_end=1169
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1171
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1242
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1244
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1308
-  _globals['_ENDEDREQUEST']._serialized_start=1311
-  _globals['_ENDEDREQUEST']._serialized_end=1676
-  _globals['_GETUSAGEREQUEST']._serialized_start=1678
-  _globals['_GETUSAGEREQUEST']._serialized_end=1695
-  _globals['_USAGEREPORT']._serialized_start=1697
-  _globals['_USAGEREPORT']._serialized_end=1748
-  _globals['_TENANTUSAGE']._serialized_start=1751
-  _globals['_TENANTUSAGE']._serialized_end=1903
-  _globals['_EXPLAINMISSESREQUEST']._serialized_start=1905
-  _globals['_EXPLAINMISSESREQUEST']._serialized_end=1947
-  _globals['_MISSEXPLANATION']._serialized_start=1949
-  _globals['_MISSEXPLANATION']._serialized_end=2025
-  _globals['_SHUTDOWNREQUEST']._serialized_start=2027
-  _globals['_SHUTDOWNREQUEST']._serialized_end=2044
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=2046
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=2064
-  _globals['_RELOADKEYSREQUEST']._serialized_start=2066
-  _globals['_RELOADKEYSREQUEST']._serialized_end=2085
-  _globals['_RELOADKEYSRESPONSE']._serialized_start=2087
-  _globals['_RELOADKEYSRESPONSE']._serialized_end=2107
-  _globals['_WATCHBLOCKSREQUEST']._serialized_start=2110
-  _globals['_WATCHBLOCKSREQUEST']._serialized_end=2255
-  _globals['_WATCHBLOCKSREQUEST_AFTERENTRY']._serialized_start=2188
-  _globals['_WATCHBLOCKSREQUEST_AFTERENTRY']._serialized_end=2255
-  _globals['_CACHEREQUEST']._serialized_start=2258
-  _globals['_CACHEREQUEST']._serialized_end=2421
-  _globals['_CACHECONTENTS']._serialized_start=2423
-  _globals['_CACHECONTENTS']._serialized_end=2536
-  _globals['_CACHEROW']._serialized_start=2539
-  _globals['_CACHEROW']._serialized_end=2724
-  _globals['_COMPAREPROMPTSREQUEST']._serialized_start=2726
-  _globals['_COMPAREPROMPTSREQUEST']._serialized_end=2796
-  _globals['_PROMPTCOMPARISON']._serialized_start=2799
-  _globals['_PROMPTCOMPARISON']._serialized_end=3021
-  _globals['_CLUSTER']._serialized_start=3024
-  _globals['_CLUSTER']._serialized_end=3960
+  _globals['_ROLLREQUEST']._serialized_start=1006
+  _globals['_ROLLREQUEST']._serialized_end=1037
+  _globals['_ROLLRESPONSE']._serialized_start=1039
+  _globals['_ROLLRESPONSE']._serialized_end=1071
+  _globals['_PROBEREQUEST']._serialized_start=1073
+  _globals['_PROBEREQUEST']._serialized_end=1162
+  _globals['_PROBERESPONSE']._serialized_start=1164
+  _globals['_PROBERESPONSE']._serialized_end=1236
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1238
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1309
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1311
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1375
+  _globals['_ENDEDREQUEST']._serialized_start=1378
+  _globals['_ENDEDREQUEST']._serialized_end=1743
+  _globals['_GETUSAGEREQUEST']._serialized_start=1745
+  _globals['_GETUSAGEREQUEST']._serialized_end=1762
+  _globals['_USAGEREPORT']._serialized_start=1764
+  _globals['_USAGEREPORT']._serialized_end=1815
+  _globals['_TENANTUSAGE']._serialized_start=1818
+  _globals['_TENANTUSAGE']._serialized_end=1970
+  _globals['_EXPLAINMISSESREQUEST']._serialized_start=1972
+  _globals['_EXPLAINMISSESREQUEST']._serialized_end=2014
+  _globals['_MISSEXPLANATION']._serialized_start=2016
+  _globals['_MISSEXPLANATION']._serialized_end=2092
+  _globals['_SHUTDOWNREQUEST']._serialized_start=2094
+  _globals['_SHUTDOWNREQUEST']._serialized_end=2111
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=2113
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=2131
+  _globals['_RELOADKEYSREQUEST']._serialized_start=2133
+  _globals['_RELOADKEYSREQUEST']._serialized_end=2152
+  _globals['_RELOADKEYSRESPONSE']._serialized_start=2154
+  _globals['_RELOADKEYSRESPONSE']._serialized_end=2174
+  _globals['_WATCHBLOCKSREQUEST']._serialized_start=2177
+  _globals['_WATCHBLOCKSREQUEST']._serialized_end=2322
+  _globals['_WATCHBLOCKSREQUEST_AFTERENTRY']._serialized_start=2255
+  _globals['_WATCHBLOCKSREQUEST_AFTERENTRY']._serialized_end=2322
+  _globals['_CACHEREQUEST']._serialized_start=2325
+  _globals['_CACHEREQUEST']._serialized_end=2488
+  _globals['_CACHECONTENTS']._serialized_start=2490
+  _globals['_CACHECONTENTS']._serialized_end=2603
+  _globals['_CACHEROW']._serialized_start=2606
+  _globals['_CACHEROW']._serialized_end=2791
+  _globals['_COMPAREPROMPTSREQUEST']._serialized_start=2793
+  _globals['_COMPAREPROMPTSREQUEST']._serialized_end=2863
+  _globals['_PROMPTCOMPARISON']._serialized_start=2866
+  _globals['_PROMPTCOMPARISON']._serialized_end=3088
+  _globals['_CLUSTER']._serialized_start=3091
+  _globals['_CLUSTER']._serialized_end=4082
 # @@protoc_insertion_point(module_scope)

@@ -105,6 +105,18 @@ class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RollRequest(_message.Message):
+    __slots__ = ("revision",)
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    revision: str
+    def __init__(self, revision: _Optional[str] = ...) -> None: ...
+
+class RollResponse(_message.Message):
+    __slots__ = ("revision",)
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
+
 class ProbeRequest(_message.Message):
     __slots__ = ("worker_id", "prompt", "max_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

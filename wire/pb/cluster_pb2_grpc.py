@@ -51,6 +51,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Roll = channel.unary_unary(
+                '/baton.v1.Cluster/Roll',
+                request_serializer=cluster__pb2.RollRequest.SerializeToString,
+                response_deserializer=cluster__pb2.RollResponse.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/baton.v1.Cluster/Probe',
                 request_serializer=cluster__pb2.ProbeRequest.SerializeToString,
@@ -126,6 +131,14 @@ class ClusterServicer:
 
     def Drain(self, request, context):
         """Answers when the worker, or each of the node, has finished or handed over its requests and is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Roll(self, request, context):
+        """Answers when every worker was replaced by one of the new revision; FAILED_PRECONDITION or INVALID_ARGUMENT, and nothing
+        is changed, where that cannot be; UNAVAILABLE where a worker did not start, and the workers before serve on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,6 +243,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=cluster__pb2.DrainRequest.FromString,
                     response_serializer=cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'Roll': grpc.unary_unary_rpc_method_handler(
+                    servicer.Roll,
+                    request_deserializer=cluster__pb2.RollRequest.FromString,
+                    response_serializer=cluster__pb2.RollResponse.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -368,6 +386,33 @@ class Cluster:
             '/baton.v1.Cluster/Drain',
             cluster__pb2.DrainRequest.SerializeToString,
             cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Roll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Roll',
+            cluster__pb2.RollRequest.SerializeToString,
+            cluster__pb2.RollResponse.FromString,
             options,
             channel_credentials,
             insecure,

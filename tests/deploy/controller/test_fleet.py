@@ -20,6 +20,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, RayNode, Resources
 from deploy.processes.atomic_file import AtomicFile
+from deploy.roll.revisions import Revisions
 from router.config import RouterSettings
 from tests.deploy.plan.test_cluster_plan import MACHINE, planned
 from wire.errors import (
@@ -34,6 +35,7 @@ from wire.errors import (
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Role, Worker, WorkerState
 from wire.typed_reader import from_json, to_json
+from worker.config import WorkerConfig
 
 PLAN = planned(ClusterConfig())
 D0, D1, D2 = (WorkerId(f"decode-{number}") for number in range(3))
@@ -105,9 +107,14 @@ class BrokenHost(FleetHost):
 class LocalRecord(AtomicFile):
     """Keeps the text, unless its disk is full."""
 
+    path = Path("record")
+
     def __init__(self) -> None:
         self.text: str | None = None
         self.is_full = False
+
+    def read(self) -> bytes | None:
+        return None if self.text is None else self.text.encode()
 
     def try_write(self, content: bytes) -> bool:
         if not self.is_full:
@@ -125,7 +132,7 @@ class World:
         self.router = self.host.router
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(PoolsRecord(sizes=PoolSizes(prefill, decode)))
-        self.record = LocalRecord()
+        self.record, self.revisions = LocalRecord(), LocalRecord()
         self.machine = Machine(memory_bytes=8 << 30, shared_bytes=0, num_cores=2)
         self.node_is_up = asyncio.Event()
         self.node_is_up.set()
@@ -146,6 +153,7 @@ class World:
             join=self._join,
             means=Supervision(self.host, Path(), self.events, lambda: self.now_s),
             record=self.record,
+            revisions=Revisions(self.plan, self.revisions),
             inspect=lambda: self.machine,
         )
 
@@ -969,3 +977,196 @@ async def test_every_router_is_told_of_the_workers_and_asked_again_until_all_kno
     host.second.away = False
     await members.announce()
     assert (host.second.sizes, members.are_announced) == (PoolSizes(1, 1), True)
+
+
+class RollHost(FleetHost):
+    """Remembers the settings that each worker started with; the workers of `bad` threads do not start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: dict[str, int] = {}
+        self.bad = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        config = from_json(WorkerConfig, config_json, "worker")
+        await self.gate.wait()
+        if config.num_threads == self.bad:
+            raise ModelError("no such model")
+        self.threads[name] = config.num_threads
+        return await super().start(name, config_json, timeout_s)
+
+    @property
+    def present(self) -> dict[str, int]:
+        """The threads of each worker that is there."""
+        return {name: self.threads.get(name, 0) for name in self.actors}
+
+
+BEFORE = planned(ClusterConfig.load(None, {"worker": {"num_threads": 1}}))
+
+
+def with_threads(num_threads: int) -> ClusterConfig:
+    return ClusterConfig.load(None, {"worker": {"num_threads": num_threads}})
+
+
+class Rollable(World):
+    """A world of two and two workers with one thread each, and its host by its own type."""
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        self.rolls = RollHost()
+        super().__init__(prefill, decode, self.rolls, BEFORE)
+
+    async def has_only(self, num_threads: int, num_workers: int) -> None:
+        """Waits until so many workers are there, all with so many threads."""
+        await until(lambda: [*self.rolls.present.values()] == [num_threads] * num_workers)
+
+
+@asynccontextmanager
+async def rollable(prefill: int = 2, decode: int = 2) -> AsyncIterator[Rollable]:
+    world = Rollable(prefill, decode)
+    async with world.running():
+        await world.settled()
+        yield world
+
+
+async def test_workers_are_rolled_one_by_one_and_no_pool_gets_smaller() -> None:
+    async with rollable() as world:
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        await world.fleet.rolled(number, 5)
+        assert world.rolls.present == dict.fromkeys(("prefill-2", "prefill-3", "decode-2", "decode-3"), 2)
+        assert world.router.known == set(world.host.actors)
+        for told in world.router.told[1:]:
+            serving = [one for one in told if one.state is WorkerState.READY]
+            assert 4 <= len(serving) <= 5
+            assert len(told) <= 5
+        texts = [event.text for event in world.events.report()]
+        assert "rolling 4 workers to revision 1: worker.num_threads 2" in texts
+        assert [text for text in texts if "is replaced" in text] == [
+            f"worker {name} of revision 0 is replaced, and drains"
+            for name in ("prefill-0", "decode-0", "prefill-1", "decode-1")
+        ]
+        assert texts[-1] == "all workers have revision 1 now"
+        assert await world.scaled(1, 3) == PoolSizes(1, 3)
+        assert set(world.rolls.present.values()) == {2}
+
+
+async def test_a_roll_without_changes_replaces_the_processes() -> None:
+    async with rollable(0, 1) as world:
+        await world.fleet.rolled(await world.fleet.roll(BEFORE.config, BEFORE.model), 5)
+        assert world.rolls.present == {"decode-1": 1}
+        assert any(event.text.endswith("to revision 1: the same settings") for event in world.events.report())
+
+
+async def test_the_failure_of_the_first_new_worker_takes_the_roll_back_and_the_old_ones_serve_on() -> None:
+    async with rollable() as world:
+        world.rolls.bad = 2
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        with pytest.raises(Unavailable, match=r"revision 1 is taken back, and revision 0 serves on: .*no such model"):
+            await world.fleet.rolled(number, 5)
+        await world.settled()
+        assert world.rolls.present == dict.fromkeys((P0, P1, D0, D1), 1)
+        assert world.host.drained == []
+        await world.fleet.rolled(await world.fleet.roll(with_threads(3), BEFORE.model), 5)
+        assert set(world.rolls.present.values()) == {3}
+
+
+async def test_the_first_failure_of_the_other_pool_rolls_replaced_workers_back() -> None:
+    """A prefill worker of the new settings serves already when the first decode worker does not start."""
+    async with rollable() as world:
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        await until(lambda: "prefill-2" in world.rolls.threads)
+        world.rolls.bad = 2
+        with pytest.raises(Unavailable, match="is taken back"):
+            await world.fleet.rolled(number, 5)
+        await world.has_only(1, 4)
+        await world.settled()
+
+
+async def test_a_later_failure_is_tried_again_as_pools_do() -> None:
+    async with rollable() as world:
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        await until(lambda: world.pools.roll.proven != () and len(world.pools.roll.proven) == 2)
+        world.host.failures = [Unavailable("Ray is busy")]
+        await until(lambda: not world.host.failures)
+        world.now_s += 60
+        await world.fleet.rolled(number, 5)
+        assert set(world.rolls.present.values()) == {2}
+
+
+@pytest.mark.parametrize("num_ready", range(5))
+async def test_another_controller_goes_on_with_a_roll_at_each_step(num_ready: int) -> None:
+    async with rollable() as world:
+        await world.fleet.roll(with_threads(2), BEFORE.model)
+        await until(lambda: sum(threads == 2 for threads in world.rolls.threads.values()) >= num_ready)
+        world.controller_dies()
+        await world.fleet.workers.take_over()
+        async with world.running():
+            assert await world.fleet.roll(with_threads(2), BEFORE.model) in (1, 2), "the order may be given again"
+            await world.has_only(2, 4)
+            await world.settled()
+
+
+async def test_a_second_roll_is_refused_and_the_same_order_is_not() -> None:
+    async with rollable() as world:
+        world.rolls.gate.clear()
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        with pytest.raises(InvalidRequest, match="a roll to revision 1 is under way"):
+            await world.fleet.roll(with_threads(3), BEFORE.model)
+        assert await world.fleet.roll(with_threads(2), BEFORE.model) == number
+        world.rolls.gate.set()
+        await world.fleet.rolled(number, 5)
+
+
+async def test_a_roll_without_room_for_one_worker_more_changes_nothing() -> None:
+    async with rollable() as world:
+        world.machine = replace(world.machine, memory_bytes=0)
+        with pytest.raises(ConfigError, match="1 more workers take"):
+            await world.fleet.roll(with_threads(2), BEFORE.model)
+        with pytest.raises(ConfigError, match="a roll does not change"):
+            await world.fleet.roll(ClusterConfig(insecure=True), BEFORE.model)
+        assert world.pools.roll.wanted == 0
+
+
+async def test_a_new_worker_that_the_router_refuses_takes_the_roll_back() -> None:
+    async with rollable() as world:
+        world.router.refused = {P2: "worker has another model fingerprint than the router"}
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        with pytest.raises(Unavailable, match="does not take prefill-2: worker has another model fingerprint"):
+            await world.fleet.rolled(number, 5)
+        await until(lambda: set(world.rolls.present) == {P0, P1, D0, D1})
+
+
+async def test_workers_that_die_amid_a_roll_are_replaced_by_new_ones() -> None:
+    async with rollable() as world:
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        for name in (D1, P1):
+            del world.host.actors[name]
+            await world.fleet.workers.probe(name)
+        await world.fleet.rolled(number, 5)
+        assert (set(world.rolls.present.values()), len(world.rolls.present)) == ({2}, 4)
+
+
+async def test_a_roll_takes_until_a_busy_worker_has_drained() -> None:
+    async with rollable(0, 1) as world:
+        world.host.keep_busy(D0)
+        number = await world.fleet.roll(with_threads(2), BEFORE.model)
+        await until(lambda: world.pools.has(D0, WorkerState.DRAINING))
+        with pytest.raises(DeadlineExceeded, match="the roll is still under way"):
+            await world.fleet.rolled(number, 0.05)
+        world.host.finish(D0)
+        await world.fleet.rolled(number, 5)
+        assert world.rolls.present == {D1: 2}
+
+
+async def test_workers_found_without_a_record_are_of_the_revision_that_has_served() -> None:
+    async with rollable(1, 1) as world:
+        await world.fleet.rolled(await world.fleet.roll(with_threads(2), BEFORE.model), 5)
+        await until(lambda: b'"number": 0' not in (world.revisions.read() or b""))
+        revisions = Revisions(BEFORE, world.revisions)
+        found = list(world.host.actors)
+        world.controller_dies(Pools.recovered(PoolSizes(1, 1), found, found, revisions.recovered))
+        await world.fleet.workers.take_over()
+        async with world.running():
+            await until(lambda: len(world.rolls.present) == 2 and not set(world.rolls.present) & set(found))
+            assert set(world.rolls.present.values()) == {2}

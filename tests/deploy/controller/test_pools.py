@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from deploy.controller.pools import Pools, PoolsRecord
+from deploy.roll.roll import Roll
 from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
@@ -391,6 +392,19 @@ def test_a_record_of_version_1_is_read_and_its_sizes_were_reached() -> None:
 def test_a_record_of_other_pools_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Pools.from_json(json.dumps(json.loads(pools(1, 1).to_json()) | change))
+
+
+def test_a_record_of_the_release_before_has_no_roll() -> None:
+    """As that release wrote it: amid a drain of a node."""
+    text = (
+        '{"sizes": {"prefill": 1, "decode": 1}, "workers": [{"id": "prefill-0", "role": "prefill", "address": "h:1", '
+        '"state": "ready"}, {"id": "decode-3", "role": "decode", "address": "h:2", "state": "draining"}], '
+        '"num_named": {"prefill": 1, "decode": 4}, "orders": [{"role": "prefill", "number": 0, "reached": 1, '
+        '"failure": ""}, {"role": "decode", "number": 2, "reached": 1, "failure": ""}], "leaving": ["n"], "version": 2}'
+    )
+    read = Pools.from_json(text)
+    assert (read.roll, read.outdated, read.leaving) == (Roll(), [], {"n"})
+    assert [one.id for one in read.plan(0.0)] == ["decode-4"]
 
 
 class AnyEvents(RuleBasedStateMachine):
