@@ -182,6 +182,7 @@ class Gateway:
         client = self._client(request)
         taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         prompts = dialect.take_prompts(taken)
+        fields.place_by_tier(taken)
         formats.take_format(taken, dialect.sent)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:

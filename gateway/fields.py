@@ -77,6 +77,13 @@ def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     return sent
 
 
+def place_by_tier(taken: dict[str, Any]) -> None:
+    """Gives a request the priority of its service tier in place of the tier."""
+    priority = TIER_TO_PRIORITY[taken.pop("service_tier", "auto")]
+    if priority:
+        taken.setdefault("priority", priority)
+
+
 def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:
     """Returns an error with the client's names of fields in place of the router's. sent: client's names by router's.
 
@@ -305,6 +312,9 @@ SAMPLING: dict[str, Read] = {
     "include_stop_str_in_output": flag,
 }
 """Fields that keep their names; the router checks their ranges."""
+TIER_TO_PRIORITY = {"auto": 0, "default": 0, "standard_only": 0, "flex": 1 << 16, "priority": -(1 << 16)}
+"""The priority of a request by its service tier, unless it has one of its own."""
+service_tier = reader_of(Literal[tuple(TIER_TO_PRIORITY)])
 COMMON: dict[str, Read] = {
     **SAMPLING,
     "keep_s": number,
@@ -312,6 +322,7 @@ COMMON: dict[str, Read] = {
     "model": text,
     "priority": int32,
     "return_token_ids": flag,
+    "service_tier": service_tier,
     "session": text,
     "stream": flag,
     "stream_options": stream_options,

@@ -151,8 +151,9 @@ _THINKING = fields.by_type(
         "enabled": fields.object_of({**_OF_THINKING, "budget_tokens": fields.int32}, "budget_tokens"),
     }
 )
+_OF_OPENAI = ("stop", "thinking_token_budget", "service_tier")
 FIELDS: dict[str, Read] = {
-    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in ("stop", "thinking_token_budget")},
+    **{name: read for name, read in conversation.ONE_ANSWER.items() if name not in _OF_OPENAI},
     "max_tokens": fields.int64,
     "stop_sequences": list_of(fields.text),
     "messages": turns,

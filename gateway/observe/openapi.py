@@ -108,6 +108,7 @@ SCHEMAS: dict[Read, dict[str, Any]] = {
     fields.tools: _OBJECTS,
     fields.tool_choice: _CHOICE,
     fields.reasoning_effort: {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]},
+    fields.service_tier: {"enum": [*fields.TIER_TO_PRIORITY, None]},
     fields.free_object: _OBJECT,
     fields.logit_bias: {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
     **dict.fromkeys((formats.response_format, formats.text_format), _OBJECT),

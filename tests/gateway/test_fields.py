@@ -103,7 +103,7 @@ WRONG: list[tuple[str, object]] = [
     ("echo", 1),
     ("best_of", 2),
     ("store", True),
-    ("service_tier", "flex"),
+    ("service_tier", "fast"),
     ("response_format", "json"),
     ("tools", [{"type": "function"}]),
     ("tool_choice", "required"),
@@ -275,7 +275,7 @@ IDLE: dict[str, Any] = {
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
-    assert fields.take(IDLE, fields.COMMON) == {}
+    assert fields.take(IDLE, fields.COMMON) == {"service_tier": "auto", "priority": 0}
 
 
 def test_fields_that_are_read() -> None:
@@ -308,3 +308,21 @@ def test_logprobs_of_chats_are_counted_apart() -> None:
         assert taken == logprobs
     with pytest.raises(InvalidRequest, match="top_logprobs"):
         ChatDialect().take_prompts({"messages": SAID, "top_logprobs": 3})
+
+
+@pytest.mark.parametrize(
+    ("sent", "priority"),
+    [
+        ({}, None),
+        ({"service_tier": "auto"}, None),
+        ({"service_tier": "flex"}, 65536),
+        ({"service_tier": "priority"}, -65536),
+        ({"service_tier": "flex", "priority": 3}, 3),
+        ({"service_tier": "default", "priority": 3}, 3),
+    ],
+)
+def test_a_service_tier_is_a_priority(sent: dict[str, Any], priority: int | None) -> None:
+    taken = fields.take(dict(sent), ChatDialect.fields)
+    fields.place_by_tier(taken)
+    assert taken.get("priority") == priority
+    assert "service_tier" not in taken
