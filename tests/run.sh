@@ -2,7 +2,7 @@
 # Proves everything: formatting, lint, strict types, import contracts, words, generated stubs, all tests.
 #   bash tests/run.sh [--all | --changed] [ARGUMENTS OF PYTEST]
 # --all: every combination of parameters where pairs of them do otherwise, a thousand seeds (an hour or more), and then the tests that
-# need more than this machine may have: clients of others, the page in a browser, the image, a real model.
+# need more than this machine may have: rest for Ray's head, clients of others, the page in a browser, the image, a real model.
 # --changed: only tests whose sources have changed since they last passed here (tests/changed.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -68,4 +68,4 @@ run_tests() {
 
 step tests run_tests "$@"
 [ "$which" = --all ] || exit 0
-for more in page clients real_model image; do step "$more" bash "tests/$more.sh"; done
+for more in head page clients real_model image; do step "$more" bash "tests/$more.sh"; done
