@@ -114,7 +114,7 @@ class ExpectedTtft:
     p90_ms: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """Spans in order of their start. A role that had no part in the request has no worker.
 
@@ -304,11 +304,18 @@ def read_timeline(timeline: pb.Timeline) -> Timeline:
         )
         for one in timeline.spans
     )
-    workers = timeline.prefill_worker or None, timeline.decode_worker or None
     otherwise = tuple(Counterfactual(one.change, one.ttft_ms, one.total_ms) for one in timeline.counterfactuals)
     has_like, like = timeline.HasField("expected_ttft"), timeline.expected_ttft
     expected = ExpectedTtft(like.p50_ms, like.p90_ms) if has_like else None
-    return Timeline(*workers, spans, timeline.total_ms, timeline.prefill_reason, otherwise, expected)
+    return Timeline(
+        prefill_worker=timeline.prefill_worker or None,
+        decode_worker=timeline.decode_worker or None,
+        spans=spans,
+        total_ms=timeline.total_ms,
+        prefill_reason=timeline.prefill_reason,
+        counterfactuals=otherwise,
+        expected_ttft=expected,
+    )
 
 
 @dataclass(frozen=True)

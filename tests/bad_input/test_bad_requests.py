@@ -196,7 +196,6 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
         b"\x2a\x04\x0a\x02\x4a\x00",
         "message: Message has no field 9; leave it out",
     ),
-    "priority": (b"\x48\x01", "priority: field 9 of GenerateRequest is not offered yet"),
     "text as a number": (b"\x18\x01", "text: field 3 of GenerateRequest was sent with another wire type"),
     "a setting that no field has": (
         _settings(b"\xfa\x3e\x00"),

@@ -30,7 +30,13 @@ def completion(spans: list[tuple[str, float, float]]) -> Completion:
         Span(name=name, worker="", start_ms=start, duration_ms=duration, counts={}) for name, start, duration in spans
     )
     usage = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens={})
-    return Completion("r", tuple[Choice, ...](), usage, 0, Timeline("prefill-0", "decode-0", made, 81.5))
+    return Completion(
+        "r",
+        tuple[Choice, ...](),
+        usage,
+        0,
+        Timeline(prefill_worker="prefill-0", decode_worker="decode-0", spans=made, total_ms=81.5),
+    )
 
 
 def test_a_hand_off_is_read_from_a_timeline() -> None:

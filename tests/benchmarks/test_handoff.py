@@ -20,7 +20,7 @@ def _completion(*spans: Span) -> Completion:
         (),
         Usage(prompt_tokens=1, completion_tokens=1, cached_tokens={}),
         0,
-        Timeline("p", "d", spans, spans[-1].start_ms),
+        Timeline(prefill_worker="p", decode_worker="d", spans=spans, total_ms=spans[-1].start_ms),
     )
 
 
