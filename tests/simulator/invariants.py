@@ -205,13 +205,14 @@ class Truth:
         self._checksums: dict[BlockKey, bytes] = {}
         self._foreign_checksums: set[bytes] = set()
 
-    def learn(self, root: NamespaceRoot, tokens: tuple[int, ...]) -> None:
-        """Learns of a tenant's prompt and all that follows it."""
+    def learn(self, root: NamespaceRoot, tokens: tuple[int, ...]) -> list[BlockKey]:
+        """Learns of a tenant's prompt and all that follows it; returns the keys of its full blocks."""
         keys = [name.key for name in cover(root, tokens, LAYOUT.block_size) if not name.is_tail]
         right, foreign = payloads(model_of(self._window), tokens), payloads(model_of(self._window, seed=1), tokens)
         self._checksums.update((key, checksum_of(memoryview(one))) for key, one in zip(keys, right, strict=True))
         self.foreign.update(zip(keys, foreign, strict=True))
         self._foreign_checksums.update(checksum_of(memoryview(one)) for one in foreign)
+        return keys
 
     def judge(self, key: BlockKey, checksum: bytes) -> tuple[str, str] | None:
         """Names the invariant that a full block breaks, and how; None for a block that is right."""

@@ -12,8 +12,10 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+from kv_store.eviction.order import Priority
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
+from kv_store.node.messages import Block
 from kv_store.prefix import costs
 from router.block_index import mark_of
 from router.config import ClusterAccess, RouterConfig, RouterSettings
@@ -96,6 +98,7 @@ class World:
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()
         self.truth = Truth(plan.window)
+        self._of_sessions: set[BlockKey] = set()
         for _ in range(plan.layout.num_nodes):
             self.open_node()
         self._steps = Counter[str]()
@@ -109,7 +112,8 @@ class World:
         clients = []
         for number, one in enumerate(plan.asks):
             for tokens in sequences(one.kind, plan.window):
-                self.truth.learn(self.router.parts.dispatcher.root_of(caller_of(one).tenant), tokens)
+                keys = self.truth.learn(self.router.parts.dispatcher.root_of(caller_of(one).tenant), tokens)
+                self._of_sessions.update(keys if one.session else ())
             may_be_refused = plan.max_queued < len(plan.asks)
             clients.append(
                 SimClient(number, one, reference(one.kind, plan.window), may_be_refused, self.find_router, self.watch)
@@ -299,10 +303,15 @@ class World:
         spoilt = {fault.kind for fault in self.run.struck} & LOSE_COPIES
         is_left = node.directory.records.leave() or node.directory.records.status().num_holds
         if not node.is_gone and not spoilt and not is_left:
-            lost = [one for one in node.directory.state.blocks() if not one.name.is_tail]
-            if any(one.name.key not in self.redis.frames for one in lost):
+            lost = [block for block in node.directory.state.blocks() if not self._may_be_lost(node, block)]
+            if any(block.name.key not in self.redis.frames for block in lost):
                 self.watch.violated("promise", f"{node.name} takes away blocks that only it had")
         self.lose(node, 0.0)
+
+    def _may_be_lost(self, node: Node, block: Block) -> bool:
+        """Returns whether a node that drains needs no copy of a block: a tail, or superseded by its session."""
+        is_least = node.directory.state.ledger.order.priority_of(block.slot) is Priority.LEAST
+        return block.name.is_tail or (is_least and block.name.key in self._of_sessions)
 
     async def _let_fetch(self, node: Node, grace_s: float) -> None:
         """Waits, at a node that drains, for its holds, and for copies of what only it has."""
