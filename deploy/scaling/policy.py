@@ -214,6 +214,8 @@ class Policy:
         return PoolWork(mean, load.prompt_len * token_s / limit_s, backlog, reason)
 
     def _decode_work(self, load: PoolLoad) -> PoolWork:
+        if self._decode.fastest_s is None:
+            return PoolWork(0.0, 0.0, 0.0, "no token's time is known yet")
         limit_s = (self._slo.itl_ms or math.inf) / 1000
         each = self._decode.streams_within(limit_s)
         # Quick workers have few streams: what counts is how many there would be at the limit.

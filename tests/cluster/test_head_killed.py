@@ -1,6 +1,7 @@
 """A supervised head is killed under streams whose router and workers are on another node: none is lost or differs.
 
-bash tests/head.sh: by itself, for Ray 2.60 ends a node whose agent takes 15 s to start. BATON_TEST_STREAMS, BATON_TEST_TOKENS and BATON_TEST_HEAD_KILLS size it.
+bash tests/head.sh runs it by itself: Ray 2.60 ends a node whose agent takes 15 s to start. BATON_TEST_STREAMS,
+BATON_TEST_TOKENS and BATON_TEST_HEAD_KILLS size it.
 """
 
 import os
