@@ -34,7 +34,7 @@ NO_NUMBERS = NonFiniteLogits.__name__
 REFUSED_S = 0.05
 _ERRORS: dict[Client, tuple[type[BatonError], ...]] = {
     Client.ABORTS: (Cancelled,),
-    Client.HURRIES: (DeadlineExceeded,),
+    Client.HURRIES: (DeadlineExceeded, Overloaded),  # the latter if it is forecast to be late
     Client.STALLS: (Overloaded,),
     Client.POISONS: (AttemptsExhausted,),
 }

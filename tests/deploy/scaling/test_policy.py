@@ -116,7 +116,7 @@ def test_streams_that_end_between_two_looks_are_learned_from() -> None:
 def test_a_first_stream_is_no_reason_to_grow_before_its_tokens_have_a_time() -> None:
     night = Night()
     assert night.pass_by(EVERY_S, PoolLoad(num_streams=1.0)).decode == 1
-    assert night.pass_by(EVERY_S, streams(500.0)).decode > 1
+    assert night.pass_by(EVERY_S, streams(500.0, 0.1)).decode > 1
 
 
 def test_a_pool_without_a_limit_keeps_its_size() -> None:
