@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
 from cli.bench.latency import ModeSummary, Record, summarize
-from cli.bench.plan.paced_worker import VirtualInbox
+from cli.bench.plan.paced_worker import PacedLoop, VirtualInbox
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
@@ -42,7 +41,6 @@ from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.simulator import virtual_time
 from wire.layout import KVLayout
 from worker.assembly import Assembly, Threads
-from worker.loop import MAX_IDLE_S, StepReport, WorkerLoop
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE, MAX_CONTEXT_LEN = 256, 8192
@@ -97,39 +95,6 @@ class PacedModel(HashModel):
         logits = torch.zeros(len(batch.sample_rows), self.vocab_size)
         logits[:, ANSWER] = 1.0
         return logits
-
-
-class PacedLoop(WorkerLoop):
-    """The loop of an engine without a thread: its outcomes come when the model's time has gone by."""
-
-    def __init__(self, model: PacedModel, clock: Callable[[], float], *parts: Any) -> None:
-        engine, inbox, self._pass_on, on_broken, _ = parts
-        self._model = model
-        self._held: list[StepReport] = []
-        super().__init__(engine, inbox, self._held.append, on_broken, clock)
-
-    def start(self) -> None:
-        self._turning = asyncio.create_task(self._turn())
-
-    def stop(self, timeout_s: float) -> bool:
-        self.is_running = False
-        self._inbox.ring()
-        return True
-
-    async def _turn(self) -> None:
-        assert isinstance(self._inbox, VirtualInbox)
-        goes_on = True
-        while goes_on:
-            if not (self._has_more_to_do or self._inbox.has_news.is_set()):
-                with_news = asyncio.ensure_future(self._inbox.has_news.wait())
-                await asyncio.wait([with_news], timeout=MAX_IDLE_S)
-                with_news.cancel()
-            goes_on = self.run_or_wind_up()
-            await asyncio.sleep(self._model.spent_s)
-            self._model.spent_s = 0.0
-            for outcome in self._held:
-                self._pass_on(outcome)
-            self._held.clear()
 
 
 class PacedTransfers(ThreadTransfers):

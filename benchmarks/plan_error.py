@@ -24,7 +24,7 @@ from benchmarks.result_file import write_result
 from cli.bench.latency import ModeSummary, Record, Slo, summarize
 from cli.bench.open_loop import LoadClient
 from cli.bench.plan.costs import learn
-from cli.bench.plan.sizing import Load
+from cli.bench.plan.sizing import PlannedLoad
 from cli.bench.plan.twin_cluster import TwinSettings
 from cli.bench.schedule import Arrival, poisson, read_trace, replay, scale
 from wire.pools import PoolSizes
@@ -66,7 +66,7 @@ def limits_of(records: Sequence[Record]) -> Slo:
 def foretell(learned_from: Sequence[Record], load: Sequence[Arrival], max_context_len: int) -> ModeSummary:
     """Serves a load on a twin of the cluster, with the costs that some records tell."""
     settings = TwinSettings(costs=learn([learned_from]).costs, batch=BatchSettings(), max_context_len=max_context_len)
-    return Load(load, settings, limits_of(learned_from)).served_whole_by(PoolSizes(1, 1)).summary
+    return PlannedLoad(load, settings, limits_of(learned_from)).served_whole_by(PoolSizes(1, 1)).summary
 
 
 def compare(foretold: ModeSummary, runs: Sequence[ModeSummary]) -> list[list[object]]:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
 from cli.bench.latency import Slo
-from cli.bench.plan.sizing import Load
+from cli.bench.plan.sizing import PlannedLoad
 from cli.bench.plan.twin_cluster import TwinSettings
 from cli.bench.schedule import read_trace, replay, scale
 from wire.pools import PoolSizes, Role
@@ -38,7 +38,7 @@ def main() -> None:
     rows = read_trace(options.trace)[: options.num_requests]
     trace = scale(rows, options.rate, len(rows) / options.rate, options.length_factor, MAX_CONTEXT_LEN)
     arrivals = replay(trace, 0)
-    load = Load(arrivals, TwinSettings(max_context_len=MAX_CONTEXT_LEN, num_slots=NUM_SLOTS), LIMITS)
+    load = PlannedLoad(arrivals, TwinSettings(max_context_len=MAX_CONTEXT_LEN, num_slots=NUM_SLOTS), LIMITS)
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     served = load.served_whole_by(PoolSizes(options.prefill, options.decode))
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s

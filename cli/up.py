@@ -199,23 +199,29 @@ CHOICES = {
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser: Parser = commands.add_parser(
-        "up",
-        help="start a cluster",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = add_settings_parser(commands, "up", "start a cluster", DESCRIPTION)
     parser.set_defaults(run=run)
-    parser.others = OTHERS
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
-    parser.add_argument("--name", help="name of the cluster (default: default)")
     parser.add_argument(
         "--insecure",
         action="store_true",
         help="allow settings that leave a port open to strangers: see docs/security.md",
     )
+
+
+def add_settings_parser(commands: Subparsers, name: str, summary: str, description: str) -> Parser:
+    """Adds a command that takes a cluster's settings, from a file and by flags."""
+    parser: Parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.others = OTHERS
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    parser.add_argument("--name", help="name of the cluster (default: default)")
     add_flags(parser)
+    return parser
 
 
 def add_flags(parser: Parser) -> None:

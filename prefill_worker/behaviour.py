@@ -68,7 +68,7 @@ class PrefillBatcher:
         return replace(plan, preempt=victims, admit=(waiting[0].handle,), run=run) if victims else plan
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Sorts candidates by their tenants' shares, and within a tenant by what is left; handles grow with arrival."""
+        """Sorts by tenants' shares, and within a tenant by missing tokens; handles grow with arrival."""
         return by_share(candidates, lambda one: one.num_missing + one.handle * self.patience_tokens)
 
 

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from cli.terminal import DEFAULT_NAME, Parser, Subparsers
-from cli.up import OTHERS, add_flags, by_flags
+from cli.terminal import DEFAULT_NAME, Subparsers
+from cli.up import add_settings_parser, by_flags
 from deploy.deadlines import ORDER_IN_COMMAND_S
 from deploy.local.client import call_operator, find_cluster
 from deploy.plan.model import inspect_model, require_folders
@@ -25,18 +25,8 @@ a row later, the old settings serve on."""
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser: Parser = commands.add_parser(
-        "roll",
-        help="change settings of workers, one worker at a time",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = add_settings_parser(commands, "roll", "change settings of workers, one worker at a time", DESCRIPTION)
     parser.set_defaults(run=run)
-    parser.others = OTHERS
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
-    parser.add_argument("--name", help="name of the cluster (default: default)")
-    add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

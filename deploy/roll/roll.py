@@ -6,7 +6,7 @@
                           └─ the first of its role fails, or three in a row: back to the revision before
 
 Going back is the same roll, towards the revision before, without a way back. Workers that are lost, hired or dismissed
-meanwhile change nothing: what is outdated is seen anew at each step.
+meanwhile change nothing: each step looks for outdated workers anew.
 """
 
 from collections import Counter

@@ -92,7 +92,7 @@ class FairShares:
                 self.settle(tenant)
 
     def settle(self, tenant: Hashable) -> None:
-        """Charges what is deferred: a prompt is over."""
+        """Charges the deferred cost at the end of a prompt."""
         if tenant in self._accounts:
             account = self._accounts[tenant]
             account.spent, account.pending = account.spent + account.pending, 0.0
@@ -163,6 +163,8 @@ def by_share(queued: Iterable[Q], urgency: Callable[[Q], float]) -> list[Q]:
     for one in sorted(queued, key=lambda one: (one.standing.priority, urgency(one))):
         queues.setdefault(one.standing.tenant, deque()).append(one)
     places, ordered = [*queues.values()], list[Q]()
+    if len(places) == 1:
+        return [*places[0]]
     heads = [(queue[0].standing.spent, urgency(queue[0]), place) for place, queue in enumerate(places)]
     heapify(heads)
     while heads:

@@ -5,7 +5,7 @@ A step takes the time that costs give for its batch; its outcome comes when that
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -94,10 +94,16 @@ class PacedModel:
         return logits
 
 
+class Pace(Protocol):
+    """The modelled time of the steps since the loop last took it."""
+
+    spent_s: float
+
+
 class PacedLoop(WorkerLoop):
     """The loop of an engine without a thread: its outcomes come when the model's time has gone by."""
 
-    def __init__(self, model: PacedModel, clock: Callable[[], float], *parts: Any) -> None:
+    def __init__(self, model: Pace, clock: Callable[[], float], *parts: Any) -> None:
         engine, inbox, self._pass_on, on_broken, _ = parts
         self._model = model
         self._held: list[StepReport] = []

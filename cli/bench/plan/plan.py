@@ -25,7 +25,7 @@ from wire.pools import Role
 from wire.typed_reader import from_object
 
 if TYPE_CHECKING:  # they import torch
-    from cli.bench.plan.sizing import Candidate, Verdict
+    from cli.bench.plan.sizing import SizingVerdict, TriedSizes
     from cli.bench.plan.twin_cluster import TwinSettings
 
 DESCRIPTION = """\
@@ -70,13 +70,13 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cli.bench.plan.sizing import Load, find_sizes
+    from cli.bench.plan.sizing import PlannedLoad, find_sizes
 
     rows = read_trace(args.trace)[: args.num_requests]
     rounds = asyncio.run(_measure(args.name, rows, args.length_factor)) if args.measure else [read_run(args.costs)]
     learned = learn(rounds)
     trace = paced(rows, args.rate, args.length_factor)
-    load = Load(replay(trace, SEED), _settings(args, trace, learned), args.slo, _tell)
+    load = PlannedLoad(replay(trace, SEED), _settings(args, trace, learned), args.slo, _tell)
     verdict = find_sizes(load, args.max_workers)
     words, advice = f"{args.trace.name}: {trace.describe()}", verdict_of(verdict, args.slo, args.max_workers)
     if args.json:
@@ -135,7 +135,7 @@ def _settings(args: argparse.Namespace, trace: ScaledTrace, learned: LearnedCost
     )
 
 
-def verdict_of(verdict: "Verdict", slo: Slo, max_workers: int) -> str:
+def verdict_of(verdict: "SizingVerdict", slo: Slo, max_workers: int) -> str:
     """Tells in a sentence how many workers the load needs, and whether two pools pay."""
     wanted, alone, pair = f"{slo.share:.0%} of requests within the limits", verdict.co_located, verdict.disaggregated
     if verdict.chosen is None:
@@ -148,19 +148,19 @@ def verdict_of(verdict: "Verdict", slo: Slo, max_workers: int) -> str:
     return f"{advice}: {_sizes(verdict.chosen)} would keep {wanted}; {how} would take {beside}."
 
 
-def _sizes(candidate: "Candidate") -> str:
+def _sizes(candidate: "TriedSizes") -> str:
     prefill, decode = candidate.sizes.prefill, candidate.sizes.decode
     alone = f"{decode} decode worker{'s' if decode > 1 else ''} alone"
     return f"{prefill} prefill + {decode} decode" if prefill else alone
 
 
-def _tell(candidate: "Candidate") -> None:
+def _tell(candidate: "TriedSizes") -> None:
     """Shows that the search goes on."""
     if sys.stderr.isatty():
         print(f"{_sizes(candidate)}: {_row(candidate)[2]}", file=sys.stderr)
 
 
-def _row(candidate: "Candidate") -> tuple[str, ...]:
+def _row(candidate: "TriedSizes") -> tuple[str, ...]:
     sizes, ttft, itl = candidate.sizes, candidate.summary.ttft_ms, candidate.summary.tpot_ms
     latencies = [NOT_KNOWN if math.isnan(ms) else f"{ms:.1f}" for ms in (ttft.p50, ttft.p99, itl.p50, itl.p99)]
     busy = [f"{candidate.busy[role]:.0%}" if role in candidate.busy else NOT_KNOWN for role in Role]
@@ -173,7 +173,7 @@ def _cost_rows(learned: LearnedCosts) -> Iterator[tuple[str, str, str]]:
         yield name, f"{np.median(cost_s):.3g}", learned.sources[name]
 
 
-def _to_object(load: str, learned: LearnedCosts, verdict: "Verdict", words: str) -> dict[str, Any]:
+def _to_object(load: str, learned: LearnedCosts, verdict: "SizingVerdict", words: str) -> dict[str, Any]:
     candidates = [
         {**asdict(one), "busy": {role.value: share for role, share in one.busy.items()}} for one in verdict.tried
     ]

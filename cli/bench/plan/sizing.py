@@ -16,7 +16,7 @@ from wire.pools import PoolSizes, Role
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TriedSizes:
     """Sizes of the pools, and how they served the load. busy: the share of the time that the engines of a pool worked.
 
     share: requests within the limits; for a candidate that was given up, the most that it could have reached.
@@ -34,36 +34,36 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SizingVerdict:
     """The smallest candidates that keep the limits, of one pool and of two. tried: all within the bound on workers."""
 
-    co_located: Candidate | None
-    disaggregated: Candidate | None
-    tried: Sequence[Candidate]
+    co_located: TriedSizes | None
+    disaggregated: TriedSizes | None
+    tried: Sequence[TriedSizes]
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> TriedSizes:
         """The candidate with the greatest share; candidates that served the whole load come first."""
         return max(self.tried, key=lambda one: (one.is_whole, one.share))
 
     @property
-    def chosen(self) -> Candidate | None:
+    def chosen(self) -> TriedSizes | None:
         """The candidate with the fewest workers; of equals the greater share, then the co-located one."""
         fit = [one for one in (self.co_located, self.disaggregated) if one is not None]
         return min(fit, key=lambda one: (one.num_workers, -one.share), default=None)
 
 
 @dataclass
-class Load:
+class PlannedLoad:
     """A load, the cluster that serves it, and its limits; remembers the candidates that have served it."""
 
     arrivals: Sequence[Arrival]
     settings: TwinSettings
     slo: Slo
-    tell: Callable[[Candidate], object] = lambda _: None
-    candidates: dict[tuple[int, int], Candidate] = field(default_factory=dict)
+    tell: Callable[[TriedSizes], object] = lambda _: None
+    candidates: dict[tuple[int, int], TriedSizes] = field(default_factory=dict)
 
-    def served_by(self, prefill: int, decode: int) -> Candidate:
+    def served_by(self, prefill: int, decode: int) -> TriedSizes:
         """Serves the load, up to its end or until the limits are missed for certain."""
         key = prefill, decode
         if key not in self.candidates:
@@ -75,14 +75,14 @@ class Load:
     def keeps(self, prefill: int, decode: int) -> bool:
         return self.served_by(prefill, decode).share >= self.slo.share
 
-    def served_whole_by(self, sizes: PoolSizes) -> Candidate:
+    def served_whole_by(self, sizes: PoolSizes) -> TriedSizes:
         """Serves the load to its end, whatever is missed."""
         return self._serve(sizes, len(self.arrivals))
 
-    def _serve(self, sizes: PoolSizes, most_missed: int) -> Candidate:
+    def _serve(self, sizes: PoolSizes, most_missed: int) -> TriedSizes:
         return virtual_time.run(self._play(sizes, most_missed))
 
-    async def _play(self, sizes: PoolSizes, most_missed: int) -> Candidate:
+    async def _play(self, sizes: PoolSizes, most_missed: int) -> TriedSizes:
         cluster, records = TwinCluster(self.settings), list[Record]()
         await cluster.start(sizes)
         num_missed, is_hopeless = 0, asyncio.Event()
@@ -102,10 +102,10 @@ class Load:
         ended_s = asyncio.get_running_loop().time()
         busy = {role: cluster.busy_s(role) / ended_s for role in Role if sizes[role]}
         share = 1.0 - num_missed / len(self.arrivals)
-        return Candidate(sizes, share, len(records) == len(self.arrivals), summarize([records], self.slo), busy)
+        return TriedSizes(sizes, share, len(records) == len(self.arrivals), summarize([records], self.slo), busy)
 
 
-def find_sizes(load: Load, max_workers: int) -> Verdict:
+def find_sizes(load: PlannedLoad, max_workers: int) -> SizingVerdict:
     """Finds the fewest workers that keep the limits, in one pool and in two; if none do, the largest sizes, too."""
     alone, pair = smallest(lambda decode: load.keeps(0, decode), max_workers), _smallest_pair(load, max_workers)
     co_located = None if alone is None else load.served_by(0, alone)
@@ -113,7 +113,7 @@ def find_sizes(load: Load, max_workers: int) -> Verdict:
     is_met = co_located is not None or disaggregated is not None
     reached = [] if is_met else [load.served_whole_by(sizes) for sizes in _largest(max_workers)]
     tried = [one for one in (*load.candidates.values(), *reached) if one.num_workers <= max_workers]
-    return Verdict(co_located, disaggregated, tried)
+    return SizingVerdict(co_located, disaggregated, tried)
 
 
 def _largest(max_workers: int) -> list[PoolSizes]:
@@ -122,7 +122,7 @@ def _largest(max_workers: int) -> list[PoolSizes]:
     return [PoolSizes(prefill, max_workers - prefill) for prefill in (0, *sorted(splits))]
 
 
-def _smallest_pair(load: Load, max_workers: int) -> tuple[int, int] | None:
+def _smallest_pair(load: PlannedLoad, max_workers: int) -> tuple[int, int] | None:
     """Finds the least sum of two pools: from the least of each beside a large other pool, along the sums."""
     most = max_workers - 1
     prefill = smallest(lambda num: load.keeps(num, most), most)

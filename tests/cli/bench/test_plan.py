@@ -12,7 +12,7 @@ from cli.bench.latency import Record, Slo, summarize
 from cli.bench.plan import virtual_time
 from cli.bench.plan.costs import WorkCosts, learn
 from cli.bench.plan.plan import read_run, verdict_of
-from cli.bench.plan.sizing import Candidate, Load, find_sizes, smallest
+from cli.bench.plan.sizing import PlannedLoad, TriedSizes, find_sizes, smallest
 from cli.bench.plan.twin_cluster import TwinCluster, TwinSettings
 from cli.bench.schedule import Arrival, poisson
 from wire.errors import InvalidRequest
@@ -120,15 +120,15 @@ def test_the_smallest_number_is_found(most: int) -> None:
         assert len(asked) <= 2 * most.bit_length() + 1
 
 
-class RuledLoad(Load):
+class RuledLoad(PlannedLoad):
     """A load that sizes serve by a rule: the share of good requests."""
 
     def __init__(self, share: Callable[[PoolSizes], float]) -> None:
         super().__init__([], TwinSettings(), LIMITS)
         self._share = share
 
-    def _serve(self, sizes: PoolSizes, most_missed: int) -> Candidate:
-        return Candidate(sizes, self._share(sizes), True, summarize([], LIMITS), {})
+    def _serve(self, sizes: PoolSizes, most_missed: int) -> TriedSizes:
+        return TriedSizes(sizes, self._share(sizes), True, summarize([], LIMITS), {})
 
 
 def needing(alone: int, prefill: int, decode: int) -> Callable[[PoolSizes], float]:
@@ -172,7 +172,7 @@ def test_limits_that_no_size_keeps_have_the_best_share() -> None:
 
 
 def test_a_hopeless_size_is_given_up() -> None:
-    load = Load(poisson(8.0, 10.0, 1000, 10, 0), TwinSettings(costs=COSTS), LIMITS)
+    load = PlannedLoad(poisson(8.0, 10.0, 1000, 10, 0), TwinSettings(costs=COSTS), LIMITS)
     given_up = load.served_by(0, 1)
     assert not given_up.is_whole
     assert given_up.share < LIMITS.share
