@@ -1,3 +1,4 @@
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,14 @@ YIELDING = 10
 # Kernels run interpreted where there is no GPU. Set here because Triton looks once, when any test first imports it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Drawn cases have no limit of time: a busy machine is no fault. A machine with a GPU may have no such package.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 
 @pytest.hookimpl(trylast=True)
