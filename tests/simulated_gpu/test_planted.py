@@ -33,7 +33,7 @@ from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, request
 from tests.harness.node import Node
 from tests.kv_store.names import LAYOUT, names_of
-from tests.simulated_gpu.device import SIM, commands, races
+from tests.simulated_gpu.device import NUM_DEVICES, SIM, commands, races
 from tests.simulated_gpu.triton_kernels import triton_kernels
 from wire.ids import PageId, SlotId
 from wire.layout import KVLayout
