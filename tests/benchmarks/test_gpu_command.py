@@ -97,7 +97,8 @@ def test_what_a_stopped_step_has_started_is_ended_with_it(folder: Path) -> None:
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
 from pathlib import Path
 from benchmarks import gpu
 from benchmarks.gpu_plan import Step

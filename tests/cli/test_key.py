@@ -164,13 +164,15 @@ def test_a_key_that_was_not_printed_is_not_made(
     assert server.num_reloads == 0
 
 
-def test_a_key_for_a_full_device_is_not_made() -> None:
+@pytest.mark.parametrize(("unbuffered", "told"), [("1", "the output"), ("", "stdout")])
+def test_a_key_for_a_full_device_is_not_made(unbuffered: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     command = [sys.executable, "-m", "cli", "key", "create", "--tenant", "acme"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         1,
-        "no key was made: it could not be printed\nbaton: the output: No space left on device\n",
+        f"no key was made: it could not be printed\nbaton: {told}: No space left on device\n",
     )
     assert KeyFile.of("default").read().keys == ()
 
