@@ -16,9 +16,8 @@ from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
-from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run
+from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run, load_library
 from kernels.selection import select_backend
-from kernels.user_cache import own_folder
 from tests.pairs import RUNS_ALL
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -104,9 +103,8 @@ def lend_kernels(cache: Path) -> None:
 
     A library that is there stays as it is: a worker that runs has it mapped, and would die of new bytes in it.
     """
-    make_backend(best_isa())
     folder = cache / "baton" / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    for file in own_folder("kernels").glob("*.so"):
+    for file in (Path(load_library(isa)._name) for isa in ISAS):
         if not (folder / file.name).exists():
             shutil.copy2(file, folder)
