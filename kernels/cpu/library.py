@@ -152,6 +152,14 @@ def _flag(feature: str) -> str:
 
 def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> ctypes.CDLL:
     """Loads the library of C++ units; compiles it if the cache lacks this version. Raises NoKernels."""
+    try:
+        return ctypes.CDLL(str(compiled(units, flags, version)))  # in a folder that only this user may write
+    except OSError as error:
+        raise NoKernels(f"the compiled kernels cannot be loaded ({error}): {OTHER_CACHE}") from error
+
+
+def compiled(units: Sequence[Path], flags: Sequence[str], version: str) -> Path:
+    """Returns the library of C++ units in the user's cache, where it is compiled if it lacks. Raises NoKernels."""
     compiler = _find_compiler()
     try:
         folder = own_folder("kernels")
@@ -163,7 +171,7 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
                     if path.exists():
                         logger.warning("%s is damaged, and compiled again", path)
                     _compile(compiler, units, flags, path)
-        return ctypes.CDLL(str(path))  # in a folder that only this user may write
+        return path
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NoKernels(
             f"the compiler or the cache of compiled kernels cannot be used ({error}): {OTHER_CACHE}"

@@ -16,7 +16,7 @@ from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
-from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run, load_library
+from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run
 from kernels.selection import select_backend
 from tests.pairs import RUNS_ALL
 
@@ -99,12 +99,13 @@ PREFILLS: dict[str, PagedPrefillAttention] = {
 
 
 def lend_kernels(cache: Path) -> None:
-    """Copies this user's compiled kernels into another cache: compiling takes ten seconds.
+    """Copies this user's compiled kernels into another cache: compiling takes a minute.
 
     A library that is there stays as it is: a worker that runs has it mapped, and would die of new bytes in it.
     """
     folder = cache / "baton" / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (Path(load_library(isa)._name) for isa in ISAS):
+    for flags in map(library.compiler_flags, ISAS):
+        file = library.compiled(library.unit_paths(), flags, library.source_version())
         if not (folder / file.name).exists():
             shutil.copy2(file, folder)
