@@ -75,6 +75,11 @@ class Revisions:
         return replace(self._plan, config=self[number].config, model=self[number].model)
 
     @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """The versions of the model that workers have or may have."""
+        return tuple({one.model.served.namespace: one.model.served for one in self._revisions.values()}.values())
+
+    @property
     def recovered(self) -> Roll:
         """The roll of workers whose revisions are not known: to the oldest revision, which certainly has served."""
         return Roll(wanted=min(self._revisions), last=max(self._revisions))
