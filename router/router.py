@@ -94,7 +94,7 @@ class Router:
         )
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
-        self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
+        self.metrics.registry.register(WorkerCollector(lambda: self.watch.last, config.limits))
         self.metrics_page = self.metrics.registry
         if config.settings.metrics_compat == "vllm":
             self.metrics_page = CollectorRegistry()

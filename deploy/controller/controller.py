@@ -193,9 +193,9 @@ class Controller:
 
     async def report(self) -> str:
         """Returns a ControllerReport."""
-        limits = self._scaler.problems if self._scaler is not None else ()
+        limits, pools = (self._scaler.problems, self._scaler.pools) if self._scaler is not None else ((), ())
         problems = (self._keys.problem, self._predecessor.problem, *limits)
-        return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems))))
+        return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems)), pools))
 
     async def reload_keys(self) -> None:
         """Waits until router, gateways and nodes use the keys in the file.

@@ -80,7 +80,7 @@ class Fleet:
         Raises Overtaken, Unavailable with the reason for an abandoned order, or DeadlineExceeded.
         """
         await self._wait_for(lambda: self.pools.have_done(numbers) and self._members.are_announced, timeout_s, NOT_YET)
-        return self.pools.num_ready
+        return PoolSizes(*(len(self.pools.pool(role).ready) for role in Role))
 
     async def roll(self, config: ClusterConfig, model: ModelFacts) -> int:
         """Begins to replace all workers, one by one, by workers of a new revision; returns its number, for `rolled`.
@@ -157,10 +157,8 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        roll, plan = self.pools.roll, self._plan_now
-        may_change = plan.roles_are_alike and not self.pools.outdated
-        changing = self.pools.exchange() if may_change else []
-        if planned := [*changing, *self.pools.plan(self.means.clock())]:
+        roll = self.pools.roll
+        if planned := self.pools.plan(self.means.clock(), self._plan_now.roles_are_alike):
             self._pools_changed()
         elif self.pools.roll != roll:
             self._write_record()

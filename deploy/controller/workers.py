@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
-from deploy.controller.pools import Pools, leaving
+from deploy.controller.pool import leaving
+from deploy.controller.pools import Pools
 from deploy.controller.supervised import EventLog, SupervisedActor, Supervision, Tasks, reason_of
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
@@ -124,7 +125,7 @@ class Workers:
                 self._events.note(f"worker {worker.id} was lost")
             elif worker.state is not WorkerState.READY:
                 self.begin(worker)
-        if not self._pools.num_ready.decode:  # an empty member list would make the router drop its workers
+        if not self._pools.pool(Role.DECODE).ready:  # an empty member list would make the router drop its workers
             with suppress(TimeoutError):
                 async with asyncio.timeout(GREET_TIMEOUT_S):
                     await self._tasks.wait()

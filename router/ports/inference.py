@@ -33,7 +33,7 @@ class InferenceApi(InferenceServicer):
         """Answers a request. Writes through its context: gRPC may drop a generator without running its `finally`."""
         traceparent = str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
         opened = self._dispatcher.open(request, context.time_remaining(), CALLER.get(), traceparent)
-        watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
+        watching: asyncio.Task[None] | None = None
         try:
             if num_prompt_tokens := await opened.outbox.begun:
                 adapted = ", ".join(opened.outbox.adapted)
@@ -41,10 +41,14 @@ class InferenceApi(InferenceServicer):
                 await context.send_initial_metadata(
                     ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, adapted), *promises)
                 )
+            # Not before: gRPC forgets an abort beside metadata that is being sent, and the client would wait for ever.
+            watch = watch_reader(opened, context, self._max_stall_s, asyncio.current_task())
+            watching = asyncio.create_task(watch)
             async for response in opened.outbox:
                 await context.write(response)
         finally:
-            watch.cancel()
+            if watching is not None:
+                watching.cancel()
             opened.stop(Cancelled("the client went away"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
@@ -72,7 +76,7 @@ class InferenceApi(InferenceServicer):
         return self._dispatcher.detokenize(request)
 
 
-async def _watch_reader(
+async def watch_reader(
     request: OpenRequest, context: Context, max_stall_s: float, writer: asyncio.Task[Any] | None
 ) -> None:
     """Ends a stream whose `writer` has been in one write for `max_stall_s`.
@@ -94,6 +98,6 @@ async def _watch_reader(
         # The status waits behind the unread messages; the writer, stuck in the midst of one, must not.
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    except (TimeoutError, grpc.aio.AbortError, grpc.aio.UsageError):
+    except (TimeoutError, grpc.aio.BaseError):
         if writer is not None:
             writer.cancel()

@@ -177,10 +177,10 @@ class Dispatcher:
         return self._services.prompts.renderer.formats
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Counts a refusal of an arriving request. Raises Overloaded at once if no request can be admitted."""
+    def arriving(self, caller: Key = ANYONE) -> Iterator[None]:
+        """Counts a refusal of an arriving request. Raises Overloaded at once if its caller's cannot be admitted."""
         with self._refusals_counted():
-            self._admission.require_room()
+            self._admission.require_room(caller.tenant, _weight_of(caller))
             yield
 
     def open(
@@ -279,7 +279,7 @@ class Dispatcher:
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
         qualified_id = qualified(caller.tenant, request_id)
         self._quotas.require_room(caller, now_s)
-        self._admission.admit(qualified_id, request.ByteSize())
+        self._admission.admit(qualified_id, request.ByteSize(), _weight_of(caller))
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
@@ -295,7 +295,7 @@ class Dispatcher:
             journal=journal,
             life_s=life_s,
             deadline_s=deadline_s,
-            weight=caller.allowance.weight or 1.0,
+            weight=_weight_of(caller),
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
@@ -342,3 +342,8 @@ class Dispatcher:
         except Exception as error:
             self._services.metrics.refused(error)
             raise
+
+
+def _weight_of(caller: Key) -> float:
+    """Returns the weight of a caller's tenant in fair shares."""
+    return caller.allowance.weight or 1.0

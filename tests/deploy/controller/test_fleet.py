@@ -350,18 +350,19 @@ async def test_a_worker_that_dies_while_it_changes_is_replaced() -> None:
         assert world.router.known == {P0, D0, D1}
 
 
-async def test_an_order_that_is_reversed_amid_a_change_ends_with_the_last_sizes() -> None:
+async def test_an_order_that_is_reversed_amid_a_change_brings_the_same_worker_back() -> None:
     async with World(2, 1).running() as world:
         await world.settled()
         world.host.keep_busy(P1)
         await world.fleet.resize(1, 2)
         await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
         back = asyncio.create_task(world.scaled(2, 1))
-        await until(lambda: world.pools.has(P1, WorkerState.DRAINING))
+        await until(lambda: world.pools.sizes == PoolSizes(2, 1))
         world.host.finish(P1)
         assert await back == PoolSizes(2, 1)
-        assert world.router.known == {P0, P2, D0}
-        assert set(world.host.actors) == {P0, P2, D0}
+        assert world.router.known == {P0, P1, D0}
+        assert (world.host.served_as[-2:], world.host.drained) == ([(P1, "decode"), (P1, "prefill")], [])
+        assert world.host.launched == [P0, P1, D0], "none starts anew"
 
 
 async def test_a_change_that_another_controller_has_begun_is_brought_to_its_end() -> None:
