@@ -34,10 +34,9 @@ class Outbox:
         self.begun: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def begin(self, num_prompt_tokens: int) -> None:
-        """Ends the wait for `begun`; the first call counts. Sets `writing_since`, for the reader then writes."""
+        """Ends the wait for `begun`; the first call counts."""
         if not self.begun.done():
             self.begun.set_result(num_prompt_tokens)
-            self.writing_since = asyncio.get_running_loop().time()
 
     def put(self, event: pb.GenerateResponse) -> None:
         """Adds an event. Raises Overloaded if the waiting tokens reach the limit: the reader is too slow."""
