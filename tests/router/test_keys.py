@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.workers.controller_port import SizedPool
+from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_unary, info_of, read, serving
 from tests.wire.test_key_ring import WRONG
@@ -169,6 +170,24 @@ async def test_a_stream_that_is_open_outlives_its_key(service: Service) -> None:
     assert failure.code() is grpc.StatusCode.UNAUTHENTICATED
     service.cluster.workers["d0"].may_go.set()
     assert (await read(call))[-1].WhichOneof("event") == "complete"
+
+
+async def test_a_tenant_that_fills_the_router_leaves_others_their_part() -> None:
+    config = replace(CONFIG, keys=LISTED, settings=replace(CONFIG.settings, max_open_requests=2))
+    async with serving(config) as service:
+        dispatcher = service.cluster.router.dispatcher
+        service.cluster.workers["p0"].may_go.clear()
+        readings = []
+        for text in (ACME_TEXT, ACME_TEXT, BETA_TEXT):
+            call = service.inference.Generate(request(max_tokens=3), metadata=shows(text))
+            readings.append(asyncio.create_task(read(call)))
+            await until(lambda: dispatcher.num_queued == len(readings))
+        for text in (ACME_TEXT, BETA_TEXT):
+            failure = await failure_of(service.inference.Generate(request(max_tokens=3), metadata=shows(text)))
+            assert failure.details() == "2 requests are open, the limit (router.max_open_requests)"
+        service.cluster.workers["p0"].may_go.set()
+        for responses in await asyncio.gather(*readings):
+            assert responses[-1].WhichOneof("event") == "complete"
 
 
 def test_the_workers_service_is_not_at_these_ports() -> None:
