@@ -15,7 +15,6 @@ from wire.ids import TRACEPARENT, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
 from wire.rpc import ADAPTED_METADATA, BATCH_INVARIANT_METADATA, PROMPT_TOKENS_METADATA, to_status
-from wire.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +25,7 @@ _ABORT_TIMEOUT_S = 5.0
 class InferenceApi(InferenceServicer):
     """The public service, for callers that KeyInterceptor admits; ErrorInterceptor turns errors into statuses."""
 
-    def __init__(self, model: ServedModel, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
-        self._model = model
+    def __init__(self, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
         self._dispatcher = dispatcher
         self._max_stall_s = bounds.max_stall_s
 
@@ -39,7 +37,7 @@ class InferenceApi(InferenceServicer):
         try:
             if num_prompt_tokens := await opened.outbox.begun:
                 adapted = ", ".join(opened.outbox.adapted)
-                promises = () if self._model.batch_invariant else ((BATCH_INVARIANT_METADATA, "false"),)
+                promises = () if self._dispatcher.model.batch_invariant else ((BATCH_INVARIANT_METADATA, "false"),)
                 await context.send_initial_metadata(
                     ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, adapted), *promises)
                 )
@@ -58,15 +56,16 @@ class InferenceApi(InferenceServicer):
         return pb.AbortResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
+        served = self._dispatcher.model
         model = pb.Model(
-            max_context_len=self._model.max_context_len,
-            dtype=self._model.dtype,
-            fingerprint=self._model.fingerprint_hex,
+            max_context_len=served.max_context_len,
+            dtype=served.dtype,
+            fingerprint=served.fingerprint_hex,
             tool_format=self._dispatcher.formats.tool,
             reasoning_format=self._dispatcher.formats.reasoning,
         )
         response = pb.ListModelsResponse()
-        for name in (self._model.name, *self._model.aliases):
+        for name in served.names:
             response.models.add(name=name).MergeFrom(model)
         return response
 

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.workers.controller_port import SizedPool
 from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_unary, info_of, read, serving
@@ -19,6 +20,7 @@ from tests.wire.test_key_ring import WRONG
 from wire.load.fairness import BURST
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 from wire.rpc import TOKEN_METADATA
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 
@@ -104,6 +106,13 @@ async def test_what_is_wrong_at_the_controller_is_a_problem_of_the_cluster(servi
     service.cluster.port.problems = ("the file of keys is damaged",)
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
     assert "the file of keys is damaged" in status.problems
+
+
+async def test_the_status_of_a_pool_has_its_limit_and_its_last_order(service: Service) -> None:
+    service.cluster.port.sized = (SizedPool(Role.DECODE, "slo.itl_ms 50", "decode 1 to 2: 900 tokens/s", 7.5),)
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    told = {pool.role: (pool.limit, pool.last_order, pool.last_order_age_s) for pool in status.pools}
+    assert told == {"prefill": ("", "", 0.0), "decode": ("slo.itl_ms 50", "decode 1 to 2: 900 tokens/s", 7.5)}
 
 
 @pytest.mark.parametrize(
