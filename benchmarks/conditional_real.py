@@ -13,10 +13,12 @@ table has what that takes. Router, client and all else share the cores of its wo
 
 import asyncio
 import json
+import re
 import shlex
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -24,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,10 +46,19 @@ from benchmarks.result_file import FOLDER, write_result
 from cli.bench.latency import Limits
 from router.config import Disaggregation
 
-SHORT = "--duration 12 --rate 2 --rounds 3 --quiet-lengths 16,128,512,930 --quiet-requests 3 --out conditional_real"
+SHORT = "--duration 10 --rate 2 --rounds 3 --quiet-lengths 16,128,512,930 --quiet-requests 3 --out conditional_real"
 """Flags for a run of four minutes; a caller's own come after them."""
 FIXED = (Disaggregation.ALWAYS, Disaggregation.NEVER)
-HEAD = ("trace", "mode", "good of sent", "TTFT p50 / p90 / p99, ms", "ITL p99 of running decodes, ms", "CPU when idle")
+HEAD = (
+    "trace",
+    "mode",
+    "good of sent",
+    "TTFT p50 / p90 / p99, ms",
+    "ITL p99 of running decodes, ms",
+    "CPU when idle",
+    "why prompts went where",
+)
+REASON = re.compile(r'^baton_prompt_pools_total{.*reason="(\w+)".*} (\d+)', re.MULTILINE)
 Figure = Callable[[Mode, slice], float]
 
 
@@ -77,12 +89,30 @@ def ttft_p90_ms(limits: Limits) -> Figure:
     return lambda mode, rounds: mode.summary(limits, rounds).ttft_ms.p90
 
 
-def row(trace: str, name: str, mode: Mode, limits: Limits, idle_share: float) -> list[str]:
+def reasons(metrics: str) -> Counter[str]:
+    """Counts prompts by the reason for their pool, from the text of a router's metrics."""
+    found = Counter[str]()
+    for reason, count in REASON.findall(metrics):
+        found[reason] += int(count)
+    return found
+
+
+def read_reasons(services: Mapping[str, BatonService]) -> dict[str, Counter[str]]:
+    """Asks each service's router; prompts of a warm-up count, too."""
+    found = {}
+    for name, service in services.items():
+        with urlopen(f"http://{service.status()['metrics_address']}/metrics", timeout=10) as answer:
+            found[name] = reasons(answer.read().decode())
+    return found
+
+
+def row(trace: str, name: str, mode: Mode, limits: Limits, idle_share: float, why: Counter[str]) -> list[str]:
     """Puts a mode's figures into a row of the table; `HEAD` names them."""
     one = mode.summary(limits)
     good = f"{one.good_share * one.num_sent:.0f} of {one.num_sent}, {one.num_sent - one.num_ended} lost"
     ttft = f"{one.ttft_ms.p50:.0f} / {one.ttft_ms.p90:.0f} / {one.ttft_ms.p99:.0f}"
-    return [trace, name, good, ttft, f"{mode.running_itl_p99_ms():.0f}", f"{idle_share:.1%}"]
+    told = ", ".join(f"{count} {reason}" for reason, count in why.most_common())
+    return [trace, name, good, ttft, f"{mode.running_itl_p99_ms():.0f}", f"{idle_share:.1%}", told]
 
 
 class IdleTime:
@@ -118,12 +148,13 @@ def measure(options: Namespace) -> dict[str, Any]:
             ended.enter_context(service).pin_workers()
         asyncio.run(take_turns(services, [learned], options.timeout))
         limits = asyncio.run(measure_quiet(services[Disaggregation.NEVER].address, options))
-        idle = IdleTime(services)
+        before_reasons, idle = read_reasons(services), IdleTime(services)
         modes = asyncio.run(take_turns(services, [schedule for _, schedule in rounds], options.timeout))
         idle_shares = idle.shares(modes)
+        why = {name: each - before_reasons[name] for name, each in read_reasons(services).items()}
     trace, random = options.trace.stem, f"random, hidden size {options.hidden_size}, {options.layers} layers"
     return {
-        "rows": [row(trace, name, modes[name], limits, idle_shares[name]) for name in modes],
+        "rows": [row(trace, name, modes[name], limits, idle_shares[name], why[name]) for name in modes],
         "figures": {
             "goodput, conditional / the better": over_the_better(modes, num_good(limits)),
             "TTFT p90, conditional / the better": over_the_better(modes, ttft_p90_ms(limits), min),

@@ -192,8 +192,11 @@ class Activation(Enum):
 class Program(Protocol):
     """Recorded operations."""
 
-    def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
-        """Runs all operations, on the first rows and sequences of the tensors that they were recorded with."""
+    def run(self, num_rows: int, num_sequences: int, num_decodes: int, num_samples: int = 0) -> None:
+        """Runs all operations, on the first rows and sequences of the tensors that they were recorded with.
+
+        num_samples: the rows of operations recorded after `sample`.
+        """
 
 
 class Backend(Protocol):
@@ -320,10 +323,13 @@ class StepTensors(Protocol):
 
 
 class Recorder(Backend, Protocol):
-    """A backend that records its operations and runs none; `pick` and `advance` are its own."""
+    """A backend that records its operations and runs none; `pick`, `sample` and `advance` are its own."""
 
     def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
         """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
+
+    def sample(self, states: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Copies sampled rows int64 [R] of states [T, columns] to `out` [R, columns]; R rows are all that go on."""
 
     def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
         """Turns a batch, in place, into that of the likeliest next tokens. logits: a row for each row of the batch."""

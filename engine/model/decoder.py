@@ -19,6 +19,7 @@ from engine.model.buffers import NO_BUFFERS, Buffers
 from engine.model.programs import (
     MIN_BLOCKS,
     MIN_ROWS,
+    RECORDED_CHUNKS,
     CapturedProgram,
     ProgramSize,
     RecordedProgram,
@@ -112,14 +113,19 @@ class Decoder:
     @torch.inference_mode()
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Implements `DraftModel.decode_greedily`; in one program where the backend has recordings."""
-        is_recordable = self.device.type == "cpu" and not self._far_angles
+        is_recordable = self.device.type == "cpu" and not self._far_angles and batch.samples_all
         program = self._program_for(batch, kv) if is_recordable else None
         if isinstance(program, RecordedProgram):
             return program.decode_greedily(batch, num_runs)
         return decode_greedily(self, batch.to(self.device), kv, num_runs)
 
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: Buffers) -> torch.Tensor:
-        """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
+        """Runs a batch through a backend, and returns logits; `angles` has a row for each token."""
+        states = self.run_layers(do, batch, angles, kv, to)
+        return self.run_head(do, states if batch.samples_all else states[batch.sample_rows], to)
+
+    def run_layers(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: Buffers) -> torch.Tensor:
+        """Runs a batch through all layers; returns the states of its rows. The backend may be a recorder."""
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
         half, columns = self.config.attention.head_dim // 2, self._angle_columns
         turned = {first: angles.columns(first, half) for first in set(columns)}
@@ -139,7 +145,10 @@ class Decoder:
             normed = self._normed(do, states, layer.mlp_norm, to)
             output = partial(layer.feed_forward.run, do, normed, to)
             states = self._add(do, states, output, layer.added_mlp_norm, to)
-        sampled = states if batch.samples_all else states[batch.sample_rows]
+        return states
+
+    def run_head(self, do: Backend, sampled: torch.Tensor, to: Buffers) -> torch.Tensor:
+        """Returns the logits of sampled rows of states. The backend may be a recorder."""
         normed = self._normed(do, sampled, self.weights.norm, to)
         return do.logits(normed, self.weights.head, self.config.scalars.logit_cap, to.logits)
 
@@ -194,10 +203,13 @@ class Decoder:
         return self._find_program(size, kv) is not None
 
     def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
-        """Finds the program for a batch, or makes it; `prepare` alone makes programs for chunks of prompts."""
+        """Finds the program for a batch, or makes it; `prepare` alone captures chunks of prompts."""
         num_rows, size = len(batch.token_ids), ProgramSize(len(batch.token_ids), batch.block_tables.shape[1])
         if self.device.type == "cpu":
-            return self._find_program(size, kv) if batch.samples_all else None
+            if batch.samples_all:
+                return self._find_program(size, kv)
+            most = max(num_rows, len(batch.sample_rows))
+            return self._find_program(RECORDED_CHUNKS, kv) if most <= RECORDED_CHUNKS.num_tokens else None
         if not batch.positions.is_cpu:
             return None  # columns that are on the device already are not captured
         if batch.samples_all and batch.num_decodes == num_rows:
@@ -215,7 +227,7 @@ class Decoder:
             num_blocks = 0 if on_cpu else padded(size.num_blocks, MIN_BLOCKS, 4)
             size = ProgramSize(padded(size.num_rows, MIN_ROWS), num_blocks)
         if size not in made:
-            made[size] = self._record(kv, size.num_rows) if on_cpu else self._capture(kv, size)
+            made[size] = self._record(kv, size.num_tokens) if on_cpu else self._capture(kv, size)
         return made[size]
 
     def _programs_on(self, kv: KVPages) -> dict[ProgramSize, StepProgram | None]:
@@ -232,7 +244,8 @@ class Decoder:
         buffers = Buffers.make(self.config, num_rows, self.weights.embedding.dtype)
         return RecordedProgram(
             recorder,
-            lambda batch, angles: self.run(recorder, batch, angles, kv, buffers),
+            lambda batch, angles: self.run_layers(recorder, batch, angles, kv, buffers),
+            lambda sampled: self.run_head(recorder, sampled, buffers),
             self.angles_for(kv),
             len(self.config.ropes) * (self.config.attention.head_dim // 2),
             num_rows,

@@ -1,7 +1,7 @@
 """Steps that were recorded once: Python between kernels is slower than some kernels.
 
-On a CPU a recorder notes the operations of decode steps; on a GPU a graph captures the launches of these, and of steps
-with chunks of prompts. Either has input tensors with fixed numbers of rows, and a step's rows are copied there.
+On a CPU a recorder notes the operations of steps; on a GPU a graph captures their launches. Steps are decoding rows, or
+these and chunks of prompts. Either has input tensors with fixed numbers of rows, and a step's rows are copied there.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,9 +35,11 @@ LOGIT_BYTES = 8
 """A float32, and the product before it in as much at most."""
 GRAPH_BYTES = 4 << 20
 """Memory of a graph's launches, at a guess: no device has told."""
-_COLUMNS = ("token_ids", "positions", "slot_mapping", "context_lens", "cu_query_lens")
+_COLUMNS = ("token_ids", "positions", "slot_mapping", "sample_rows", "context_lens", "cu_query_lens")
 Forward = Callable[[Batch, Angles], torch.Tensor]
-"""Runs a batch with the angles of its rows; returns logits."""
+"""Runs a batch with the angles of its rows; returns logits, or the states before them."""
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Runs sampled rows of states; returns logits."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class ProgramSize:
         )
 
 
+RECORDED_CHUNKS = ProgramSize(0, 0, 512)
+"""Steps with chunks of prompts that a CPU runs as a program. Of 2,000 tokens Python is 2 % at most."""
+
+
 class StepProgram(Protocol):
     """A step that was recorded once."""
 
@@ -84,12 +90,13 @@ class StepProgram(Protocol):
 
 
 class RecordedProgram:
-    """A forward pass that a recorder has noted, for a CPU; rows may be guesses."""
+    """A forward pass that a recorder has noted, for a CPU; rows may be guesses, or of chunks."""
 
     def __init__(
         self,
         recorder: Recorder,
-        forward: Forward,
+        layers: Forward,
+        head: Head,
         all_angles: Angles | FarAngles,
         num_columns: int,
         num_rows: int,
@@ -97,7 +104,7 @@ class RecordedProgram:
         block_size: int,
     ) -> None:
         """all_angles: finds the angles of any position. num_columns: numbers in a row of angles."""
-        ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
+        ids, lens = torch.zeros(4, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         batch = Batch(
@@ -108,39 +115,42 @@ class RecordedProgram:
             context_lens=lens,
             cu_query_lens=starts,
             num_decodes=num_rows,
-            sample_rows=ids[0],
+            sample_rows=ids[3],
         )
         turns = Angles(*torch.empty(2, num_rows, num_columns)) if isinstance(all_angles, FarAngles) else None
         angles = Angles(torch.empty(num_rows, num_columns), torch.empty(num_rows, num_columns), turns)
         if isinstance(all_angles, Angles):
             recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
             recorder.pick(all_angles.sines, batch.positions, angles.sines)
-        self._logits = forward(batch, angles)
+        states = layers(batch, angles)
+        recorder.sample(states, batch.sample_rows, sampled := torch.empty_like(states))
+        self._logits = head(sampled)
         self._program = recorder.finish()
         recorder.advance(self._logits, block_size, batch)
         self._ahead = recorder.finish()
         self._columns = [getattr(batch, name).numpy() for name in _COLUMNS]
         self._tables = tables.numpy()
         self._far_angles, self._angles = all_angles if isinstance(all_angles, FarAngles) else None, angles
-        self._kept = forward, all_angles
+        self._kept = layers, sampled, all_angles
 
     def run(self, batch: Batch) -> torch.Tensor:
         self._take(batch)
         if self._far_angles is not None:
             self._far_angles.write(batch.positions, self._angles)
-        self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes)
-        return self._logits[: len(batch.token_ids)]
+        num_samples = len(batch.sample_rows)
+        self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes, num_samples)
+        return self._logits[:num_samples]
 
     def decode_greedily(self, batch: Batch, num_runs: int) -> torch.Tensor:
         """Runs a batch, whose rows are all sampled, as `DraftModel.decode_greedily` does."""
         self._take(batch)
         num_sequences, token_ids = len(batch.context_lens), self._columns[0]
-        numbers = (len(batch.token_ids), num_sequences, batch.num_decodes)
+        numbers = (len(batch.token_ids), num_sequences, batch.num_decodes, len(batch.sample_rows))
         drawn = np.empty((num_runs, num_sequences), dtype=np.int64)
         for after_run in drawn:
             self._ahead.run(*numbers)
             after_run[:] = token_ids[:num_sequences]
-            numbers = (num_sequences,) * 3
+            numbers = (num_sequences,) * 4
         return torch.from_numpy(drawn)
 
     def _take(self, batch: Batch) -> None:

@@ -17,7 +17,15 @@ import torch
 
 from engine.model.batch import Batch, CausalModel
 from engine.model.decoder import Decoder
-from engine.model.programs import MIN_CHUNK_TOKENS, MIN_ROWS, ProgramSize, captured_tokens, padded, program_sizes
+from engine.model.programs import (
+    MIN_CHUNK_TOKENS,
+    MIN_ROWS,
+    RECORDED_CHUNKS,
+    ProgramSize,
+    captured_tokens,
+    padded,
+    program_sizes,
+)
 from engine.model.sampler import PLAIN, choose, likeliest
 from kernels.backend import TRITON, TRITON_EXACT, Backend, KVPages
 from kernels.cpu.library import NoKernels
@@ -186,6 +194,7 @@ def make_programs(
     is_captured = model.device.type != "cpu"
     chunk_tokens = min(limits.max_chunk_tokens, captured_tokens(model.config)) * is_captured
     sizes = program_sizes(limits.max_rows, limits.max_blocks, chunk_tokens)
+    sizes = sizes if is_captured else [RECORDED_CHUNKS, *sizes]
     for num_done, size in enumerate(sizes):
         report("graphs", num_done, len(sizes))
         with _naming(f"a graph of {size}", model.device):

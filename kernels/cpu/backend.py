@@ -5,6 +5,7 @@ The C interface of the kernels stands at the end of each .cpp file; SIGNATURES r
 
 import ctypes
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -41,6 +42,10 @@ class SEQUENCES(ctypes.c_int64):
 
 class DECODES(ctypes.c_int64):
     """Stands for the number of sequences with one row, set likewise."""
+
+
+class SAMPLES(ctypes.c_int64):
+    """Stands for the number of rows after `sample`, set likewise."""
 
 
 Addressed = Tensor | ctypes.Structure
@@ -298,9 +303,14 @@ class CpuRecorder(CpuBackend):
         self.name, self.version = backend.name, backend.version
         self._library = backend._library
         self._calls: list[tuple[str, tuple[Argument, ...]]] = []
+        self._num_unsampled = sys.maxsize
 
     def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
         self._call("pick", table, ids, *out.shape, out)
+
+    def sample(self, states: Tensor, rows: Tensor, out: Tensor) -> None:
+        self._num_unsampled = len(self._calls)
+        self.pick(states.view(torch.float32), rows, out.view(torch.float32))
 
     def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
         self._call(
@@ -311,7 +321,7 @@ class CpuRecorder(CpuBackend):
 
     def finish(self) -> "CpuProgram":
         """Makes a program of the recorded calls."""
-        return CpuProgram(self._library, self._calls)
+        return CpuProgram(self._library, self._calls, self._num_unsampled)
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._calls.append((kernel, arguments))
@@ -323,31 +333,35 @@ class CpuProgram:
     Each call has the address of the next product's weight, which waiting threads prefetch. Layout: program.cpp.
     """
 
-    def __init__(self, library: ctypes.CDLL, calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, calls: Sequence[tuple[str, tuple[Argument, ...]]], num_unsampled: int
+    ) -> None:
+        """num_unsampled: the number of calls before `sample`, whose rows are all rows."""
         self._replay = library.baton_replay
         self._num_calls = len(calls)
         self._structs = [one for _, arguments in calls for one in arguments if isinstance(one, ctypes.Structure)]
         expected = _next_weights(calls)
         words: list[int] = []
-        self._at: dict[type, list[int]] = {ROWS: [], SEQUENCES: [], DECODES: []}
-        for (kernel, arguments), weight in zip(calls, expected, strict=True):
+        self._at: dict[type, list[int]] = {ROWS: [], SEQUENCES: [], DECODES: [], SAMPLES: []}
+        for at, ((kernel, arguments), weight) in enumerate(zip(calls, expected, strict=True)):
+            rows = ROWS if at < num_unsampled else SAMPLES
             function = getattr(library, f"baton_{kernel}_from_words")
             address = ctypes.cast(function, POINTER).value or 0
             words += [address, len(arguments), weight.data_ptr(), weight.nbytes]
             for index, kind in enumerate(KERNELS[kernel], len(words)):
                 if kind in self._at:
-                    self._at[kind].append(index)
+                    self._at[rows if kind is ROWS else kind].append(index)
             words += [_word(argument) for argument in arguments]
         self._words = np.array(words, dtype=np.int64)
         self._address = self._words.ctypes.data
-        self._numbers = (-1, -1, -1)
+        self._numbers = (-1, -1, -1, -1)
 
-    def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
-        """Runs all calls on the first rows and sequences of their tensors."""
-        numbers = (num_rows, num_sequences, num_decodes)
+    def run(self, num_rows: int, num_sequences: int, num_decodes: int, num_samples: int = 0) -> None:
+        """Runs all calls on the first rows, sequences and samples of their tensors."""
+        numbers = (num_rows, num_sequences, num_decodes, num_samples)
         if numbers != self._numbers:
-            for kind, number in zip((ROWS, SEQUENCES, DECODES), numbers, strict=True):
-                self._words[self._at[kind]] = number
+            for indices, number in zip(self._at.values(), numbers, strict=True):
+                self._words[indices] = number
             self._numbers = numbers
         self._replay(self._address, self._num_calls)
 

@@ -74,6 +74,7 @@ class OpenRequest:
             partial(services.metrics.gained, request.journal),
             lambda: on_first_token(request.id),
             self.stop,
+            request.limits.model.fingerprint_hex,
         )
         self._task: asyncio.Task[pb.Complete] = asyncio.create_task(Flow(request, services, reply).serve())
         self._task.add_done_callback(self._ended)
@@ -187,7 +188,7 @@ class Dispatcher:
     ) -> OpenRequest:
         """Starts a request. Raises InvalidRequest or Overloaded at once. time_left_s: None without a deadline."""
         with self._refusals_counted():
-            version = self._versions.choose()
+            version = self._versions.choose(request.resume.fingerprint)
             services, root = self._services_of(version), version.root_of(caller.tenant)
             return self._begin(request, time_left_s, services, version, root, caller, traceparent)
 

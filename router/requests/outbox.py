@@ -114,7 +114,10 @@ class ReplyWriter:
         on_gain: Callable[[int, int, float], None],
         on_first_token: Callable[[], None],
         stop: Callable[[BatonError], None],
+        fingerprint: str = "",
     ) -> None:
+        """fingerprint: the answering model's, which the first message tells."""
+        self._fingerprint = fingerprint
         self._journal = journal
         self._on_gain = on_gain
         self._request_id = request_id
@@ -141,6 +144,7 @@ class ReplyWriter:
         self._put(pb.GenerateResponse(request_id=self._request_id, prompt=part))
 
     def _put(self, response: pb.GenerateResponse) -> None:
+        response.fingerprint, self._fingerprint = self._fingerprint, ""
         try:
             self._outbox.put(response)
         except Overloaded as refusal:

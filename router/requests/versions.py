@@ -12,6 +12,7 @@ from functools import lru_cache
 from router.config import RouterConfig
 from router.requests.checks import ServingLimits
 from router.workers.members import Members, version_of
+from wire.errors import ModelReplaced
 from wire.ids import NamespaceRoot
 from wire.layout import Window
 from wire.pools import Role
@@ -71,15 +72,19 @@ class ModelVersions:
         for version, model in zip(self, models, strict=False):
             version.model = model
 
-    def choose(self) -> ModelVersion:
+    def choose(self, fingerprint: str = "") -> ModelVersion:
         """Chooses the version of a request: the wanted version, once it has as many decode workers as the pool.
 
-        Until then, the one that has the fewest open requests for each of its decode workers.
+        Until then, the one that has the fewest open requests for each of its decode workers. fingerprint: names the
+        version of an answer that goes on; raises ModelReplaced if it is gone.
         """
-        able = [one for one in self if one.num_ready]
-        if not able or self.wanted.num_ready >= self._members.sizes.decode:
-            return self.wanted
-        return min(able, key=lambda one: one.num_open / one.num_ready)
+        known = [one for one in self if fingerprint in ("", one.model.fingerprint_hex)]
+        if not known:
+            raise ModelReplaced("the model that the answer began with is served no more: ask again")
+        if known[0].num_ready >= self._members.sizes.decode:
+            return known[0]
+        able = (one for one in known if one.num_ready)
+        return min(able, key=lambda one: one.num_open / one.num_ready, default=known[0])
 
     def _make(self, model: ServedModel) -> ModelVersion:
         def root_of(tenant: str) -> NamespaceRoot:

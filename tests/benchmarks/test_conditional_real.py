@@ -1,11 +1,12 @@
 """Figures of the conditional mode over the better of both others, computed by hand, and the table of all traces."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import conditional_real
-from benchmarks.conditional_real import IdleTime, num_good, over_the_better, row, tabulate, ttft_p90_ms
+from benchmarks.conditional_real import IdleTime, num_good, over_the_better, reasons, row, tabulate, ttft_p90_ms
 from tests.benchmarks.test_disaggregation import LIMITS, mode, record
 
 GOOD, LATE = record(0.1, 0.5, 1.0), record(0.9, 0.95, 1.0)
@@ -36,12 +37,21 @@ def test_an_idle_service_is_told_by_what_it_took_beside_its_rounds(monkeypatch: 
     assert idle.shares({"never": one}) == pytest.approx({"never": 0.05})
 
 
+def test_prompts_are_counted_by_the_reason_for_their_pool() -> None:
+    kinds = [("prefill", "always", "3.0"), ("decode", "busy", "4.0"), ("prefill", "busy", "2.0")]
+    lines = [f'baton_prompt_pools_total{{pool="{pool}",reason="{reason}"}} {num}' for pool, reason, num in kinds]
+    assert reasons("\n".join(["# HELP baton_prompt_pools_total Prompts", *lines, "up 1"])) == {"always": 3, "busy": 6}
+
+
 def test_each_trace_has_its_rows_in_one_table() -> None:
     kept = {
-        trace: {"rows": [row(trace, "never", mode([GOOD, LATE]), LIMITS, 0.05)], "figures": {"load": trace}}
+        trace: {
+            "rows": [row(trace, "never", mode([GOOD, LATE]), LIMITS, 0.05, Counter(always=2))],
+            "figures": {"load": trace},
+        }
         for trace in ("code", "conv")
     }
     figures, (_, *rows) = tabulate(kept)
     assert figures == {"code: load": "code", "conv: load": "conv"}
     assert [one[:3] for one in rows] == [[trace, "never", "1 of 2, 0 lost"] for trace in ("code", "conv")]
-    assert {one[-1] for one in rows} == {"5.0%"}
+    assert all(one[-2:] == ["5.0%", "2 always"] for one in rows)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.model.decoder import Decoder, check_kv_dtype
 from kernels.backend import KVPages
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import best_isa
 from kernels.triton_backend import TritonBackend
 from tests.harness.checkpoints import (
@@ -23,7 +24,7 @@ from tests.harness.checkpoints import (
     shard,
 )
 from tests.harness.engines import make_core, serve
-from tests.harness.model_alone import PagedRun, generate
+from tests.harness.model_alone import PagedRun, generate, logits_of
 from tests.kernels.backends import make_backend
 from wire.errors import ConfigError
 from wire.layout import KV_DTYPES, Window
@@ -253,3 +254,19 @@ def test_only_sampled_rows_have_logits(checkpoint: Checkpoints) -> None:
     run = PagedRun(model, [range(20), range(30)], 1)
     batch = run.batch([(run.rows[0], 20), (run.rows[1], 10)])
     assert model.forward(batch, KVPages(run.kv)).shape == (1, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_step_with_chunks_is_a_program_with_the_bits_of_single_kernels(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    model, by_kernel = (Decoder.load(checkpoint(arch), "bfloat16", CPU, 16, make_backend(best_isa())) for _ in range(2))
+    prompts = [[*range(length)] for length in (3, 40, 90)]
+    monkeypatch.setattr(by_kernel, "_program_for", lambda batch, kv: None)
+    expected = logits_of(by_kernel, prompts, 4, 24)
+    assert torch.equal(logits_of(model, prompts, 4, 24), expected)
+    run = PagedRun(model, prompts, 4)
+    run.step(24)  # records on the pages of this run
+    run.step(1)
+    monkeypatch.setattr(CpuBackend, "_call", None)
+    run.step(24)

@@ -1,12 +1,14 @@
 """A roll to other weights: each answer is whole of one version of the model, and so is each block."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from engine.model.hash_model import HashModel
 from tests.faults.rest import at_rest
+from tests.harness.answer import Reader
+from tests.harness.assembled_worker import FINGERPRINT
 from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import FaultyModel
@@ -14,6 +16,7 @@ from tests.harness.local_cluster import Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
 from wire.errors import ModelReplaced
 from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes
 
 OLD, NEW = (HashModel(LAYOUT, vocab_size=300, seed=seed) for seed in (0, 1))
@@ -130,3 +133,37 @@ async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
         await cluster.answer(ask())
         rows = (await cluster.router.administration.count(cluster_pb2.CacheRequest(tenant="default"))).rows
         assert [(one.tenant, one.model) for one in rows if one.tier == "host"] == [("default", "twin")] * 2
+
+
+def resumed(begun: Reader, fingerprint: str) -> pb.GenerateRequest:
+    """What a client asks another router, which gets the tokens so far."""
+    known = [pb.ResumedChoice(token_ids=one.token_ids) for one in begun.choices]
+    request = ask(max_tokens=200, seed=7)
+    request.resume.MergeFrom(pb.Resume(choices=known, fingerprint=fingerprint))
+    return request
+
+
+async def test_an_answer_goes_on_at_another_router_in_its_version_or_not_at_all() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        opened = cluster.router.dispatcher.open(ask(max_tokens=200, seed=7), 60.0)
+        told = []
+
+        async def noted() -> AsyncIterator[pb.GenerateResponse]:
+            async for response in opened.outbox:
+                told.append(response.fingerprint)
+                yield response
+
+        begun = Reader(noted())
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        assert (told[0], {*told[1:]} - {""}) == (FINGERPRINT.hex(), set())
+        await cluster.roll("p1", "d1")
+        again = cluster.router.dispatcher.open(resumed(begun, told[0]), 60.0)
+        await cluster.serves("d0")
+        cluster.models["d0"].go_on()
+        rest = [token async for response in again.outbox for token in response.chunk.token_ids]
+        assert [*begun.choices[0].token_ids, *rest] == OLD.oracle(PROMPT, 200)
+        with pytest.raises(ModelReplaced, match="is served no more"):
+            cluster.open(resumed(begun, "ab" * 32))
+        await begun.read_all()
+        await at_rest(cluster)

@@ -71,7 +71,10 @@ class World(Protocol):
 
 
 class SimWorker:
-    """A process of a node. `stalled_until_s`: its engine makes no step before."""
+    """A process of a node. `stalled_until_s`: its engine makes no step before.
+
+    role: of the pool that it serves, as the controller knows. joins: the role that it changes to, if it does.
+    """
 
     def __init__(self, world: World, node: Node, name: str) -> None:
         self.name = name
@@ -80,6 +83,7 @@ class SimWorker:
         self.world = world
         self.node = node
         self.is_leaving = False
+        self.joins: Role | None = None
         self.stalled_until_s = 0.0
         self.lag_s = 0.0
         self.has_lost_lease = False
