@@ -147,6 +147,7 @@ class Resumption:
         if self._is_silent:
             self._lost_s, self._is_silent, self._pause_s = None, False, PAUSE_S
             self._routers.note(self.address, answers=True)
+        self._known.fingerprint = response.fingerprint or self._known.fingerprint
         event, chunk = response.WhichOneof("event"), response.chunk
         if event == "prompt":
             self._known.prompt_tokens += len(response.prompt.tokens)

@@ -27,7 +27,10 @@ _POLL_S = 0.5
 
 
 class BatonService:
-    """`baton up` on entry, `baton down` on exit. settings: more flags for `baton up`. told: what it printed."""
+    """`baton up` on entry, `baton down` on exit, also where this process is killed.
+
+    settings: more flags for `baton up`. told: what it printed.
+    """
 
     def __init__(
         self, name: str, model: str | None, num_prefill: int, num_decode: int, settings: Sequence[str] = ()
@@ -37,21 +40,23 @@ class BatonService:
         self._settings = [*([] if model is None else ["--model", model]), *settings]
         self.address = ""
         self.told = ""
+        self._ending: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "BatonService":
         pools = [part for role, size in self._pools.items() for part in (f"--{role}", str(size))]
+        self._ending = end_with_this_process(self._command("down"))
         try:
             self.told = self._baton("up", *pools, "--grpc-port", "0", *self._settings, timeout_s=_UP_TIMEOUT_S)
             self.address = self.status()["address"]
         except BaseException:
-            self._baton("down")
+            self._down()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._baton("down")
+        self._down()
 
     def call(self, *command: str, timeout_s: float = _CALL_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         """Runs a command of `baton` on the service, whatever its exit status; its errors are among its output."""
@@ -137,12 +142,29 @@ class BatonService:
         assert state is not None, "it is not up"
         return state
 
+    def _down(self) -> None:
+        """Raises CalledProcessError if something is left."""
+        ending, self._ending = self._ending, None
+        assert ending is not None
+        ending.communicate(timeout=_CALL_TIMEOUT_S)
+        if ending.returncode:
+            raise subprocess.CalledProcessError(ending.returncode, ending.args)
+
     def _baton(self, *arguments: str, timeout_s: float = _CALL_TIMEOUT_S) -> str:
         command = self._command(*arguments)
         return subprocess.run(command, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def _command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "cli", *arguments, "--name", self.name]
+
+
+def end_with_this_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a shell that runs a command once its stdin is closed, as the end of this process closes it, too.
+
+    It is in a session of its own: what ends this process and its group does not end it.
+    """
+    whole = ["sh", "-c", 'cat; exec "$@"', "sh", *command]
+    return subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def pin(pid: int, cpu: int) -> None:

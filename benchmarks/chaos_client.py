@@ -97,8 +97,9 @@ class _Reader:
         if self._ending is None:
             return False
         stop = self._ending.stop_string if self._ending.HasField("stop_string") else None
-        right = (question.token_ids, question.text, question.stop_string)
-        return (tuple(self.token_ids), self._text, stop) == right
+        right = [(one.token_ids, one.text, one.stop_string) for one in (question, *question.also)]
+        return (tuple(self.token_ids), self._text, stop) in right
 
     def is_prefix_of(self, question: Question) -> bool:
-        return tuple(self.token_ids) == question.token_ids[: len(self.token_ids)]
+        num_tokens = len(self.token_ids)
+        return tuple(self.token_ids) in [one.token_ids[:num_tokens] for one in (question, *question.also)]

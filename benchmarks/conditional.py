@@ -18,19 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
 from cli.bench.latency import ModeSummary, Record, summarize
-from cli.bench.plan.paced_worker import PacedLoop, VirtualInbox
-from engine.model.batch import Batch
+from cli.bench.plan.costs import WorkCosts
+from cli.bench.plan.paced_worker import ANSWER, PacedLoop, PacedModel, PacedRecords, VirtualInbox
 from engine.model.hash_model import HashModel
-from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
-from kv_store.node.event_log import EventCursor
-from kv_store.node.records import Records
 from kv_store.transfers import ThreadTransfers, Transfer
 from router.config import Disaggregation, RouterSettings
 from tests.harness.answer import ask
@@ -47,11 +42,11 @@ VOCAB_SIZE, MAX_CONTEXT_LEN = 256, 8192
 NUM_PREFILL, NUM_DECODE = 1, 2
 STEP_S, TOKEN_S, CONTEXT_S = 0.008, 0.0003, 5e-7
 MESSAGE_S, TRANSFER_S, BLOCK_S = 0.001, 0.002, 0.0002
+COSTS = WorkCosts(step_s=STEP_S, prompt_token_s=TOKEN_S, row_s=TOKEN_S, context_token_s=CONTEXT_S)
 NUM_PAGES, NUM_SLOTS = 4096, 16384
 FIRST_LENS, TURN_LENS, OUTPUT_LENS = (200, 3000), (20, 300), (20, 150)
 MAX_TURNS, THINKING_S = 6, 4.0
 TTFT_FACTOR, TPOT_FACTOR = 4.0, 3.0
-ANSWER = 0
 
 
 @dataclass(frozen=True)
@@ -84,19 +79,6 @@ def draw(seed: int, load: float, duration_s: float) -> list[Turn]:
     return sorted(turns, key=lambda turn: turn.at_s)
 
 
-class PacedModel(HashModel):
-    """A model whose next token is ANSWER; `spent_s` adds up what its steps would have taken."""
-
-    spent_s = 0.0
-
-    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
-        is_decoding = batch.cu_query_lens.diff() == 1
-        self.spent_s += STEP_S + TOKEN_S * len(batch.token_ids) + CONTEXT_S * int(batch.context_lens[is_decoding].sum())
-        logits = torch.zeros(len(batch.sample_rows), self.vocab_size)
-        logits[:, ANSWER] = 1.0
-        return logits
-
-
 class PacedTransfers(ThreadTransfers):
     """Transfers without a thread, one after another."""
 
@@ -114,24 +96,17 @@ class PacedTransfers(ThreadTransfers):
         loop.call_at(self._free_s, self.run_one)
 
 
-class PacedRecords(Records):
-    """Records whose waits end at once, for they would hold up virtual time."""
-
-    def wait_for_events(self, after: EventCursor, wait_s: float) -> bool:
-        return super().wait_for_events(after, 0.0)
-
-
 class PacedCluster(LocalCluster):
     """A cluster whose workers have a model each, and take its time."""
 
     async def _start_worker(self, name: str) -> Assembly:
-        loop, model = asyncio.get_running_loop(), PacedModel(LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
+        loop, model = asyncio.get_running_loop(), PacedModel(COSTS, LAYOUT, VOCAB_SIZE, MAX_CONTEXT_LEN)
 
         def clock() -> float:
             return loop.time() + model.spent_s
 
         threads = Threads(
-            loop.time, VirtualInbox, lambda *parts: PacedLoop(model, clock, *parts), PacedTransfers, clock
+            loop.time, VirtualInbox, lambda *parts: PacedLoop(model, 0.0, clock, *parts), PacedTransfers, clock
         )
         tiers, role = self._parts(name).tiers, role_of(name)
         worker = local_worker(model, tiers, name, role, self._sizes.num_blocks, self._sizes.batch, threads=threads)

@@ -20,8 +20,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.conditional import LAYOUT, MAX_CONTEXT_LEN, VOCAB_SIZE, PacedCluster, PacedRecords
+from benchmarks.conditional import LAYOUT, MAX_CONTEXT_LEN, VOCAB_SIZE, PacedCluster
 from benchmarks.result_file import write_result
+from cli.bench.plan.paced_worker import PacedRecords
 from engine.model.hash_model import HashModel
 from router.config import Disaggregation, RouterSettings
 from router.observe.counterfactual import RequestCosts, counterfactuals

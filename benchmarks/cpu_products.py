@@ -1,12 +1,15 @@
 """Products of linear layers in bfloat16 on a CPU: each instruction set of this machine beside torch (oneDNN), in turns.
 
 OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --threads 2
+
+With a reproducible set and the one of its own order of sums (`--isas avx2 reproducible_avx2`) it prints the price of
+the common order, too.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,28 +37,35 @@ PACKED = "Q4_1"
 WORKING_SET_BYTES = 256 << 20
 NUM_ROUNDS = 5
 """The least time counts."""
+OF_ONE_ORDER = "reproducible_"
+"""The start of the names of sets with a common order of sums; the rest names one with an order of its own."""
 
 
-def measure(backends: Mapping[str, CpuBackend], num_threads: int) -> Iterator[str]:
+def measure(
+    backends: Mapping[str, CpuBackend], num_threads: int, models: Sequence[str], row_counts: Sequence[int]
+) -> Iterator[str]:
     """Yields a line for each matrix and number of rows, as it is measured: GFLOP/s by product."""
-    for model, matrices in MODEL_TO_MATRICES.items():
-        for columns, depth in matrices:
+    for model in models:
+        for columns, depth in MODEL_TO_MATRICES[model]:
             num_copies = max(1, min(16, WORKING_SET_BYTES // (2 * columns * depth)))
             plain = torch.randn(num_copies, columns, depth).bfloat16()
             weights = {name: [backend.pack(one) for one in plain] for name, backend in backends.items()}
             best = next(iter(backends))
             drawn = DRAWS[PACKED](columns, depth)
-            coded = [backends[best].pack_codes([drawn], torch.bfloat16) for _ in plain]
-            for num_rows in NUM_ROWS:
+            coded = {name: [one.pack_codes([drawn], torch.bfloat16) for _ in plain] for name, one in backends.items()}
+            for num_rows in row_counts:
                 rows = torch.randn(num_rows, depth).bfloat16()
                 works = {name: partial(_multiply, backends[name], rows, of_name) for name, of_name in weights.items()}
-                works[f"{best} {PACKED}"] = partial(_multiply, backends[best], rows, coded)
+                works |= {
+                    f"{name} {PACKED}": partial(_multiply, backends[name], rows, own) for name, own in coded.items()
+                }
                 works["torch"] = partial(_multiply_in_torch, rows, plain, num_threads)
                 operations = 2 * num_copies * num_rows * columns * depth
                 rates = {name: operations / seconds / 1e9 for name, seconds in _time(works).items()}
-                ratio = rates[best] / rates["torch"]
                 told = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-                yield f"{model} {columns} x {depth}, {num_rows} rows: {told} GFLOP/s; {best} over torch {ratio:.2f}"
+                pairs = [(best, "torch"), *((name, name.removeprefix(OF_ONE_ORDER)) for name in rates)]
+                ratios = [f"{a} over {b} {rates[a] / rates[b]:.2f}" for a, b in pairs if a != b and b in rates]
+                yield f"{model} {columns} x {depth}, {num_rows} rows: {told} GFLOP/s; {', '.join(ratios)}"
 
 
 def _multiply(backend: CpuBackend, rows: Tensor, weights: list[Weight]) -> None:
@@ -86,12 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--isas", nargs="+", choices=list(ISA_TO_FEATURES), help="default: the best, and avx512")
+    parser.add_argument("--models", nargs="+", choices=list(MODEL_TO_MATRICES), default=list(MODEL_TO_MATRICES))
+    parser.add_argument("--rows", nargs="+", type=int, default=NUM_ROWS)
     arguments = parser.parse_args()
     isas = arguments.isas or [*(["amx"] if can_run("amx") else []), best_isa()]
     torch.set_num_threads(arguments.threads)
     backends = {isa: CpuBackend(isa) for isa in isas}
     print(f"{processor()}, {arguments.threads} threads, {MachineState.measure().describe()}, commit {commit()}")
-    for line in measure(backends, arguments.threads):
+    for line in measure(backends, arguments.threads, arguments.models, arguments.rows):
         print(line, flush=True)
 
 

@@ -113,9 +113,17 @@ async def measure_quiet(address: str, options: argparse.Namespace) -> QuietLimit
         for length in options.quiet_lengths:
             asked = poisson(100.0, 1.0, length, options.quiet_output, seed=length)[: options.quiet_requests]
             records = [(await client.run([replace(one, at_s=0.0)]))[0] for one in asked]
+            require_ended(records)
             ttft_s.append(median(record.ttft_s for record in records))
             tpot_s.append(median(record.tpot_s for record in records))
     return QuietLimits(tuple(options.quiet_lengths), tuple(ttft_s), tuple(tpot_s))
+
+
+def require_ended(records: Sequence[Record]) -> None:
+    """Exits with the reason if a request has failed: times of the others alone would tell too little."""
+    if failed := [one for one in records if one.error or not one.chunks]:
+        told = f"{failed[0].error} {failed[0].reason}"
+        sys.exit(f"{len(failed)} of {len(records)} requests failed, the first of {failed[0].prompt_len} tokens: {told}")
 
 
 def schedules(options: argparse.Namespace) -> list[tuple[ScaledTrace, list[Arrival]]]:

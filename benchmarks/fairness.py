@@ -22,7 +22,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.conditional import (
-    ANSWER,
     LAYOUT,
     MAX_CONTEXT_LEN,
     NUM_DECODE,
@@ -32,9 +31,9 @@ from benchmarks.conditional import (
     TOKEN_S,
     VOCAB_SIZE,
     PacedCluster,
-    PacedRecords,
 )
 from benchmarks.result_file import write_result
+from cli.bench.plan.paced_worker import ANSWER, PacedRecords
 from engine.model.hash_model import HashModel
 from router.config import RouterSettings
 from tests.harness.answer import ask

@@ -1,4 +1,4 @@
-"""A night of a cluster of two nodes under load, told by its log: losses, a change of keys, a drain.
+"""A night of a cluster of two nodes under load, told by its log: losses, a change of keys, a roll, a drain.
 
     python benchmarks/night.py --out benchmarks/results/night.md
 
@@ -9,6 +9,7 @@ searched for the lines that tell of each event, in order; the page has the whole
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,8 +43,13 @@ decode = { resources = { decode = 1 } }
 [router]
 routers = 2
 """
+ROLLED = """
+[batch]
+max_running = 16
+max_chunk_tokens = 256
+"""
 CALM_S = 5.0
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,11 @@ class Night:
 
     def __init__(self, folder: Path, ended: ExitStack) -> None:
         self._nodes = RayNodes(folder, ended)
-        self._nodes.head(prefill=1, decode=1)
+        self._folder = folder
+        self._nodes.head(prefill=2, decode=1)
         self._second = self._nodes.join("decode")
         os.environ.update(self._nodes.env)
-        self.cluster = ServedCluster(f"night{os.getpid()}", folder)
+        self.cluster = ServedCluster(f"night{os.getpid()}", folder, timeout_s=WAIT_S)
         checkpoint = make_checkpoint("llama-gqa", folder / "model", max_position_embeddings=8192)
         config = folder / "config.toml"
         config.write_text(SETTINGS)
@@ -79,8 +86,8 @@ class Night:
             "--redis-url",
             "off",
         ]
-        self.cluster.do("up", "--model", str(checkpoint), *flags)
         ended.callback(self.cluster.run, "down")
+        self.cluster.do("up", "--model", str(checkpoint), *flags)
         self.done: list[Asked] = []
         self.failures: list[str] = []
         self._is_over = threading.Event()
@@ -94,6 +101,11 @@ class Night:
                 ("was lost", "the node of node-", "is ready after"),
             ),
             Incident("a key is made", self._make_key, ("5 keys are in force",)),
+            Incident(
+                "the settings of all workers are rolled",
+                self._roll,
+                ("rolling 3 workers to revision 1", *3 * ("is replaced, and drains",), "have revision 1 now"),
+            ),
             Incident("a node is drained", self._drain, (" drains", "has left", "is drained: its Ray can be stopped")),
         ]
 
@@ -136,11 +148,16 @@ class Night:
     def _lose_node(self) -> None:
         num_ready = sum("is ready after" in line for line in self.log())
         kill_raylet(self._second)
-        self._second = self._nodes.join("decode")
+        self._nodes.node(decode=2)  # a place more than it needs: a roll starts a worker before another ends
         wait_until(lambda: sum("is ready after" in line for line in self.log()) > num_ready, "a replacement", WAIT_S)
 
     def _make_key(self) -> None:
         self.cluster.do("key create", "--tenant", "umbrella")
+
+    def _roll(self) -> None:
+        settings = self._folder / "rolled.toml"
+        settings.write_text(ROLLED)
+        self.cluster.do("roll", "--config", str(settings))
 
     def _drain(self) -> None:
         status = self.cluster.status()
@@ -170,6 +187,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a page of the night")
     options = parser.parse_args()
     began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray and the cluster end with it
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
         night = Night(Path(folder), ended)
         incidents = night.live()

@@ -4,14 +4,15 @@
 
 A prefill and a decode worker of one thread each serve the demo model. Costs are learned from one stretch of the trace;
 the next stretch is foretold with them, and sent `--runs` times, each time with other prompts. The limits are
-multiples of the first stretch's medians. The spread is the largest run's figure over the smallest.
+multiples of the first stretch's medians. The spread is the largest run's figure over the smallest. Times count from the
+sending of a request: that the client is late, on a machine that it shares, no plan of a cluster can tell.
 """
 
 import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -55,7 +56,8 @@ async def serve(address: str, options: argparse.Namespace) -> tuple[list[list[Ar
         max_context_len = await client.max_context_len()
         await client.run(poisson(4.0, 3.0, 64, 8, 99))
         loads = stretches(options, max_context_len)
-        return loads, [await client.run(load) for load in loads], max_context_len
+        rounds = [await client.run(load) for load in loads]
+        return loads, [[replace(one, scheduled_s=one.sent_s) for one in each] for each in rounds], max_context_len
 
 
 def limits_of(records: Sequence[Record]) -> Slo:

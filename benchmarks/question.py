@@ -16,13 +16,17 @@ _STOP_LEN = 2
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, how it is to be answered, and the one right answer."""
+    """A prompt, how it is to be answered, and the right answer.
+
+    also: the right answers of other models, amid a roll from one to another.
+    """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     token_ids: tuple[int, ...]
     text: str
     stop_string: str | None = None
+    also: tuple["Question", ...] = ()
 
     def request(self) -> pb.GenerateRequest:
         """As a client sends it."""

@@ -1,6 +1,7 @@
 """Rolls the workers of a cluster under load, and counts what that did to the answers.
 
     python benchmarks/roll.py                 # 2 + 2 workers, requests at random times, one roll; about 4 minutes
+    python benchmarks/roll.py --weights       # the same to other weights: each answer is of the old or of the new model
 
 Every answer is compared, token by token, with that of an engine in this process. TTFT p99 of requests sent while the
 roll lasts is shown over that of requests sent before it. Exit status 1 if an answer was lost, wrong or refused.
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.baton_service import BatonService, num_in_use
 from benchmarks.chaos_client import ChaosClient
 from benchmarks.chaos_tally import Stream, Tally
-from benchmarks.question import make_questions
+from benchmarks.question import Question, make_questions
 from benchmarks.result_file import write_result
 from cli.bench.schedule import poisson
 from tests.harness.checkpoints import make_checkpoint
@@ -33,12 +35,18 @@ def main() -> None:
     options = _parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint("llama-gqa", Path(folder) / "random", max_position_embeddings=2048))
-        questions = make_questions(model, options.questions, options.prompt_len, options.tokens, seed=1)
+        questions = _questions(model, options)
+        order = ["--threads", "2", "--pool-bytes", "64MiB"]
+        if options.weights:
+            other = str(make_checkpoint("llama-gqa", Path(folder) / "other", seed=1, max_position_embeddings=2048))
+            order, answers = ["--model", other], _questions(other, options)
+            pairs = [pair for pair in zip(questions, answers, strict=True) if not any(one.stop_string for one in pair)]
+            questions = [replace(one, also=(new,)) for one, new in pairs]
         settings = ["--dtype", "float32", "--threads", "1"]
         with BatonService("roll", model, options.prefill, options.decode, settings) as service:
             pids = set(service.worker_pids())
             client = ChaosClient(service.address, questions, options.timeout)
-            streams, rolls = asyncio.run(_measure(client, service, options))
+            streams, rolls = asyncio.run(_measure(client, service, order, options))
             status = service.wait_for_rest(_REST_TIMEOUT_S)
             num_old = len(pids & set(service.worker_pids()))
     begun_s, ended_s = rolls
@@ -67,16 +75,19 @@ def main() -> None:
     sys.exit(1 if whole.lost or whole.wrong or num_old or status["problems"] else 0)
 
 
+def _questions(model: str, options: argparse.Namespace) -> list[Question]:
+    return make_questions(model, options.questions, options.prompt_len, options.tokens, seed=1)
+
+
 async def _measure(
-    client: ChaosClient, service: BatonService, options: argparse.Namespace
+    client: ChaosClient, service: BatonService, order: Sequence[str], options: argparse.Namespace
 ) -> tuple[Sequence[Stream], tuple[float, float]]:
     """Returns the streams, and the roll's begin and end in seconds since the load's begin."""
     times_s = [one.at_s for one in poisson(options.rate, options.duration, 0, 0, seed=1)]
     load, start_s = asyncio.create_task(client.arrive(times_s)), time.perf_counter()
     await asyncio.sleep(options.before)
     begun_s = time.perf_counter() - start_s
-    order = ("roll", "--threads", "2", "--pool-bytes", "64MiB")
-    done = await asyncio.to_thread(service.call, *order, timeout_s=_ROLL_TIMEOUT_S)
+    done = await asyncio.to_thread(service.call, "roll", *order, timeout_s=_ROLL_TIMEOUT_S)
     ended_s = time.perf_counter() - start_s
     assert done.returncode == 0, done.stdout
     return await load, (begun_s, ended_s)
@@ -93,6 +104,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--questions", type=int, default=64, help="different ones; more are asked again")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a request may take")
+    parser.add_argument("--weights", action="store_true", help="roll to other weights of the same architecture")
     parser.add_argument("--out", default="roll", help="name of the result in benchmarks/results")
     return parser.parse_args(arguments)
 

@@ -31,6 +31,7 @@ With --check every part verifies its invariants (page states sum to the pool, re
 and holds, nothing is left at rest), and the exit code is 1 if one is violated. With --watch it is drawn again and
 again; without a terminal each is a line."""
 CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued", "batch_invariant")
+POOL_COUNTS, POOL_LIMIT = ("size", "num_ready"), ("limit", "last_order", "last_order_age_s")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
 WORKER_MEMORY = ("load_s", "memory_bytes", "mapped_bytes")
@@ -132,7 +133,7 @@ def to_object(
         **_pick(status, *CLUSTER_FIELDS),
         "pools": {role: [_worker(worker) for worker in status.workers if worker.role == role] for role in roles},
         "nodes": [_node(node_id, arena, status) for node_id, arena in arenas_of(status.workers).items()],
-        "sizes": {pool.role: _pick(pool, "size", "num_ready") for pool in status.pools},
+        "sizes": {pool.role: _pick(pool, *POOL_COUNTS, *(POOL_LIMIT if pool.limit else ())) for pool in status.pools},
         "prefix_cache": {"queries": status.prefix_cache.queries, **tiers_from_pb(status.prefix_cache.hits)},
         "uncached_blocks": dict(status.uncached_blocks),
         "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
@@ -214,6 +215,10 @@ def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping
     if status.pools:
         ready = ", ".join(f"{pool.role} {pool.num_ready} of {pool.size}" for pool in status.pools)
         yield f"pools     {ready} workers ready"
+    for pool in status.pools:
+        last = f"{_age(pool.last_order_age_s)} {pool.last_order}" if pool.last_order else "no order yet"
+        if pool.limit:
+            yield f"{pool.role:<9} follows {pool.limit}; {last}"
     if len(releases := _by_release(status.workers)) > 1:
         told = (f"{release}: {', '.join(names)}" for release, names in sorted(releases.items()))
         yield f"releases  {'; '.join(told)}"

@@ -90,6 +90,24 @@ def read_number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number, not {text[:MAX_ECHO_CHARS]!r}")
 
 
+def read_above_0(text: str) -> float:
+    """Reads a finite number above 0. Raises ArgumentTypeError."""
+    if (number := read_number(text)) > 0:
+        return number
+    raise argparse.ArgumentTypeError(f"must be above 0, not {number:g}")
+
+
+def read_limits(text: str, known: Mapping[str, float], example: str) -> dict[str, float]:
+    """Reads `name=number`, with commas between, over the limits that are known. Raises ArgumentTypeError."""
+    given = dict(known)
+    for part in text.split(","):
+        name, _, limit = part.partition("=")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"must be like {example}")
+        given[name] = read_above_0(limit)
+    return given
+
+
 def read_text(text: str) -> str:
     """Returns a text that is valid UTF-8. Raises ArgumentTypeError."""
     try:

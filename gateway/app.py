@@ -182,8 +182,10 @@ class Gateway:
         client = self._client(request)
         taken = request.take(dialect.fields, dialect.wanted, sent=dialect.sent)
         prompts = dialect.take_prompts(taken)
-        fields.place_by_tier(taken)
+        service_tier = fields.place_by_tier(taken)
         formats.take_format(taken, dialect.sent)
+        if (timeout_s := request.timeout_s) is not None:
+            taken["timeout_s"] = timeout_s
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
@@ -198,6 +200,7 @@ class Gateway:
             prompts=prompts,
             options=cast(Options, taken),
             usage=usage or {},
+            service_tier=service_tier,
             timeline=request.wants_timeline,
             returns_ids=returns_ids,
             hides_prompt=hides_prompt,

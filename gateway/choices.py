@@ -102,7 +102,7 @@ class ChoicesDialect(Dialect):
 
     def _head(self, name: str) -> bytes:
         named = {"id": f"{self.id_prefix}-{self._generation.request_id}", "object": name, "created": int(time.time())}
-        return json.dumps({**named, "model": self._generation.model})[:-1].encode() + b', "choices": ['
+        return json.dumps({**named, **self._generation.named})[:-1].encode() + b', "choices": ['
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:

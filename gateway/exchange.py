@@ -33,6 +33,9 @@ COMMENT_EVERY_S = 10.0
 COMMENT = b": ping\n\n"
 """A comment, which parsers of event streams skip."""
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
+TIMEOUT = "request-timeout-ms"
+"""The header with the milliseconds that an answer may take, as gRPC's `grpc-timeout`."""
+_MILLISECONDS = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 
 KINDS = {
     "/metrics": b"text/plain; version=0.0.4",
@@ -128,6 +131,14 @@ class Request:
     def key(self) -> str:
         """Returns the key that the request shows, valid or not; "" without a key."""
         return bearer(self.credentials)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Returns the time that the whole answer may take; None without a bound. Raises InvalidRequest."""
+        given = ", ".join(self.headers(TIMEOUT))
+        if given and not _MILLISECONDS.fullmatch(given):
+            raise InvalidRequest(TIMEOUT, "must be a whole number of milliseconds, from 1 to 999999999")
+        return int(given) / 1000 if given else None
 
     @property
     def is_preflight(self) -> bool:

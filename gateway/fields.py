@@ -77,11 +77,15 @@ def rename(taken: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     return sent
 
 
-def place_by_tier(taken: dict[str, Any]) -> None:
-    """Gives a request the priority of its service tier in place of the tier."""
-    priority = TIER_TO_PRIORITY[taken.pop("service_tier", "auto")]
-    if priority:
-        taken.setdefault("priority", priority)
+def place_by_tier(taken: dict[str, Any]) -> str:
+    """Gives a request the priority of its service tier in place of the tier, unless it has a priority.
+
+    Returns the tier by which it is then served; "" if it names none.
+    """
+    tier = taken.pop("service_tier", "")
+    priority = TIER_TO_PRIORITY[tier or "auto"]
+    is_used = priority and taken.setdefault("priority", priority) == priority
+    return tier if is_used else tier and "default"
 
 
 def in_words(error: BatonError, sent: Mapping[str, str]) -> BatonError:

@@ -71,9 +71,10 @@ class Generation:
     """A request after the gateway's own checks.
 
     usage: `include_usage` adds an event with usage at the end of a stream, `continuous_usage_stats` adds usage to each
-    event. timeline: adds each prompt's timeline to the usage, and implies the last event. returns_ids: adds token ids;
-    prompts are echoed for their ids. hides_prompt: hides the text of that echo. headers: the answer's;
-    `x-baton-adapted` and `x-baton-batch-invariant` are added.
+    event. service_tier: the tier that serves the request, which its answer repeats; "" if it names none. timeline: adds
+    each prompt's timeline to the usage, and implies the last event. returns_ids: adds token ids; prompts are echoed for
+    their ids. hides_prompt: hides the text of that echo. headers: the answer's; `x-baton-adapted` and
+    `x-baton-batch-invariant` are added.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class Generation:
     prompts: Sequence[Prompt]
     options: Options
     usage: Mapping[str, bool]
+    service_tier: str = ""
     timeline: bool = False
     returns_ids: bool = False
     hides_prompt: bool = False
@@ -89,6 +91,11 @@ class Generation:
     def open(self, client: AsyncClient) -> list[AsyncStream]:
         """Sends the prompts. Raises InvalidRequest."""
         return [client.stream(prompt, **self._options(index)) for index, prompt in enumerate(self.prompts)]
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The fields by which an answer of OpenAI's paths names its model and tier."""
+        return {"model": self.model, **({"service_tier": self.service_tier} if self.service_tier else {})}
 
     @property
     def num_entries(self) -> int:

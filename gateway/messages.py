@@ -259,4 +259,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "cache_read_input_tokens": num_cached,
         "output_tokens": usage.get("completion_tokens", 0),
         "output_tokens_details": {"thinking_tokens": num_thinking},
+        "service_tier": "standard",
     }

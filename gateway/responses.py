@@ -223,7 +223,7 @@ class ResponsesDialect(BlocksDialect):
         return self.write({**told, "type": "error", "error": told})
 
     def _response(self, status: str) -> dict[str, Any]:
-        named = {"id": f"resp_{self._generation.request_id}", "object": "response", "model": self._generation.model}
+        named = {"id": f"resp_{self._generation.request_id}", "object": "response", **self._generation.named}
         return {**named, **_UNUSED, **self._echoed, "status": status}
 
     def _place(self, block: AnswerBlock) -> dict[str, Any]:

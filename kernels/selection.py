@@ -8,7 +8,7 @@ import torch
 from kernels.accelerator import accelerator_of
 from kernels.backend import TRITON_EXACT, Backend
 from kernels.cpu.backend import CpuBackend, RoundingBackend
-from kernels.cpu.library import NoKernels, best_isa
+from kernels.cpu.library import REPRODUCIBLE, NoKernels, best_isa, reproducible_isa
 from kernels.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,8 @@ def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     """Selects a backend by name: auto, for a GPU triton or triton-exact, for a CPU amx, avx512, avx2, portable, torch.
 
     `auto`, and for a GPU any other name, takes the default of the GPU, or a CPU's best but amx, which is taken by name
-    alone; without a compiler a CPU has torch, with a warning. The suffixes -int8 and -int4 (auto-int8) round weights,
+    alone; without a compiler a CPU has torch, with a warning. `reproducible` takes the best instruction set of a CPU
+    that gives the bits of amx. The suffixes -int8 and -int4 (auto-int8) round weights,
     except for torch. The first use on a machine compiles a CPU's kernels, which takes seconds.
     Raises NoKernels for a named backend that cannot run and for devices without a backend, and the ImportError of
     `Accelerator.backend`.
@@ -32,7 +33,8 @@ def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     if kernels == "torch":
         return TorchBackend()
     try:
-        isa = best_isa() if isa == "auto" else isa
+        choices = {"auto": best_isa, REPRODUCIBLE: reproducible_isa}
+        isa = choices[isa]() if isa in choices else isa
         return RoundingBackend(isa, weights) if weights else CpuBackend(isa)
     except NoKernels as error:
         if kernels != "auto":

@@ -71,7 +71,8 @@ class RouterActor:
         """Replaces the members by a MemberList. Returns RefusedWorkers."""
         router, members = self._started, from_json(MemberList, members_json, "members")
         router.members.sizes = members.sizes
-        return to_json(RefusedWorkers(await router.membership.set(members.workers)))
+        router.versions.replace(members.models)
+        return to_json(RefusedWorkers(await router.membership.set(members.workers), router.dispatcher.needed))
 
     async def demand(self) -> str:
         """Returns the Demand."""

@@ -7,6 +7,7 @@ workers that the prompt's blocks were sent to.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TypeVar
@@ -15,7 +16,7 @@ from router.block_index import BlockIndex
 from router.config import Disaggregation
 from router.disaggregation import HandOffDuration, Load, PrefillReason, decide
 from router.workers.members import Member, Members
-from wire.errors import Unavailable
+from wire.errors import ModelReplaced, Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pools import Role
 
@@ -182,7 +183,8 @@ class Placement:
         """
         pool = self._members.ready(Role.PREFILL if route.prefill_node is not None else Role.DECODE)
         known = [one.prefill_token_s for one in pool if one.prefill_token_s is not None]
-        return [one.prefill_token_s or median(known) for one in pool] if known else []
+        typical = median(known) if known else 0.0
+        return [one.prefill_token_s or typical for one in pool] if known else []
 
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""
@@ -194,10 +196,12 @@ class Placement:
         return member
 
     async def choose_decode(self, route: Route) -> Member:
-        """Chooses a decode worker. Raises Unavailable if none is ready in time."""
+        """Chooses a decode worker. Raises Unavailable if none is ready in time, ModelReplaced if none will be."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while (member := self.likely_decode(route)) is None:
+                    if self._members.are_gone:
+                        raise ModelReplaced("the last worker with the answer's model is gone: ask again")
                     await self._changed.wait()
         except TimeoutError as error:
             raise Unavailable("no decode worker is there") from error
@@ -222,6 +226,12 @@ class Placement:
     def only(self, worker_id: WorkerId) -> "Placement":
         """Returns a placement that knows only this worker of its role. Raises WorkerNotFound."""
         return Placement(self._members.only(worker_id), self._prefixes, self._index, self.block_size, self._wait_s)
+
+    def among(self, members: Members) -> "Placement":
+        """Returns this placement with these workers alone."""
+        placement = copy(self)
+        placement._members = members
+        return placement
 
     def wake(self) -> None:
         """Wakes waiting requests: the members have changed."""

@@ -1,7 +1,6 @@
 """A router without its ports: the assembly of the parts that serve requests."""
 
 import asyncio
-from functools import lru_cache
 
 from prometheus_client import CollectorRegistry
 
@@ -19,11 +18,11 @@ from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
-from router.requests.checks import ServingLimits
 from router.requests.dispatch import Dispatcher
 from router.requests.prompt import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
+from router.requests.versions import ModelVersions
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
@@ -32,12 +31,8 @@ from router.workers.membership import Membership
 from router.workers.node_events import IndexFeed
 from text.chat import NoRenderer, Renderer
 from text.tokenizer_protocol import TextCodec
-from wire.layout import Window
 from wire.load.fairness import FairShares
 from wire.trust.key_ring import KeyRing
-
-MAX_KNOWN_ROOTS = 4096
-"""Bound on tenants whose namespace root is cached."""
 
 
 class Router:
@@ -61,6 +56,7 @@ class Router:
         self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
+        self.versions = ModelVersions(config, self.members)
         shares = self._shares = FairShares()
         self.holds = HoldBudgets(self.members, is_alone=config.settings.routers == 1, shares=shares)
         self.index = BlockIndex(layout)
@@ -92,12 +88,13 @@ class Router:
             shares=shares,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
-        admission, root_of = Admission(config.settings), lru_cache(MAX_KNOWN_ROOTS)(config.root_of)
-        self.dispatcher = Dispatcher(services, root_of, admission, config.settings, self._limits)
-        self.administration = StoreAdministration(config, self.members, self.dispatcher, self.keys, self._namespaces)
+        self.dispatcher = Dispatcher(services, self.versions, Admission(config.settings), config.settings)
+        self.administration = StoreAdministration(
+            self.versions, self.members, self.dispatcher, self.keys, self._namespaces
+        )
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
-        self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
+        self.metrics.registry.register(WorkerCollector(lambda: self.watch.last, config.limits))
         self.metrics_page = self.metrics.registry
         if config.settings.metrics_compat == "vllm":
             self.metrics_page = CollectorRegistry()
@@ -137,10 +134,3 @@ class Router:
     def _members_changed(self) -> None:
         self.holds.resize()
         self._placement.wake()
-
-    def _limits(self) -> ServingLimits:
-        """Returns the bounds of the present workers; without workers the model's."""
-        model, num_blocks = self.config.model, self.members.num_pool_blocks
-        if num_blocks is None:
-            num_blocks = Window(model.layout).num_needed(model.max_context_len)
-        return ServingLimits(model, num_blocks)

@@ -32,10 +32,7 @@ stubs_are_current() {
 kernels_are_compiled() {
     python - <<'PYTHON'
 from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, load_library
-from tests.kernels.backends import EMULATED, PRODUCTS, load_emulated
 
-if EMULATED in PRODUCTS:
-    load_emulated()
 for isa in ISA_TO_FEATURES:
     try:
         load_library(isa)

@@ -15,6 +15,7 @@ BatonError                INTERNAL             500
 ├── Unavailable           UNAVAILABLE          503
 │   ├── WorkerLeaving                                of its own accord; others serve what it gives back
 │   ├── RouterLeaving                                likewise; another router goes on with its streams
+│   ├── ModelReplaced                                a roll replaced the model amid the answer, whose workers died
 │   └── Unreachable                                  no server of ours has said it
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    504
 ├── Cancelled             CANCELLED            499
@@ -199,6 +200,10 @@ class WorkerLeaving(Unavailable):
 
 class RouterLeaving(Unavailable):
     """The router stops, and has nothing against the request: another router goes on with it."""
+
+
+class ModelReplaced(Unavailable):
+    """The last worker with the model of an answer is gone, amid a roll to another: no other can go on with it."""
 
 
 class Unreachable(Unavailable):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from wire.ids import WorkerId
+from wire.served_model import ServedModel
 
 
 class Role(Enum):
@@ -78,17 +79,25 @@ class HeadAnswer:
 
 @dataclass(frozen=True)
 class MemberList:
-    """The sizes of the pools, and the workers that the router may use."""
+    """The sizes of the pools, and the workers that the router may use.
+
+    models: the versions of the model that these workers have, the wanted one first; none for that of `baton up`.
+    """
 
     sizes: PoolSizes
     workers: tuple[Worker, ...]
+    models: tuple[ServedModel, ...] = ()
 
 
 @dataclass(frozen=True)
 class RefusedWorkers:
-    """The router's reasons not to use members, by worker id."""
+    """The router's reasons not to use members, by worker id.
+
+    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has.
+    """
 
     reasons: dict[WorkerId, str]
+    needed: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class ServedNamespace:
 class ServedModel:
     """The model as workers loaded it; bytes are in hex. folder: has the tokenizer. aliases: further names.
 
+    text_hex: digest of tokenizer and chat template, by which routers go; empty in records of earlier releases.
+
     kv_policies: the policies that a request may name; the first is the default. sampling: defaults for unset fields.
     max_chat_tokens: the most tokens of a chat's answer without max_tokens. tool_format, reasoning_format: settings for
     AnswerFormats.of. batch_invariant: tokens depend on no other request, so that a failover promises the very same
@@ -67,6 +69,7 @@ class ServedModel:
     vocab_size: int
     fingerprint_hex: FingerprintHex
     layout_hex: LayoutHex
+    text_hex: str = ""
     aliases: tuple[str, ...] = ()
     kv_policies: tuple[str, ...] = ("full",)
     sampling: SamplingParams = DEFAULTS

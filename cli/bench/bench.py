@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice, takewhile
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 
 from baton.request import API_KEY
@@ -28,7 +28,18 @@ from cli.bench.latency import (
 from cli.bench.open_loop import ChatsClient, CompletionsClient, LoadClient, OpenLoopClient, chat, token_ids
 from cli.bench.schedule import Arrival, poisson_process, read_trace, replay, scale
 from cli.generate import read_timeout
-from cli.terminal import COLORS, NOT_KNOWN, Subparsers, add_command, is_drawn, read_count, read_number, read_whole, show
+from cli.terminal import (
+    COLORS,
+    NOT_KNOWN,
+    Subparsers,
+    add_command,
+    is_drawn,
+    read_above_0,
+    read_count,
+    read_limits,
+    read_whole,
+    show,
+)
 from deploy.local.client import find_cluster
 
 DESCRIPTION = """\
@@ -58,24 +69,50 @@ def add_parser(commands: Subparsers) -> None:
         help="with --url: have answers of full length; a server that does not know the field wants --no-ignore-eos",
     )
     load = parser.add_argument_group("load")
-    load.add_argument("--rate", type=_above_0, default=2.0, metavar="R", help="requests a second (default: 2)")
+    load.add_argument("--rate", type=read_above_0, default=2.0, metavar="R", help="requests a second (default: 2)")
     ends = load.add_mutually_exclusive_group()
-    ends.add_argument("--duration", type=_above_0, default=30.0, metavar="S", help="seconds of arrivals (default: 30)")
+    ends.add_argument(
+        "--duration", type=read_above_0, default=30.0, metavar="S", help="seconds of arrivals (default: 30)"
+    )
     ends.add_argument("--num-requests", type=read_count, metavar="N", help="so many requests instead")
     load.add_argument("--input-len", type=read_count, default=200, metavar="N", help="prompt tokens (default: 200)")
     load.add_argument("--output-len", type=read_count, default=50, metavar="N", help="output tokens (default: 50)")
-    shared = "tokens at the start that all prompts share (default: 0)"
-    load.add_argument("--prefix-len", type=_from_0, default=0, metavar="N", help=shared)
-    trace = "Azure's .csv or Mooncake's .jsonl: arrivals and lengths from there, at --rate"
-    load.add_argument("--trace", type=Path, metavar="FILE", help=trace)
-    factor = "multiplies a trace's lengths (default: 1)"
-    load.add_argument("--length-factor", type=_above_0, default=1.0, metavar="X", help=factor)
+    load.add_argument(
+        "--prefix-len",
+        type=_from_0,
+        default=0,
+        metavar="N",
+        help="tokens at the start that all prompts share (default: 0)",
+    )
+    load.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Azure's .csv or Mooncake's .jsonl: arrivals and lengths from there, at --rate",
+    )
+    load.add_argument(
+        "--length-factor",
+        type=read_above_0,
+        default=1.0,
+        metavar="X",
+        help="multiplies a trace's lengths (default: 1)",
+    )
     load.add_argument("--concurrency", type=read_count, metavar="N", help="so many at a time; others are sent late")
     load.add_argument("--timeout", type=read_timeout, default=120.0, metavar="S", help="of a request (default: 120)")
-    seed = "the same seed draws the same requests, which a cache then knows (default: another one each time)"
-    load.add_argument("--seed", type=int, default=secrets.randbits(SEED_BITS), help=seed)
-    slo = "what a good request keeps, in ms: to the first token, and for each later one (default: ttft=1000,tpot=100)"
-    parser.add_argument("--slo", type=_read_slo, default=LatencyLimits(1.0, 0.1), metavar="ttft=MS,tpot=MS", help=slo)
+    load.add_argument(
+        "--seed",
+        type=int,
+        default=secrets.randbits(SEED_BITS),
+        help="the same seed draws the same requests, which a cache then knows (default: another one each time)",
+    )
+    parser.add_argument(
+        "--slo",
+        type=_read_slo,
+        default=LatencyLimits(1.0, 0.1),
+        metavar="ttft=MS,tpot=MS",
+        help="what a good request keeps, in ms: to the first token, and for each later one "
+        "(default: ttft=1000,tpot=100)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and each request, to a file")
     parser.add_argument("--color", choices=COLORS, default="auto", help="of tables and progress (default: auto)")
 
@@ -175,12 +212,6 @@ def _progress(num_requests: int, color: str) -> Iterator[Callable[[Record], None
         yield tell
 
 
-def _above_0(text: str) -> float:
-    if (number := read_number(text)) > 0:
-        return number
-    raise argparse.ArgumentTypeError(f"must be above 0, not {number:g}")
-
-
 def _from_0(text: str) -> int:
     if (number := read_whole(text)) >= 0:
         return number
@@ -189,10 +220,5 @@ def _from_0(text: str) -> int:
 
 def _read_slo(text: str) -> LatencyLimits:
     """Reads one limit or both; a missing limit is infinite. Raises ArgumentTypeError."""
-    limits_s = {"ttft": float("inf"), "tpot": float("inf")}
-    for part in text.split(","):
-        name, _, limit = part.partition("=")
-        if name not in limits_s:
-            raise argparse.ArgumentTypeError("must be like ttft=1000,tpot=100")
-        limits_s[name] = _above_0(limit) / 1000
-    return LatencyLimits(limits_s["ttft"], limits_s["tpot"])
+    limits_ms = read_limits(text, {"ttft": inf, "tpot": inf}, "ttft=1000,tpot=100")
+    return LatencyLimits(limits_ms["ttft"] / 1000, limits_ms["tpot"] / 1000)

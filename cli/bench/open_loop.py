@@ -3,7 +3,6 @@
 import asyncio
 import json
 import ssl
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -35,7 +34,7 @@ result change morning reason girl moment air teacher force foot boy age policy m
 
 
 class RequestTiming:
-    """The answer to a request as it comes in. Times are seconds from the start of the round.
+    """The answer to a request as it comes in. Times are seconds from the start of the round, by the event loop.
 
     prompt_len: the service's count, None until the usage arrives. error, reason: status and words of a failure.
     """
@@ -47,11 +46,12 @@ class RequestTiming:
         self.error: str | None = None
         self.reason = ""
         self.spans: tuple[Span, ...] = ()
+        self._clock = asyncio.get_running_loop().time
         self._start = start
 
     def note(self, num_tokens: int) -> None:
         """Notes a message with tokens that has just come."""
-        self.chunks.append((time.perf_counter() - self._start, num_tokens))
+        self.chunks.append((self._clock() - self._start, num_tokens))
 
     def fail(self, status: str, reason: str = "") -> None:
         """Notes a failure."""
@@ -81,7 +81,7 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
 
         concurrency: the most requests under way; further requests wait, and are sent late.
         """
-        start = time.perf_counter()
+        start = asyncio.get_running_loop().time()
         places = asyncio.Semaphore(concurrency or max(1, len(schedule)))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._send(arrival, start, places, tell)) for arrival in schedule]
@@ -98,16 +98,17 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
     async def _send(
         self, arrival: Arrival, start: float, places: asyncio.Semaphore, tell: Callable[[Record], object]
     ) -> Record:
-        await asyncio.sleep(arrival.at_s - (time.perf_counter() - start))
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(start + arrival.at_s - clock())
         async with places:
-            sent_s = time.perf_counter() - start
+            sent_s = clock() - start
             answer = RequestTiming(start)
             await self.ask(arrival, answer)
         record = Record(
             scheduled_s=arrival.at_s,
             sent_s=sent_s,
             chunks=tuple(answer.chunks),
-            ended_s=time.perf_counter() - start,
+            ended_s=clock() - start,
             prompt_len=answer.prompt_len or len(arrival.prompt),
             cached_len=answer.cached_len,
             error=answer.error,

@@ -7,6 +7,7 @@ records, and takes them over: no request notices.
 import asyncio
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -112,12 +113,13 @@ class Controller:
             self._tasks,
             self._events,
         )
-        self._plan = plan = plan.with_keys(self._keys.first())
+        file = AtomicFile(folder / FILE)
+        is_known, self._revisions = bool(read_revisions(file)), Revisions(plan, file)
+        self._plan = plan = replace(plan.with_keys(self._keys.first()), versions=self._revisions.models)
         self._means = means = Supervision(host, folder, self._events)
         self._nodes = Nodes(plan, means, self._ray_drains)
         self._frontends = Frontends(plan, host.own_node, means)
-        file, record = AtomicFile(folder / FILE), self._predecessor.pools_record
-        is_known, revisions = bool(read_revisions(file)), Revisions(plan, file)
+        record, revisions = self._predecessor.pools_record, self._revisions
         pools = self._predecessor.pools(plan.config.pools, revisions.recovered)
         if pools.roll.last and not is_known:
             self._events.note(f"{FILE} is damaged or lost: new workers have the settings of `baton up`")
@@ -154,7 +156,10 @@ class Controller:
     async def roll(self, revision_json: str) -> str:
         """Begins to roll the workers to a Revision; returns its number, to pass to `rolled`."""
         asked = from_json(Revision, revision_json, "revision")
-        return str(await self._fleet.roll(asked.config, asked.model))
+        number = await self._fleet.roll(asked.config, asked.model)
+        self._plan = replace(self._plan, versions=self._revisions.models)
+        self._tasks.begin(persist("sharing the arenas", lambda: self._nodes.share(self._plan), self._events))
+        return str(number)
 
     async def rolled(self, number: str) -> str:
         """Waits until all workers have the revision of a number, and returns it."""
@@ -188,9 +193,9 @@ class Controller:
 
     async def report(self) -> str:
         """Returns a ControllerReport."""
-        limits = self._scaler.problems if self._scaler is not None else ()
+        limits, pools = (self._scaler.problems, self._scaler.pools) if self._scaler is not None else ((), ())
         problems = (self._keys.problem, self._predecessor.problem, *limits)
-        return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems))))
+        return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems)), pools))
 
     async def reload_keys(self) -> None:
         """Waits until router, gateways and nodes use the keys in the file.

@@ -20,7 +20,8 @@ from deploy.roll.revisions import Revisions, changes, rolled
 from deploy.roll.roll import Roll
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Role, WorkerState
+from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.served_model import ServedModel
 
 NOT_YET = "the pools do not have the size asked for yet"
 
@@ -38,7 +39,8 @@ class Fleet:
     inspect: Callable[[], Machine] = inspect_machine
 
     def __post_init__(self) -> None:
-        self._members = RouterMembers(self.pools, self.plan.routers, self.means.host, self.means.events)
+        routers = self.plan.routers
+        self._members = RouterMembers(self.pools, routers, self.means.host, self.means.events, self._models)
         self.workers = Workers(self.pools, self._plan_of, self.join, self.means, self._members, self._pools_changed)
         self._is_recorded = True
         self._wake = asyncio.Event()
@@ -78,7 +80,7 @@ class Fleet:
         Raises Overtaken, Unavailable with the reason for an abandoned order, or DeadlineExceeded.
         """
         await self._wait_for(lambda: self.pools.have_done(numbers) and self._members.are_announced, timeout_s, NOT_YET)
-        return self.pools.num_ready
+        return PoolSizes(*(len(self.pools.pool(role).ready) for role in Role))
 
     async def roll(self, config: ClusterConfig, model: ModelFacts) -> int:
         """Begins to replace all workers, one by one, by workers of a new revision; returns its number, for `rolled`.
@@ -155,16 +157,14 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        roll, plan = self.pools.roll, self._plan_now
-        may_change = plan.roles_are_alike and not self.pools.outdated
-        changing = self.pools.exchange() if may_change else []
-        if planned := [*changing, *self.pools.plan(self.means.clock())]:
+        roll = self.pools.roll
+        if planned := self.pools.plan(self.means.clock(), self._plan_now.roles_are_alike):
             self._pools_changed()
         elif self.pools.roll != roll:
             self._write_record()
         for worker in planned:
             self.workers.begin(worker)
-        if not self._members.are_announced:
+        if self._members.needed or not self._members.are_announced:
             await self._members.announce()
         self._roll_on(roll)
         self._notify()
@@ -177,6 +177,13 @@ class Fleet:
     def _plan_now(self) -> ClusterPlan:
         """The plan of new workers."""
         return self.revisions.plan_of(self.pools.roll.wanted)
+
+    def _models(self) -> tuple[ServedModel, ...]:
+        """Lists the versions of the model that workers have, the wanted one first."""
+        roll = self.pools.roll
+        numbers = roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted
+        served = (self.revisions[number].model.served for number in numbers)
+        return tuple({one.namespace: one for one in served}.values())
 
     def _plan_of(self, worker_id: WorkerId) -> ClusterPlan:
         return self.revisions.plan_of(self.pools.roll.of(worker_id))
@@ -196,10 +203,16 @@ class Fleet:
             self.pools.roll = roll.taken_back(f"the router does not take {new[0]}: {self._members.refused[new[0]]}")
             self.means.events.note(self.pools.roll.failure)
             self._dismiss(new[0])
-        elif self._members.are_announced and (worker := self.pools.replaced) is not None:
+        elif (worker := self._replaced) is not None:
             self.pools.roll = replace(roll, surge=None)
             self.means.events.note(f"worker {worker.id} of revision {roll.of(worker.id)} is replaced, and drains")
             self._dismiss(worker.id)
+
+    @property
+    def _replaced(self) -> Worker | None:
+        """The outdated worker to drain now: the routers have its replacement, and answers of no request need it."""
+        worker = self.pools.replaced if self._members.are_announced else None
+        return None if worker is None or worker.id in self._members.needed else worker
 
     def _dismiss(self, worker_id: WorkerId) -> None:
         """Begins to drain a worker whose pool keeps its size."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deploy.actors.liveness import backoff_s
+from deploy.controller.pool import Pool, leaving
 from deploy.plan.rules import range_problem
 from deploy.roll.roll import MAX_FAILED_STARTS, Roll
 from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
@@ -101,20 +102,21 @@ class Pools:
                 workers += [Worker(WorkerId(name), role)] if index < len(living) else []
         found_sizes = {role.value: sum(one.role is role for one in workers) or planned[role] for role in Role}
         named = PoolSizes(**{role.value: number for role, number in num_named.items()})
-        sizes, roll = PoolSizes(**found_sizes), roll or Roll()
-        return cls(PoolsRecord(sizes=sizes, workers=tuple(workers), num_named=named, roll=roll))
+        sizes = PoolSizes(**found_sizes)
+        return cls(PoolsRecord(sizes=sizes, workers=tuple(workers), num_named=named, roll=roll or Roll()))
 
     def to_json(self) -> str:
-        record = PoolsRecord(
-            sizes=self.sizes,
-            workers=tuple(self),
-            num_named=self._num_named,
-            orders=tuple(self._orders.values()),
-            leaving=tuple(self.leaving),
-            vacating=tuple(self._vacating & self._workers.keys()),
-            roll=self.roll,
+        return to_json(
+            PoolsRecord(
+                sizes=self.sizes,
+                workers=tuple(self),
+                num_named=self._num_named,
+                orders=tuple(self._orders.values()),
+                leaving=tuple(self.leaving),
+                vacating=tuple(self._vacating & self._workers.keys()),
+                roll=self.roll,
+            )
         )
-        return to_json(record)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -132,14 +134,19 @@ class Pools:
         """Whether the worker exists and is in this state."""
         return worker_id in self and self[worker_id].state is state
 
-    @property
-    def are_as_asked(self) -> bool:
-        """Whether each pool has its size, all workers are ready, and none drains."""
-        return all(self._is_as_asked(role) for role in Role)
+    def pool(self, role: Role) -> Pool:
+        """Returns a pool as it stands now."""
+        return Pool(
+            role=role,
+            size=self.sizes[role],
+            surge=int(self.roll.surge is role),
+            workers=[worker for worker in self if worker.role is role],
+            vacating=self._vacating,
+        )
 
     @property
-    def num_ready(self) -> PoolSizes:
-        return PoolSizes(len(self._ready(Role.PREFILL)), len(self._ready(Role.DECODE)))
+    def are_as_asked(self) -> bool:
+        return all(self.pool(role).is_as_asked for role in Role)
 
     def resized(self, prefill: int | None = None, decode: int | None = None) -> PoolSizes:
         """Returns the sizes after an order; None leaves a pool as it is. Raises InvalidRequest."""
@@ -155,8 +162,8 @@ class Pools:
         An order that repeats a pool's requested size keeps the last order's number.
         """
         sizes = self.resized(prefill, decode)
-        named = [role for role, size in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if size is not None]
-        return {role.value: self._order(role, sizes[role]) for role in named}
+        given = {Role.PREFILL: prefill, Role.DECODE: decode}
+        return {role.value: self._order(role, sizes[role]) for role, size in given.items() if size is not None}
 
     def have_done(self, numbers: Mapping[str, int]) -> bool:
         """Whether the orders of `resize` are carried out. Raises Overtaken, or Unavailable for an abandoned order."""
@@ -166,7 +173,7 @@ class Pools:
                 raise Overtaken(f"overtaken by a later order: {role} {self.sizes[order.role]}")
             if order.failure:
                 raise Unavailable(order.failure)
-        return all(self._is_as_asked(Role(role)) for role in numbers)
+        return all(self.pool(Role(role)).is_as_asked for role in numbers)
 
     def release(self, worker_id: WorkerId) -> Worker | None:
         """Shrinks a worker's pool by this worker; returns the worker to drain, or None if it drains already.
@@ -183,8 +190,7 @@ class Pools:
 
     def dismiss(self, worker_id: WorkerId) -> Worker:
         """Marks a worker DRAINING, without an order: its pool gets another. Raises WorkerNotFound."""
-        self._workers[worker_id] = leaving(self[worker_id])
-        return self._workers[worker_id]
+        return self._change(leaving(self[worker_id]))
 
     def vacate(self, worker_ids: Iterable[WorkerId]) -> None:
         """Has others take the places of these workers, whose node drains: the sizes stay, and `plan` drains them."""
@@ -197,9 +203,8 @@ class Pools:
         self.roll = self.roll.became_ready(worker)
         if worker.state in (WorkerState.STARTING, WorkerState.CHANGING):
             self._change(worker, state=WorkerState.READY, address=address)
-            order = self._orders[worker.role]
-            num_ready = min(len(self._ready(worker.role)), self.sizes[worker.role])
-            self._orders[worker.role] = replace(order, reached=max(order.reached, num_ready))
+            pool, order = self.pool(worker.role), self._orders[worker.role]
+            self._orders[pool.role] = replace(order, reached=max(order.reached, min(len(pool.ready), pool.size)))
 
     def finished(self, worker_id: WorkerId) -> None:
         """Marks a draining worker as without requests, by removing its address."""
@@ -234,43 +239,30 @@ class Pools:
         self.sizes = replace(self.sizes, **{role.value: order.reached})
         return failure
 
-    def plan(self, now_s: float) -> list[Worker]:
-        """Returns the workers to start and to drain now, as STARTING and DRAINING.
+    def plan(self, now_s: float, roles_are_alike: bool = False) -> list[Worker]:
+        """Returns the workers to start, to change and to drain now, as STARTING, CHANGING and DRAINING.
 
-        Notes the actions as begun: the next plan is empty unless something changes.
+        Notes the actions as begun: the next plan is empty unless something changes. roles_are_alike: whether a worker
+        can serve either pool.
         """
         self.roll = self.roll.stepped(self._staying)
-        return [worker for role in Role for worker in (*self._leave(role), *self._plan(role, now_s))]
+        pools = {role: self.pool(role) for role in Role}
+        may_change = roles_are_alike and not self.outdated
+        given = {role: pools[role].given(pools[role.other]) if may_change else [] for role in Role}
+        return [worker for pool in pools.values() for worker in self._begin(pool, given, now_s)]
 
-    def exchange(self) -> list[Worker]:
-        """Returns READY workers of a pool with too many as CHANGING workers of the pool with too few; call `plan` next.
-
-        A pool that keeps workers keeps a READY one. Notes the actions as begun, as `plan` does.
-        """
-        return [worker for role in Role for worker in self._exchange(role)]
-
-    def _exchange(self, role: Role) -> list[Worker]:
-        ready = self._ready(role)
-        most = min(self._surplus(role), -self._surplus(role.other), len(ready) - min(1, self.sizes[role]))
-        youngest = ready[len(ready) - max(0, most) :]
-        changed: dict[str, Any] = {"role": role.other, "state": WorkerState.CHANGING}
-        return [self._change(self._workers.pop(worker.id), **changed) for worker in youngest]
-
-    def _leave(self, role: Role) -> list[Worker]:
-        """Drains workers whose places others take; the last READY decode worker waits until another is READY."""
-        going = [worker for worker in self if worker.role is role and worker.id in self._vacating]
-        serving = [worker for worker in going if worker.state is WorkerState.READY]
-        last = serving[:1] if role is Role.DECODE and not self._ready(role) else []
-        going = [worker for worker in going if worker.state is not WorkerState.DRAINING and worker not in last]
-        return [self.dismiss(worker.id) for worker in going]
-
-    def _plan(self, role: Role, now_s: float) -> list[Worker]:
-        surplus = self._surplus(role)
-        if surplus > 0:
-            return [self.dismiss(worker.id) for worker in self._dispensable(role)[:surplus]]
-        if now_s < self._paused_until_s.get(role, now_s):
-            return []
-        return [self._hire(role) for _ in range(-surplus)]
+    def _begin(self, pool: Pool, given: Mapping[Role, list[Worker]], now_s: float) -> list[Worker]:
+        """given: the workers that each pool passes to the other."""
+        is_paused = now_s < self._paused_until_s.get(pool.role, now_s)
+        return [
+            *(
+                self._change(self._workers.pop(one.id), role=pool.role.other, state=WorkerState.CHANGING)
+                for one in given[pool.role]
+                if one.state is WorkerState.READY
+            ),
+            *(self.dismiss(one.id) for one in pool.dismissed(given[pool.role])),
+            *(self._hire(pool.role) for _ in range(-pool.surplus - len(given[pool.role.other])) if not is_paused),
+        ]
 
     def _order(self, role: Role, size: int) -> int:
         order = self._orders[role]
@@ -279,15 +271,6 @@ class Pools:
             self._num_failures[role] = 0
             self.sizes = replace(self.sizes, **{role.value: size})
         return self._orders[role].number
-
-    def _is_as_asked(self, role: Role) -> bool:
-        return sum(worker.role is role for worker in self) == len(self._ready(role)) == self.sizes[role]
-
-    def _ready(self, role: Role) -> list[Worker]:
-        return [worker for worker in self._of(role) if worker.state is WorkerState.READY]
-
-    def _surplus(self, role: Role) -> int:
-        return len(self._of(role)) - self.sizes[role] - (self.roll.surge is role)
 
     @property
     def outdated(self) -> list[Worker]:
@@ -304,15 +287,6 @@ class Pools:
         """The workers whose places no others take."""
         return [worker for worker in self if worker.id not in self._vacating]
 
-    def _of(self, role: Role) -> list[Worker]:
-        """Lists the workers that stay in a pool."""
-        there = [worker for worker in self if worker.role is role and worker.id not in self._vacating]
-        return [worker for worker in there if worker.state is not WorkerState.DRAINING]
-
-    def _dispensable(self, role: Role) -> list[Worker]:
-        """Sorts the workers that can be drained: first not yet ready, then the youngest."""
-        return sorted(self._of(role), key=lambda worker: worker.state is not WorkerState.READY)[::-1]
-
     def _hire(self, role: Role) -> Worker:
         number = self._num_named[role]
         self._num_named = replace(self._num_named, **{role.value: number + 1})
@@ -323,9 +297,3 @@ class Pools:
     def _change(self, worker: Worker, **changes: Any) -> Worker:
         self._workers[worker.id] = replace(worker, **changes)
         return self._workers[worker.id]
-
-
-def leaving(worker: Worker) -> Worker:
-    """Returns the worker as DRAINING; a CHANGING worker leaves the pool that it comes from."""
-    role = worker.role.other if worker.state is WorkerState.CHANGING else worker.role
-    return replace(worker, role=role, state=WorkerState.DRAINING)

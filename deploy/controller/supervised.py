@@ -41,8 +41,9 @@ class EventLog:
         self._clock = clock
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
 
-    def note(self, text: str) -> None:
-        log.info("%s", text)
+    def note(self, text: str, error: Exception | None = None) -> None:
+        """Notes an event. error: its traceback goes into the log."""
+        log.info("%s", text, exc_info=error)
         self._events.append((self._clock(), text))
 
     def report(self) -> tuple[ControllerEvent, ...]:
@@ -184,8 +185,8 @@ class KeptActor(SupervisedActor):
 
     async def take_over(self) -> None:
         """Takes over a running actor; returns once it serves, or its replacement does."""
-        if not await self._attempt():
-            await self._replace()
+        if failure := await self._attempt():
+            await self._replace(failure)
 
     async def keep(self, on_restart: Callable[[], None]) -> None:
         """Restarts the actor whenever it is lost, until cancelled; calls `on_restart` when it serves again."""
@@ -198,21 +199,26 @@ class KeptActor(SupervisedActor):
             await self._replace()
             on_restart()
 
-    async def _replace(self) -> None:
+    async def _replace(self, failure: str = "") -> None:
+        """Ends the actor, and starts it until it serves. failure: reason that is an event already."""
         await self.end()
         num_failures = 0
-        while not await self._attempt():
+        while failure := await self._attempt(failure):
             num_failures += 1
             await asyncio.sleep(backoff_s(num_failures))
         self._means.events.note(f"the {self.name} is back")
 
-    async def _attempt(self) -> bool:
-        """Returns whether the actor serves; after a failure ends its process, which may still answer probes."""
+    async def _attempt(self, noted: str = "") -> str:
+        """Returns "" if the actor serves, else the reason, which is an event unless `noted` is the same.
+
+        After a failure it ends the process, which may still answer probes.
+        """
         try:
             await self.serve()
         except Exception as error:
-            log.info("the %s did not start again", self.name, exc_info=error)
-            self._means.events.note(f"the {self.name} did not start again: {reason_of(error)}")
+            failure = f"the {self.name} did not start again: {reason_of(error)}"
+            if failure != noted:
+                self._means.events.note(failure, error)
             await self.end()
-            return False
-        return True
+            return failure
+        return ""

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
-from deploy.controller.pools import Pools, leaving
+from deploy.controller.pool import leaving
+from deploy.controller.pools import Pools
 from deploy.controller.supervised import EventLog, SupervisedActor, Supervision, Tasks, reason_of
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
@@ -14,6 +15,7 @@ from deploy.plan.machine import RayNode, require_node, service_of
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState
+from wire.served_model import ServedModel
 from wire.typed_reader import to_json
 
 DRAIN_MARGIN_S = 10.0
@@ -31,15 +33,26 @@ log = logging.getLogger(__name__)
 class RouterMembers:
     """Announces the pools to the routers. `are_announced` becomes False at each change.
 
-    refused: the workers that a router did not take at the last announcement, with its reason.
+    refused: the workers that a router did not take at the last announcement, with its reason. needed: the workers
+    without which a router's open requests could not end. models: lists the versions that workers have, the wanted one
+    first.
     """
 
-    def __init__(self, pools: Pools, routers: Sequence[str], host: ActorHost, events: EventLog) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        routers: Sequence[str],
+        host: ActorHost,
+        events: EventLog,
+        models: Callable[[], tuple[ServedModel, ...]] = tuple,
+    ) -> None:
         self._pools = pools
         self._routers = routers
         self._host = host
         self._events = events
+        self._models = models
         self.refused: dict[WorkerId, str] = {}
+        self.needed: set[WorkerId] = set()
         self._announcing = asyncio.Lock()
         self.are_announced = False
 
@@ -55,23 +68,24 @@ class RouterMembers:
                 for worker in self._pools
                 if worker.address
             )
-            members = to_json(MemberList(self._pools.sizes, serving))
+            members = to_json(MemberList(self._pools.sizes, serving, self._models()))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
-            refused = {worker_id: reason for one in answers for worker_id, reason in one.items()}
+            refused = {worker_id: reason for one in answers for worker_id, reason in one.reasons.items()}
+            self.needed = {worker_id for one in answers for worker_id in one.needed}
             self.are_announced = self.are_announced and not refused
             for worker_id, reason in refused.items() - self.refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self.refused = refused
 
-    async def _tell(self, router: str, members: str) -> dict[WorkerId, str]:
-        """Sends the members to a router; returns the workers that it refuses, none if it does not answer."""
+    async def _tell(self, router: str, members: str) -> RefusedWorkers:
+        """Sends the members to a router; returns its answer, an empty one if it does not answer."""
         try:
             answers, timeout_s = RefusedWorkers, SET_MEMBERS_TIMEOUT_S
-            return (await ask(self._host, router, "set_members", members, answers=answers, timeout_s=timeout_s)).reasons
+            return await ask(self._host, router, "set_members", members, answers=answers, timeout_s=timeout_s)
         except BatonError as error:
             log.info("the %s does not know the workers yet: %s", router, error.message)
             self.are_announced = False
-            return {}
+            return RefusedWorkers({})
 
 
 class Workers:
@@ -111,7 +125,7 @@ class Workers:
                 self._events.note(f"worker {worker.id} was lost")
             elif worker.state is not WorkerState.READY:
                 self.begin(worker)
-        if not self._pools.num_ready.decode:  # an empty member list would make the router drop its workers
+        if not self._pools.pool(Role.DECODE).ready:  # an empty member list would make the router drop its workers
             with suppress(TimeoutError):
                 async with asyncio.timeout(GREET_TIMEOUT_S):
                     await self._tasks.wait()

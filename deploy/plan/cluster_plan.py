@@ -65,7 +65,8 @@ class ClusterPlan:
 
     machine: the only node's; None for a joined Ray cluster, where each node is inspected. cold: the head's cold tiers.
     run_dir: the cluster's folder on the head, with the controller's records for its successor. authority: certifies an
-    identity for each configuration; None without TLS. key_file: the file of callers' keys.
+    identity for each configuration; None without TLS. key_file: the file of callers' keys. versions: the served model
+    in each of its versions, after a roll; none before.
     """
 
     config: ClusterConfig
@@ -78,6 +79,7 @@ class ClusterPlan:
     authority: Authority | None = None
     gateway: GatewayConfig | None = None
     key_file: str = ""
+    versions: tuple[ServedModel, ...] = ()
 
     @property
     def token(self) -> str:
@@ -124,8 +126,12 @@ class ClusterPlan:
     @property
     def shares(self) -> dict[str, float]:
         """Returns the tenants' shares of an arena, by the digests of their namespace roots, in hex."""
-        shares = self.router.keys.shares
-        return {digest_of(self.router.root_of(tenant)).hex(): share for tenant, share in shares.items()}
+        shares, secret = self.router.keys.shares, self.router.cluster.secret
+        return {
+            digest_of(model.namespace.root_of(secret, tenant)).hex(): share
+            for model in self.versions or (self.model.served,)
+            for tenant, share in shares.items()
+        }
 
     def resources(self, role: Role) -> Resources:
         """Returns the resources that each worker of a role asks Ray for."""

@@ -206,6 +206,12 @@ class SloSettings(LatencyBounds):
         least, most = (getattr(self, f"{each}_{role.value}") for each in ("min", "max"))
         return least, least if most is None else most
 
+    def describe(self, role: Role) -> str:
+        """Describes the limit of a pool and the bounds of its size."""
+        limit = f"slo.ttft_ms {self.ttft_ms:g}" if role is Role.PREFILL else f"slo.itl_ms {self.itl_ms:g}"
+        least, most = self.bounds(role)
+        return f"{limit} for {self.share:.0%} of requests, {least} to {most} workers"
+
     def require_possible(self, pools: PoolSizes) -> None:
         """Raises ConfigError for bounds that are missing, contradict, or exclude the pools' first sizes."""
         for role in self.roles:

@@ -1,5 +1,6 @@
 """The model to serve: the facts that a plan needs before any worker has loaded it."""
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from engine.checkpoint.gguf import SUFFIX, require_gguf
 from engine.checkpoint.json_fields import parse_object
 from engine.checkpoint.pulled import MODELS
 from text.model_file import read_regular
+from text.template.template_processes import Template
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import Window
@@ -122,7 +124,7 @@ def inspect_model(
     if not checkpoint.config.is_native and proposer != "off":
         name = checkpoint.config.architecture
         raise ConfigError(f"speculation.proposer: {name} runs by transformers' modules, with which nothing is guessed")
-    checkpoint.load_tokenizer()
+    tokenizer, template = checkpoint.load_tokenizer(), Template.load(checkpoint.folder)
     with naming_the_draft():  # before the weights are hashed, which takes long
         other = None if draft is None else open_draft(find_folder(draft), checkpoint)
         if other is not None:
@@ -148,6 +150,7 @@ def inspect_model(
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=checkpoint.fingerprint(dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
+        text_hex=hashlib.sha256(f"{tokenizer.definition} {template}".encode()).hexdigest(),
         aliases=tuple(aliases),
         kv_policies=settings.kv_policies,
         sampling=DEFAULTS if settings.generation_config == "off" else checkpoint.sampling,

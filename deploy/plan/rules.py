@@ -148,7 +148,7 @@ RULES: tuple[tuple[str, SettingRule], ...] = (
     ("model.generation_config", _one_of((AUTO, OFF))),
     ("model.tool_format", _one_of((AUTO, OFF, *CALL_FORMATS))),
     ("model.reasoning_format", _one_of((AUTO, OFF, *CHANNELS))),
-    ("worker.cpu_kernels", _one_of(("auto", "amx", "avx512", "avx2", "portable", "torch"))),
+    ("worker.cpu_kernels", _one_of(("auto", "amx", "reproducible", "avx512", "avx2", "portable", "torch"))),
     ("speculation.proposer", _one_of(PROPOSERS)),
     ("router.metrics_compat", _one_of((OFF, *METRICS_COMPAT))),
     ("redis.write", _one_of(Write)),

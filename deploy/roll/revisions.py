@@ -14,14 +14,16 @@ from wire.typed_reader import from_json, shown, to_json
 
 FILE = "revisions.json"
 ROLLED = frozenset(("worker", "batch", "speculation", "model"))
-"""The tables of settings that workers alone have, and the model's, of which `require_same_namespace` decides."""
+"""The tables of settings that workers alone have, and the model's, of which `_require_alike` decides."""
 OF_ROUTERS = frozenset(
     f"model.{name}"
     for name in ("served_name", "generation_config", "max_chat_tokens", "tool_format", "reasoning_format")
 )
 """The model's settings by which routers go, which are not rolled."""
+_OF_VERSIONS = frozenset(("folder", "dtype", "fingerprint_hex", "sampling"))
+"""The parts of the served model in which the versions that a router knows at once may differ."""
 _SETTINGS = {
-    "fingerprint_hex": "weights, numbers or kernels (model.path, model.dtype, model.weights, worker.cpu_kernels)",
+    "text_hex": "tokenizer or chat template (model.path)",
     "layout_hex": "KV layout (model.path, model.dtype, model.kv_dtype, model.block_size)",
     "kv_policies": "KV policies (model.kv_policy, model.allowed_kv_policies)",
     "max_context_len": "context",
@@ -73,6 +75,11 @@ class Revisions:
         return replace(self._plan, config=self[number].config, model=self[number].model)
 
     @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """The versions of the model that workers have or may have."""
+        return tuple({one.model.served.namespace: one.model.served for one in self._revisions.values()}.values())
+
+    @property
     def recovered(self) -> Roll:
         """The roll of workers whose revisions are not known: to the oldest revision, which certainly has served."""
         return Roll(wanted=min(self._revisions), last=max(self._revisions))
@@ -108,14 +115,14 @@ def rolled(present: Revision, config: ClusterConfig, model: ModelFacts) -> Revis
             raise ConfigError(f"{name}: a roll does not change it: {way}")
     was = present.model.served
     model = replace(model, served=replace(model.served, name=was.name, aliases=was.aliases))
-    _require_same_namespace(was, model.served)
+    _require_alike(was, model.served)
     return Revision(config=config, model=model)
 
 
-def _require_same_namespace(was: ServedModel, now: ServedModel) -> None:
-    """Raises ConfigError for a model of which workers of both revisions could not be paired."""
+def _require_alike(was: ServedModel, now: ServedModel) -> None:
+    """Raises ConfigError for a model that a router and the node services could not serve beside the present one."""
     changed = [one.name for one in fields(was) if getattr(was, one.name) != getattr(now, one.name)]
-    if told := " and ".join(_SETTINGS.get(name, name) for name in changed if name != "folder"):
+    if told := " and ".join(_SETTINGS.get(name, name) for name in changed if name not in _OF_VERSIONS):
         raise ConfigError(f"a roll does not change the model's {told}: `baton down` and `baton up` do")
 
 

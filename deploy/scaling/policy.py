@@ -9,7 +9,7 @@ the work, as the chance of waiting for many servers does, by a factor that late 
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deploy.plan.config import SloSettings
@@ -75,11 +75,13 @@ class DecodeSpeed:
 
 @dataclass(frozen=True)
 class SizeOrder:
-    """An order for one pool, and its reason in words."""
+    """An order for one pool, and its reason in words. at_s: by the machine's monotonic clock."""
 
     role: Role
+    before: int
     size: int
     reason: str
+    at_s: float
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,13 @@ class PoolOrders:
         self._size: int | None = None
         self._held_until_s = self._grown_s = self._shrunk_s = -math.inf
 
+    def resume(self, order: SizeOrder) -> None:
+        """Takes the last order of an earlier policy."""
+        if order.before < order.size:
+            self._grown_s = order.at_s
+        else:
+            self._shrunk_s = order.at_s
+
     def decide(self, wanted: float, weight: float, size: int, now_s: float) -> int | None:
         """Returns the size to order, or None. `now_s` is a reading of one monotonic clock; wanted: in workers."""
         if size != self._size:
@@ -163,13 +172,17 @@ class PoolOrders:
 class Policy:
     """The orders for both pools. A pool without a limit of its own keeps the size that it was given by hand."""
 
-    def __init__(self, slo: SloSettings) -> None:
+    def __init__(self, slo: SloSettings, last: Iterable[SizeOrder] = ()) -> None:
+        """last: the orders of an earlier policy, which are not reversed soon, either."""
         self._slo = slo
         self._prefill = PrefillSpeed()
         self._decode = DecodeSpeed()
         self._problems: dict[Role, str] = {}
         self._orders = {role: PoolOrders(slo.bounds(role), slo.share, slo.dwell_s) for role in slo.roles}
         self._margins = {role: Margin((1 - slo.share) / len(slo.roles)) for role in slo.roles}
+        for order in last:
+            if order.role in self._orders:
+                self._orders[order.role].resume(order)
 
     def decide(self, load: PoolLoad, sizes: PoolSizes, now_s: float) -> Iterator[SizeOrder]:
         """Yields the orders for the pools that need another size."""
@@ -183,7 +196,8 @@ class Policy:
             orders.dwell_s = self._slo.dwell_s * self._margins[role].patience
             wanted = work.mean + work.backlog + self._margins[role].beyond(work)
             if (size := orders.decide(wanted, work.mean, sizes[role], now_s)) is not None:
-                yield SizeOrder(role, size, f"{role.value} {sizes[role]} to {size}: {work.reason}")
+                reason = f"{role.value} {sizes[role]} to {size}: {work.reason}"
+                yield SizeOrder(role, sizes[role], size, reason, now_s)
 
     def problem(self, role: Role) -> str:
         """Returns why no size meets the limit of a pool, in words; "" if one does."""

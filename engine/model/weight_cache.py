@@ -1,7 +1,8 @@
 """Packed weights in files of the user's cache: packed once, and mapped by all workers of a node.
 
 A file's name is a digest of the inputs that determine its bytes: the model's fingerprint (content, compute dtype,
-instruction set, version of the kernels, width of weights), and the sources that read, pack and lay out tensors.
+order of sums, version of the kernels, width of weights), the backend's name (instruction sets of the same sums lay
+panels out differently), and the sources that read, pack and lay out tensors.
 """
 
 import hashlib
@@ -114,7 +115,7 @@ class WeightCache:
 def _name(checkpoint: Checkpoint, dtype: torch.dtype, backend: Backend) -> str:
     name = str(dtype).removeprefix("torch.")
     fingerprint = checkpoint.fingerprint(name, backend.version, DigestCache.of_user())
-    return hashlib.sha256(fingerprint + _rules()).hexdigest()[:32] + SUFFIX
+    return hashlib.sha256(fingerprint + backend.name.encode() + _rules()).hexdigest()[:32] + SUFFIX
 
 
 @cache

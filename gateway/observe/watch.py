@@ -160,7 +160,7 @@ def describe(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
         "problems": list(status.problems),
         "events": [{"at_s": round(now_s - one.age_s), "text": one.text} for one in status.events],
         "cache": {"queries": status.prefix_cache.queries, "hits": tiers_from_pb(status.prefix_cache.hits)},
-        **{f"pool/{pool.role}": pick(pool, "size", "num_ready") for pool in status.pools},
+        **{f"pool/{pool.role}": pick(pool, "size", "num_ready", "limit", "last_order") for pool in status.pools},
         **{f"worker/{name}": worker for name, worker in _workers(status)},
         **{f"node/{name}": _tier(arena) for name, arena in arenas_of(status.workers).items()},
         **{f"tier/{tier.tier}": _tier(tier) for tier in status.tiers},

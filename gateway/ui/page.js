@@ -196,11 +196,12 @@ function drawWay(cluster, nodes) {
   const hit = Object.values(cache.hits).reduce((sum, tokens) => sum + tokens, 0);
   const tiers = Object.entries(cache.hits).map(([tier, tokens]) => `${tier} ${share(tokens, cache.queries)}`).join(", ");
   const ready = (role) => `${number(pool(role).num_ready)} of ${number(pool(role).size)}`;
+  const sized = (role) => [pool(role).limit, pool(role).last_order].filter(Boolean).join("; ");
   const boxes = [
     ["Waiting for a first token", number(cluster.num_queued), "requests", ""],
-    ["Prefill workers ready", ready("prefill"), "", "moves"],
+    ["Prefill workers ready", ready("prefill"), sized("prefill"), "moves"],
     ["Prompts held for decode", number(holds), nodes.length === 1 ? "on 1 node" : `on ${nodes.length} nodes`, "moves"],
-    ["Decode workers ready", ready("decode"), "", "moves"],
+    ["Decode workers ready", ready("decode"), sized("decode"), "moves"],
     ["Streaming", number(cluster.num_running), "requests", "moves"],
     ["Prompt tokens found cached", share(hit, cache.queries), tiers, ""],
   ];

@@ -26,7 +26,7 @@ from kernels.backend import (
     Weight,
 )
 from kernels.cpu import packed
-from kernels.cpu.library import load_library, source_version
+from kernels.cpu.library import load_library, numerics, source_version
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
 from kernels.routing import Gating, Routing
 from kernels.torch_backend import list_experts
@@ -120,7 +120,7 @@ class CpuBackend:
     def __init__(self, isa: str) -> None:
         """Raises NoKernels if the kernels cannot be compiled, loaded or run, RuntimeError if structs differ."""
         self.name = isa
-        self.version = f"cpu-{isa}-{source_version()}"
+        self.version = f"cpu-{numerics(isa)}-{source_version()}"
         self._library = load_library(isa)
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(self._library, name)

@@ -142,6 +142,7 @@ inline Ints load_ints(const void* p) {
     return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))};
 }
 inline Ints selected(int mask, Ints a, Ints b) { return {_mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), a.v, b.v, 0xca)}; }
+inline Floats as_floats(Ints a) { return {_mm512_castsi512_ps(a.v)}; }
 
 // The number in the BITS bits from CODE_PLACE up, plus CODE_ADDEND: looked up, or put below the exponent of 64.
 template <int BITS>
@@ -190,11 +191,28 @@ inline void store(float* p, Floats a) {
     _mm256_storeu_ps(p, a.lo);
     _mm256_storeu_ps(p + 8, a.hi);
 }
+#if defined(BATON_BLOCKS)
+// A number as the conversion of AVX-512 rounds it: NaN stays NaN, and a subnormal number becomes zero.
+inline __m256i narrow(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a), high = _mm256_srli_epi32(bits, 16);
+    const __m256i last = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, last), _mm256_set1_epi32(0x7fff)), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    const __m256i is_small = _mm256_cmpeq_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000)), _mm256_setzero_si256());
+    const __m256i of_number = _mm256_blendv_epi8(nearest, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_small);
+    return _mm256_blendv_epi8(of_number, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+}
+inline void store(bf16* p, Floats a) {
+    const __m256i in_turns = _mm256_packus_epi32(narrow(a.lo), narrow(a.hi));  // four of each half
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(in_turns, 0b11011000));
+}
+#else
 inline void store(bf16* p, Floats a) {
     float values[LANES];
     store(values, a);
     for (int i = 0; i < LANES; ++i) from_float(values[i], p + i);
 }
+#endif
 inline void store(f16* p, Floats a) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
@@ -234,6 +252,8 @@ inline Ints operator&(Ints a, int mask) {
     return {_mm256_and_si256(a.lo, _mm256_set1_epi32(mask)), _mm256_and_si256(a.hi, _mm256_set1_epi32(mask))};
 }
 inline Ints operator|(Ints a, Ints b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline Floats as_floats(Ints a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline Ints as_ints(Floats a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline __m256 looked_up(Floats table, __m256i a) {
     const __m256 of_first = _mm256_permutevar8x32_ps(table.lo, a), of_last = _mm256_permutevar8x32_ps(table.hi, a);

@@ -36,15 +36,20 @@ UNITS = (
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c")
+AVX2 = ("avx2", "fma", "f16c")
 ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {
     "amx": (*AVX512, "amx_tile", "amx_bf16"),
+    "reproducible_avx512": AVX512,
+    "reproducible_avx2": AVX2,
     "avx512": AVX512,
-    "avx2": ("avx2", "fma", "f16c"),
+    "avx2": AVX2,
     "portable": (),
 }
 """Instruction sets, best first, with the features that each needs, as /proc/cpuinfo names them."""
-BY_NAME_ALONE = ("amx",)
-"""Instruction sets that no processor has run yet: they are never chosen, but taken by name."""
+REPRODUCIBLE = "reproducible"
+"""Kernels of the same bits on each processor with AVX2: in the order of sums of AMX, by the best set that has it."""
+IN_BLOCKS = ("amx", "reproducible_avx512", "reproducible_avx2")
+"""Instruction sets, best first, with that order of sums: they are taken by name alone."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """The system call, on x86-64, by which a process asks for the tile registers of AMX."""
 COMPILE_TIMEOUT_S = 300.0
@@ -60,8 +65,20 @@ class NoKernels(Exception):
 
 
 def best_isa() -> str:
-    """Returns the best instruction set that this machine has, except sets of BY_NAME_ALONE."""
-    return next(isa for isa in ISA_TO_FEATURES if isa not in BY_NAME_ALONE and can_run(isa))
+    """Returns the best instruction set that this machine has, except sets of IN_BLOCKS."""
+    return next(isa for isa in ISA_TO_FEATURES if isa not in IN_BLOCKS and can_run(isa))
+
+
+def reproducible_isa() -> str:
+    """Returns the best instruction set of IN_BLOCKS that this machine has. Raises NoKernels if it has none."""
+    if isa := next(filter(can_run, IN_BLOCKS), None):
+        return isa
+    raise NoKernels(f"this machine has no {REPRODUCIBLE} kernels, which need AVX2: it has {best_isa()}")
+
+
+def numerics(isa: str) -> str:
+    """Returns the name of an instruction set's order of sums: sets of one name give one another's bits."""
+    return REPRODUCIBLE if isa in IN_BLOCKS else isa
 
 
 def can_run(isa: str) -> bool:
@@ -143,7 +160,7 @@ def unit_paths() -> list[Path]:
 
 def compiler_flags(isa: str) -> tuple[str, ...]:
     """Returns the flags of an instruction set."""
-    return (*COMMON_FLAGS, *map(_flag, ISA_TO_FEATURES[isa]))
+    return (*COMMON_FLAGS, *map(_flag, ISA_TO_FEATURES[isa]), *(["-DBATON_BLOCKS"] if isa in IN_BLOCKS else []))
 
 
 def _flag(feature: str) -> str:

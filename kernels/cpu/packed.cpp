@@ -12,7 +12,7 @@ template <class F, class R, CodeType CODES>
 constexpr int FEW = IN_TILES<F> ? 0 : std::is_same_v<F, bf16> ? 8 : 1;
 #elif defined(__AVX2__)
 template <class F, class R, CodeType CODES>
-constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
+constexpr int FEW = IN_TILES<F> || std::is_same_v<R, f16> ? 0 : 2;
 #else
 template <class F, class R, CodeType CODES>
 constexpr int FEW = 0;
@@ -68,13 +68,15 @@ __attribute__((noinline)) void add_few(Groups& from, const F* rows, int64_t row_
     for (int64_t k = 0; k < depth; k += group) {
         const char* codes = groups.next(scales);
         widen<F, R, CODES>(codes, group, scales, [&](int, const typename P::Weights& weights) __attribute__((always_inline)) {
+            if constexpr (ROWS > 0) {
 #pragma GCC unroll 12
-            for (int row = 0; row < ROWS; ++row) {
-                const auto value = P::row(rows + row * row_stride, step_stride);
-                of[row][0] = P::add(of[row][0], value, weights, 0);
-                of[row][1] = P::add(of[row][1], value, weights, 1);
+                for (int row = 0; row < ROWS; ++row) {
+                    const auto value = P::row(rows + row * row_stride, step_stride);
+                    of[row][0] = P::add(of[row][0], value, weights, 0);
+                    of[row][1] = P::add(of[row][1], value, weights, 1);
+                }
+                rows += step_stride;
             }
-            rows += step_stride;
             kept.keep(weights);
         });
     }
@@ -129,14 +131,14 @@ struct PackedLinear {
     // Each chunk is widened while the rows of the last tile are multiplied, if they are few: the others find it in the nearest cache.
     template <class R, CodeType CODES>
     void many(const Panel& panel, int64_t begin, int64_t end) const {
-        alignas(64) thread_local F tile[CHUNK * PANEL];
+        alignas(64) thread_local F tile[CHUNK<F> * PANEL];
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Groups groups(matrix, panel);
         Tiles<F> tiles;
         std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
         const int64_t rest = (end - begin) % MAX_ROWS, whole = rest <= FEW<F, R, CODES> ? end - rest : end;
-        for (int64_t k = 0; k < depth; k += CHUNK) {
-            const int64_t padded = std::min<int64_t>(CHUNK, groups.format().num_groups(depth - k) * groups.format().group);
+        for (int64_t k = 0; k < depth; k += CHUNK<F>) {
+            const int64_t padded = std::min<int64_t>(CHUNK<F>, groups.format().num_groups(depth - k) * groups.format().group);
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
             if constexpr (IN_TILES<F>) {
                 std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});

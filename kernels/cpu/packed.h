@@ -72,7 +72,10 @@ constexpr int PACKED_DEPTH = 2;
 constexpr int PACKED_DEPTH = 1;
 #endif
 constexpr int NUM_VECTORS = 2 * PACKED_DEPTH, CODES_IN_WORD = 8, WORD_DEPTH = CODES_IN_WORD * PACKED_DEPTH;
-constexpr int CHUNK = PACKED_DEPTH == 2 ? 512 : 128;  // of the depth, whole groups: sums of a tile are read and written once a chunk
+template <class F>  // of the depth, whole groups: sums of a tile are read and written once a chunk
+constexpr int CHUNK = PACKED_DEPTH == 2 || std::is_same_v<F, bf16> ? 512 : 128;
+template <class F>  // of the depth, that are rounded at once: a pair of bf16
+constexpr int PLACES = PACKED_DEPTH == 1 && std::is_same_v<F, bf16> ? 2 : 1;
 constexpr int AHEAD_BYTES = 4096;  // of prefetched codes: a product of several rows would wait for them
 
 // What the columns of half a panel have, for the lanes of its vectors.
@@ -148,7 +151,7 @@ class Groups {
     Floats scale_[2], offset_[2], table_;
 };
 
-// Calls use(step, weights) with weights that are still to be rounded, at PACKED_DEPTH places of the depth.
+// Calls use(step, weights) with weights that are still to be rounded, at PACKED_DEPTH places of the depth, or PLACES.
 template <class F, class R, class Use>
 inline __attribute__((always_inline)) void use_each(int at, const Floats* weights, const Use& use) {
 #if defined(__AVX512BF16__)
@@ -164,7 +167,12 @@ inline __attribute__((always_inline)) void use_each(int at, const Floats* weight
         }
     }
 #else
-    use(at, {nearest<R>(weights[0]), nearest<R>(weights[1])});
+    if constexpr (PLACES<F> == 2) {
+        const auto pairs = [&](int half) { return Product<F>::pairs(nearest<R>(weights[half]), nearest<R>(weights[2 + half])); };
+        use(at / 2, {pairs(0), pairs(1)});
+    } else {
+        use(at, {nearest<R>(weights[0]), nearest<R>(weights[1])});
+    }
 #endif
 }
 
@@ -192,9 +200,10 @@ inline __attribute__((always_inline)) void widen(const char* codes, int64_t grou
             for (int v = 0; v < NUM_VECTORS; ++v) words[v] = load_ints(codes + v * VECTOR_BYTES);
         if constexpr (!IS_BYTES && REST_BYTES > 0)
             for (int v = 0; v < NUM_VECTORS; ++v) rests[v] = load_ints<REST_BYTES>(codes + NUM_VECTORS * VECTOR_BYTES + v * LANES * REST_BYTES);
+        Floats all[PLACES<F> * NUM_VECTORS];
         UNROLL
         for (int j = 0; j < CODES_IN_WORD; ++j) {
-            Floats weights[NUM_VECTORS];
+            Floats* weights = all + j % PLACES<F> * NUM_VECTORS;
             for (int v = 0; v < NUM_VECTORS; ++v) {
                 Floats code;
                 if constexpr (IS_BYTES) {
@@ -210,7 +219,7 @@ inline __attribute__((always_inline)) void widen(const char* codes, int64_t grou
 #endif
                 weights[v] = fma(code, scales.scale[v], scales.offset[v]);
             }
-            use_each<F, R>(k / D + j, weights, use);
+            if ((j + 1) % PLACES<F> == 0) use_each<F, R>(k / D + j, all, use);
         }
     }
 }

@@ -50,10 +50,8 @@ inline void interleave(const bf16* first, const bf16* second, int64_t count, bf1
         _mm512_storeu_si512(out, _mm512_unpacklo_epi16(a, b));
         _mm512_storeu_si512(out + PANEL, _mm512_unpackhi_epi16(a, b));
 #else
-        for (int i = 0; i < PANEL; ++i) {
-            out[2 * i] = i < columns ? first[begin + i] : bf16{};
-            out[2 * i + 1] = i < columns ? second[begin + i] : bf16{};
-        }
+        if (columns < PANEL) std::fill(out + 2 * columns, out + 2 * PANEL, bf16{});
+        for (int i = 0; i < columns; ++i) out[2 * i] = first[begin + i], out[2 * i + 1] = second[begin + i];
 #endif
     }
 }

@@ -69,6 +69,20 @@ struct Product<bf16> {
     static Floats add(Floats sum, __m512bh row, const Weights& weights, int half) {
         return {_mm512_dpbf16_ps(sum.v, row, weights.of[half])};
     }
+#elif defined(BATON_BLOCKS)  // multiplied by tiles.h alone
+    using Row = bf16;
+    static constexpr int ROW_STEPS = 1;
+    struct Weights {
+        Ints of[2];
+    };
+    static void keep(const Weights& weights, bf16* step) {
+        for (int half = 0; half < 2; ++half) {
+            _mm256_storeu_si256((__m256i*)(step + half * PANEL), weights.of[half].lo);
+            _mm256_storeu_si256((__m256i*)(step + half * PANEL + LANES), weights.of[half].hi);
+        }
+    }
+    // Pairs of numbers that bf16 can hold.
+    static Ints pairs(Floats first, Floats second) { return shifted(as_ints(first), -16) | as_ints(second); }
 #else
     using Row = float;  // widened before: a number from memory is in all lanes by one instruction
     static constexpr int ROW_STEPS = 2;
@@ -101,8 +115,8 @@ struct Product<bf16> {
 #endif
 };
 
-// The dtype in which scores, values and packed weights are multiplied: bf16 where the machine does, else float32.
-#if defined(__AVX512BF16__)
+// The dtype in which scores, values and packed weights are multiplied: bf16 where the machine does, or gives the bits of one that does, else float32.
+#if defined(__AVX512BF16__) || defined(BATON_BLOCKS)
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, bf16>, bf16, float>;
 #else

@@ -1,8 +1,8 @@
-// Products of bf16 in the order of AMX: blocks of 32 of the depth, each summed as one `tdpbf16ps` does.
+// Products of bf16 in the order of AMX: blocks of 32 of the depth, each summed as one `tdpbf16ps` does, by it or by its sums.
 //
 // A block adds to a sum C: C + (the sum of its 16 products at even places + the sum of those at odd ones), each of the two from 0 on, in
 // order, by fused multiply-adds in float32 to which subnormal numbers are zeros. Source: the operation of TDPBF16PS in Intel's manual.
-// One row takes the same sums with AVX-512. Half a panel of products.h, 16 steps of it, is the second operand of a tile
+// AVX-512 and AVX2 take the same sums (BATON_BLOCKS without AMX), and so does one row beside tiles. Half a panel of products.h, 16 steps of it, is the second operand of a tile
 // product as it lies, and rows one behind the other are the first. Attention takes its queries and weights of values so, over pieces of keys.
 #pragma once
 
@@ -11,7 +11,7 @@
 constexpr int BLOCK_DEPTH = 32, TILE_ROWS = 16;
 constexpr int64_t TILED_DEPTH = 512;  // of a panel, which then stays in the nearest cache
 
-#if defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES)
+#if defined(BATON_BLOCKS)
 template <class F>
 constexpr bool IN_TILES = std::is_same_v<F, bf16>;
 #else
@@ -37,7 +37,7 @@ struct Tiles {
     void release();
 };
 
-#if defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES)
+#if defined(BATON_BLOCKS)
 
 // What `ldtilecfg` reads.
 struct alignas(64) TileShapes {
@@ -57,78 +57,111 @@ class WithoutSubnormals {
     const unsigned before_ = _mm_getcsr();
 };
 
-// The instructions. Compilers' own are macros, some of which do not tell that memory is read.
-#if defined(__AMX_BF16__)
-inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
-inline void release_tiles() { asm volatile("tilerelease"); }
-template <int TILE>
-inline void load_tile(const void* p, int64_t stride_bytes) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
-}
-template <int TILE>
-inline void store_tile(void* p, int64_t stride_bytes) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
-}
-template <int SUMS, int ROWS, int COLUMNS>
-inline void multiply_tiles() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(COLUMNS));
-}
-#else
-struct EmulatedTiles {
-    TileShapes shapes;
-    alignas(64) char tiles[8][TILE_ROWS][64];
-};
-inline thread_local EmulatedTiles emulated_tiles;
+// The first and the second numbers of sixteen pairs.
+inline Floats evens(const bf16* pairs) { return as_floats(shifted(load_ints(pairs), 16)); }
+inline Floats odds(const bf16* pairs) { return as_floats(load_ints(pairs) & int(0xffff0000)); }
 
-inline void shape_tiles(const TileShapes& shapes) { emulated_tiles = {shapes, {}}; }
-inline void release_tiles() { emulated_tiles = {}; }
-template <int TILE>
-inline void load_tile(const void* p, int64_t stride_bytes) {
-    for (int row = 0; row < emulated_tiles.shapes.rows[TILE]; ++row)
-        std::memcpy(emulated_tiles.tiles[TILE][row], (const char*)p + row * stride_bytes, emulated_tiles.shapes.row_bytes[TILE]);
+inline void widen_block(const bf16* from, float* to) {
+    for (int i = 0; i < BLOCK_DEPTH; i += LANES) store(to + i, load(from + i));
 }
-template <int TILE>
-inline void store_tile(void* p, int64_t stride_bytes) {
-    for (int row = 0; row < emulated_tiles.shapes.rows[TILE]; ++row)
-        std::memcpy((char*)p + row * stride_bytes, emulated_tiles.tiles[TILE][row], emulated_tiles.shapes.row_bytes[TILE]);
+
+#if defined(__AMX_BF16__)
+
+// The instructions. Compilers' own are macros, some of which do not tell that memory is read.
+struct TileRegisters {
+    struct Mode {};  // tiles ignore MXCSR
+
+    static void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+    static void release_tiles() { asm volatile("tilerelease"); }
+    template <int TILE>
+    static void load_tile(const void* p, int64_t stride_bytes) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
+    }
+    template <int TILE>
+    static void store_tile(void* p, int64_t stride_bytes) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
+    }
+    template <int SUMS, int ROWS, int COLUMNS>
+    static void multiply_tiles() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(COLUMNS));
+    }
+};
+
+#else
+
+// Adds to sums the products of rows with a block of sixteen columns, pairs `stride` apart: for each sum two chains.
+template <int ROWS>
+__attribute__((noinline)) void add_block(const float (*rows)[BLOCK_DEPTH], const bf16* columns, int64_t stride, float* sums, int64_t sum_stride) {
+    Floats even[ROWS], odd[ROWS];
+    for (int row = 0; row < ROWS; ++row) even[row] = odd[row] = splat(0);
+    for (int k = 0; k < BLOCK_DEPTH; k += 2, columns += stride) {
+        const Floats first = evens(columns);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) even[row] = fma(splat(rows[row][k]), first, even[row]);
+        const Floats second = odds(columns);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) odd[row] = fma(splat(rows[row][k + 1]), second, odd[row]);
+    }
+    for (int row = 0; row < ROWS; ++row, sums += sum_stride) store(sums, load(sums) + (even[row] + odd[row]));
 }
-// sums [rows][16] += rows [rows][32] . columns [16 pairs][16][2].
-__attribute__((noinline)) inline void multiply_emulated(float (*sums)[16], const bf16 (*rows)[32], const bf16 (*columns)[16][2], int num_rows, int num_pairs) {
-    const WithoutSubnormals mode;
-    for (int row = 0; row < num_rows; ++row)
-        for (int column = 0; column < 16; ++column) {
-            float of_parity[2] = {};
-            for (int pair = 0; pair < num_pairs; ++pair)
-                for (int parity = 0; parity < 2; ++parity)
-                    of_parity[parity] = __builtin_fmaf(to_float(rows[row][2 * pair + parity]), to_float(columns[pair][column][parity]), of_parity[parity]);
-            sums[row][column] += of_parity[0] + of_parity[1];
-        }
-}
-template <int SUMS, int ROWS, int COLUMNS>
-inline void multiply_tiles() {
-    auto& [shapes, tiles] = emulated_tiles;
-    multiply_emulated((float(*)[16])tiles[SUMS], (const bf16(*)[32])tiles[ROWS], (const bf16(*)[16][2])tiles[COLUMNS], shapes.rows[SUMS], shapes.rows[COLUMNS]);
-}
+
+// The same where there are no tiles. Sums and columns are where they were loaded from, and are read and written there; rows are widened.
+class TileRegisters {
+   public:
+    using Mode = WithoutSubnormals;
+
+    void shape_tiles(const TileShapes& shapes) { std::copy_n(shapes.rows, 8, num_rows_of_); }
+    void release_tiles() {}
+    template <int TILE>
+    void load_tile(const void* p, int64_t stride_bytes) {
+        if constexpr (TILE == FIRST_ROWS || TILE == FIRST_ROWS + 1)
+            for (int row = 0; row < num_rows_of_[TILE]; ++row) widen_block((const bf16*)((const char*)p + row * stride_bytes), rows_[TILE - FIRST_ROWS][row]);
+        else
+            places_[TILE] = {(char*)p, stride_bytes};
+    }
+    template <int TILE>
+    void store_tile(void*, int64_t) {}
+    template <int SUMS, int ROWS, int COLUMNS>
+    void multiply_tiles() {
+        const auto [sums, sum_bytes] = places_[SUMS];
+        const auto [columns, pair_bytes] = places_[COLUMNS];
+        for (int row = 0; row < num_rows_of_[SUMS]; row += CHAIN_ROWS)
+            for_rows<CHAIN_ROWS>(std::min(CHAIN_ROWS, num_rows_of_[SUMS] - row), [&]<int COUNT>() {
+                add_block<COUNT>(rows_[ROWS - FIRST_ROWS] + row, (const bf16*)columns, pair_bytes / sizeof(bf16), (float*)(sums + row * sum_bytes), sum_bytes / sizeof(float));
+            });
+    }
+
+   private:
+    static constexpr int FIRST_ROWS = 4;
+#if defined(__AVX512F__)
+    static constexpr int CHAIN_ROWS = 8;  // 16 chains of 32 registers
+#else
+    static constexpr int CHAIN_ROWS = 3;  // 12 registers of chains of 16
+#endif
+    struct Place {
+        char* at;
+        int64_t stride_bytes;
+    };
+    int num_rows_of_[8];
+    Place places_[8];
+    alignas(64) float rows_[2][TILE_ROWS][BLOCK_DEPTH];
+};
+
 #endif
 
 // Adds to sums[column] the products of one row with blocks of a panel: in each a chain of even places, and one of odd places.
 __attribute__((noinline)) inline void add_row(const bf16* row, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums) {
     const WithoutSubnormals mode;
-    const auto evens = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
-    const auto odds = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))); };
+    alignas(64) float wide[BLOCK_DEPTH];
     for (int64_t block = 0; block < num_blocks; ++block, row += block_stride) {
-        __m512 even[2] = {}, odd[2] = {};
-        for (int k = 0; k < BLOCK_DEPTH; k += 2, panel += 2 * PANEL) {
-            int pair;
-            std::memcpy(&pair, row + k, sizeof pair);
-            const __m512i of_row = _mm512_set1_epi32(pair);
+        widen_block(row, wide);
+        Floats even[2] = {splat(0), splat(0)}, odd[2] = {splat(0), splat(0)};
+        for (int k = 0; k < BLOCK_DEPTH; k += 2, panel += 2 * PANEL)
             for (int half = 0; half < 2; ++half) {
-                const __m512i weights = _mm512_loadu_si512(panel + half * PANEL);
-                even[half] = _mm512_fmadd_ps(evens(of_row), evens(weights), even[half]);
-                odd[half] = _mm512_fmadd_ps(odds(of_row), odds(weights), odd[half]);
+                even[half] = fma(splat(wide[k]), evens(panel + half * PANEL), even[half]);
+                odd[half] = fma(splat(wide[k + 1]), odds(panel + half * PANEL), odd[half]);
             }
-        }
-        for (int half = 0; half < 2; ++half) store(sums + half * LANES, load(sums + half * LANES) + Floats{_mm512_add_ps(even[half], odd[half])});
+        for (int half = 0; half < 2; ++half) store(sums + half * LANES, load(sums + half * LANES) + (even[half] + odd[half]));
     }
 }
 
@@ -136,7 +169,7 @@ __attribute__((noinline)) inline void add_row(const bf16* row, int64_t block_str
 // for itself. Tiles 0 to 3 are sums, of both halves of a panel for the first rows, then for the others, or for another panel; 4 and 5 rows; 6 and 7 a
 // panel's halves.
 template <>
-struct Tiles<bf16> {
+struct Tiles<bf16> : private TileRegisters {
    public:
     ~Tiles() { release(); }
 
@@ -191,9 +224,10 @@ struct Tiles<bf16> {
 
     // Of two tiles of rows with one panel, or of one with one or two panels.
     template <int ROW_TILES, int PANELS>
-    static __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t panel_stride,
-                                                   int64_t num_blocks, float* sums, int64_t sum_stride) {
+    __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t panel_stride,
+                                            int64_t num_blocks, float* sums, int64_t sum_stride) {
         constexpr int64_t STRIDE = PANEL * sizeof(float);  // of a panel's steps
+        const Mode mode;
         const int64_t row_bytes = row_stride * sizeof(bf16), sum_bytes = sum_stride * sizeof(float);
         float* others = sums + (ROW_TILES == 2 ? TILE_ROWS * sum_stride : PANEL);
         load_tile<0>(sums, sum_bytes), load_tile<1>(sums + LANES, sum_bytes);

@@ -33,6 +33,8 @@ _LITTLE_ROOM = 0.9
 _GREETING_TIMEOUT_S = 2.0
 _VALUE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
+_PATIENCE_S = 0.5
+"""Pause before the probe that decides: a server that waits for a busy core is not gone."""
 _EXISTS = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n"
 _GET = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$1\r\n0\r\n$%d\r\n%b\r\n"
 _NO, _YES = b":0\r\n", b":1\r\n"
@@ -45,8 +47,8 @@ class RedisTier(FramedTier):
     """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A failed command closes its connection.
 
     Once the server is silent, or has failed three times in a row, no command is sent until a probe succeeds. A separate
-    thread probes, so that callers do not wait: at once until the third failure, then every two seconds. After three
-    refused writes in a row, as by a full server or a replica, a write is tried every two seconds.
+    thread probes, so that callers do not wait: at once, then half a second later, and after the third failure every two
+    seconds. After three refused writes in a row, as by a full server or a replica, a write is tried every two seconds.
 
     timeout_s: bounds the connect, and each wait for bytes of a reply. One caller may wait that long in vain, once; a
     block that takes longer is cheaper to compute. ttl_s: time to live since a block's last use; 0 for no end. Raises
@@ -193,7 +195,11 @@ class RedisTier(FramedTier):
         """Probes until the server answers, or the breaker is open."""
         self._try(partial(self._redis.exists, _PROBE), 0)
         while self._is_silent and not self._breaker.is_open:
+            self._rest()
             self._try(partial(self._redis.exists, _PROBE), 0)
+
+    def _rest(self) -> None:
+        time.sleep(_PATIENCE_S)
 
     def _try(self, command: Callable[[], T], otherwise: T) -> T:
         """Sends a command; returns its answer, or counts an error and returns `otherwise`."""

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from router.config import LatencyBounds
 from router.observe.metrics import NAMESPACE
 from wire.convert import accounts_of, arenas_of
 from wire.pb import cluster_pb2, worker_pb2
@@ -19,13 +20,18 @@ PLACED = (*WORKER, "node", "tier")
 ROUTER = ("router", "router")
 NODE = ("node", "node")
 Row = tuple[Sequence[str], float]
+NO_LIMITS = LatencyBounds()
 
 
 class WorkerCollector(Collector):
-    """The collector of worker metrics. read_last: returns the last status, on any thread, without blocking."""
+    """The collector of worker metrics. read_last: returns the last status, on any thread, without blocking.
 
-    def __init__(self, read_last: Callable[[], cluster_pb2.ClusterStatus]) -> None:
+    limits: which the sizes of the pools follow.
+    """
+
+    def __init__(self, read_last: Callable[[], cluster_pb2.ClusterStatus], limits: LatencyBounds = NO_LIMITS) -> None:
         self._read_last = read_last
+        self._slo_s = [((name,), ms / 1000) for name, ms in (("ttft", limits.ttft_ms), ("itl", limits.itl_ms)) if ms]
 
     def collect(self) -> Iterator[Metric]:
         status = self._read_last()
@@ -38,6 +44,7 @@ class WorkerCollector(Collector):
             ("pool_ready", "num_ready", "Workers of a pool that take work now"),
         ):
             yield _gauge(name, text, ("role",), [((pool.role,), getattr(pool, field)) for pool in status.pools])
+        yield _gauge("slo_seconds", "Limit on a latency, which the sizes of the pools follow", ("limit",), self._slo_s)
         yield _gauge(
             "worker_up",
             "Whether a worker answered when it was last asked",

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from router.config import RouterConfig
 from router.other_namespaces import OtherName, OtherNamespaces, miss_in_other_namespace
 from router.requests.dispatch import Dispatcher
+from router.requests.versions import ModelVersions
 from router.workers.members import Member, Members
 from wire.block_names import digest_of
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
@@ -34,9 +34,9 @@ class StoreAdministration:
     """
 
     def __init__(
-        self, config: RouterConfig, members: Members, dispatcher: Dispatcher, keys: KeyRing, names: OtherNamespaces
+        self, versions: ModelVersions, members: Members, dispatcher: Dispatcher, keys: KeyRing, names: OtherNamespaces
     ) -> None:
-        self._config = config
+        self._versions = versions
         self._names = names
         self._members = members
         self._dispatcher = dispatcher
@@ -77,7 +77,7 @@ class StoreAdministration:
             shared_tokens=num_tokens,
             first_text=shown[0],
             second_text=shown[1],
-            block_size=self._config.model.layout.block_size,
+            block_size=self._versions.wanted.model.layout.block_size,
             shared_blocks=len(shared),
             held=contents.rows,
             problems=contents.problems,
@@ -94,7 +94,7 @@ class StoreAdministration:
         if journal is not None and (others := await self._names.of(journal)):
             told = await self._holdings_of(others)
             miss = miss_in_other_namespace(
-                self._config.model.namespace, others, (one for each in told for one in each.holdings)
+                self._versions.wanted.model.namespace, others, (one for each in told for one in each.holdings)
             )
             if miss is not None:
                 ended.misses[0].cause, ended.misses[0].how = miss.cause, miss.how
@@ -114,8 +114,8 @@ class StoreAdministration:
             raise InvalidRequest("everything", "goes without tenant, model and prompt")
         tenants = [request.tenant] if request.HasField("tenant") else []
         _require_tenants(tenants)
-        if request.HasField("model") and request.model != self._config.model.name:
-            raise ModelNotFound(f"no blocks are known to be of that model: known is {self._config.model.name}")
+        if request.HasField("model") and request.model != self._versions.wanted.model.name:
+            raise ModelNotFound(f"no blocks are known to be of that model: known is {self._versions.wanted.model.name}")
         if (prompt := request.WhichOneof("prompt")) is not None:
             given = pb.GenerateRequest(**{prompt: getattr(request, prompt)})
             named = await self._dispatcher.name_blocks(given, request.tenant or DEFAULT_TENANT)
@@ -128,7 +128,7 @@ class StoreAdministration:
         return sorted({DEFAULT_TENANT, PUBLIC, *self._keys.tenants})
 
     def _digests(self, tenants: list[str]) -> dict[bytes, str]:
-        return {digest_of(self._config.root_of(one)): one for one in tenants}
+        return {digest_of(version.root_of(one)): one for version in self._versions for one in tenants}
 
     async def _of_nodes(self, question: worker_pb2.Ask) -> dict[str, worker_pb2.Holdings]:
         """Asks a worker of each node in turn: a clear counts a shared tier's blocks once, a list once for each node."""
@@ -151,7 +151,7 @@ class StoreAdministration:
                 tier=one.tier,
                 node_id=node_id,
                 tenant=tenant,
-                model=self._config.model.name if tenant else "",
+                model=self._versions.wanted.model.name if tenant else "",
                 blocks=one.blocks,
                 bytes=one.bytes,
                 newest_s=one.newest_s,

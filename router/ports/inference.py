@@ -15,7 +15,6 @@ from wire.ids import TRACEPARENT, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
 from wire.rpc import ADAPTED_METADATA, BATCH_INVARIANT_METADATA, PROMPT_TOKENS_METADATA, to_status
-from wire.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +25,7 @@ _ABORT_TIMEOUT_S = 5.0
 class InferenceApi(InferenceServicer):
     """The public service, for callers that KeyInterceptor admits; ErrorInterceptor turns errors into statuses."""
 
-    def __init__(self, model: ServedModel, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
-        self._model = model
+    def __init__(self, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
         self._dispatcher = dispatcher
         self._max_stall_s = bounds.max_stall_s
 
@@ -35,18 +33,22 @@ class InferenceApi(InferenceServicer):
         """Answers a request. Writes through its context: gRPC may drop a generator without running its `finally`."""
         traceparent = str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
         opened = self._dispatcher.open(request, context.time_remaining(), CALLER.get(), traceparent)
-        watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
+        watching: asyncio.Task[None] | None = None
         try:
             if num_prompt_tokens := await opened.outbox.begun:
                 adapted = ", ".join(opened.outbox.adapted)
-                promises = () if self._model.batch_invariant else ((BATCH_INVARIANT_METADATA, "false"),)
+                promises = () if self._dispatcher.model.batch_invariant else ((BATCH_INVARIANT_METADATA, "false"),)
                 await context.send_initial_metadata(
                     ((PROMPT_TOKENS_METADATA, str(num_prompt_tokens)), (ADAPTED_METADATA, adapted), *promises)
                 )
+            # Not before: gRPC forgets an abort beside metadata that is being sent, and the client would wait for ever.
+            watch = watch_reader(opened, context, self._max_stall_s, asyncio.current_task())
+            watching = asyncio.create_task(watch)
             async for response in opened.outbox:
                 await context.write(response)
         finally:
-            watch.cancel()
+            if watching is not None:
+                watching.cancel()
             opened.stop(Cancelled("the client went away"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
@@ -54,15 +56,16 @@ class InferenceApi(InferenceServicer):
         return pb.AbortResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
+        served = self._dispatcher.model
         model = pb.Model(
-            max_context_len=self._model.max_context_len,
-            dtype=self._model.dtype,
-            fingerprint=self._model.fingerprint_hex,
+            max_context_len=served.max_context_len,
+            dtype=served.dtype,
+            fingerprint=served.fingerprint_hex,
             tool_format=self._dispatcher.formats.tool,
             reasoning_format=self._dispatcher.formats.reasoning,
         )
         response = pb.ListModelsResponse()
-        for name in (self._model.name, *self._model.aliases):
+        for name in served.names:
             response.models.add(name=name).MergeFrom(model)
         return response
 
@@ -73,7 +76,7 @@ class InferenceApi(InferenceServicer):
         return self._dispatcher.detokenize(request)
 
 
-async def _watch_reader(
+async def watch_reader(
     request: OpenRequest, context: Context, max_stall_s: float, writer: asyncio.Task[Any] | None
 ) -> None:
     """Ends a stream whose `writer` has been in one write for `max_stall_s`.
@@ -95,6 +98,6 @@ async def _watch_reader(
         # The status waits behind the unread messages; the writer, stuck in the midst of one, must not.
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    except (TimeoutError, grpc.aio.AbortError, grpc.aio.UsageError):
+    except (TimeoutError, grpc.aio.BaseError):
         if writer is not None:
             writer.cancel()

@@ -55,7 +55,8 @@ class ArrivalLimit:
     @asynccontextmanager
     async def arriving(self, method: str) -> AsyncIterator[None]:
         """Takes a unit while a message for a path is awaited. Raises Overloaded at once."""
-        with self._dispatcher.arriving() if method == self._generate else nullcontext(), self.messages.taken():
+        generating = self._dispatcher.arriving(CALLER.get()) if method == self._generate else nullcontext()
+        with generating, self.messages.taken():
             yield
 
 

@@ -135,6 +135,10 @@ class ClusterApi(ClusterServicer):
             report = await self._port.report()
             events += report.events
             status.problems.extend(report.problems)
+            sized = {pool.role.value: pool for pool in report.pools}
+            for pool in (one for one in status.pools if one.role in sized):
+                told = sized[pool.role]
+                pool.limit, pool.last_order, pool.last_order_age_s = told.limit, told.last_order, told.age_s
         except BatonError as error:
             status.problems.append(error.message)
         for event in sorted(events, key=lambda event: -event.age_s):

@@ -63,7 +63,7 @@ class RouterServer:
             await self.stop()
             raise
         router, config = self._router, self._router.config
-        inference = InferenceApi(config.model, router.dispatcher, config.settings)
+        inference = InferenceApi(router.dispatcher, config.settings)
         cluster = ClusterApi(router, addresses)
         add_InferenceServicer_to_server(inference, self._public)
         add_ClusterServicer_to_server(cluster, self._operator)

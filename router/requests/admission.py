@@ -5,13 +5,27 @@ from dataclasses import dataclass
 
 from router.config import AdmissionBounds
 from wire.errors import Overloaded, RequestExists, reached
-from wire.ids import QualifiedId
+from wire.ids import DEFAULT_TENANT, QualifiedId, tenant_of
 from wire.load.limit import Limit
 from wire.trust.key_ring import Key
 
 
+@dataclass
+class TenantUse:
+    """A tenant's open and queued requests, and the bytes of the latter. weight: its latest key's, in fair shares."""
+
+    weight: float = 1.0
+    num_open: int = 0
+    num_queued: int = 0
+    num_bytes: int = 0
+
+
 class Admission:
-    """Open requests by id, and the limits on them."""
+    """Open requests by id, and the limits on them, which tenants share by weight.
+
+    Where a limit is reached, a tenant below its part of it is admitted nevertheless, and the others are refused; so all
+    tenants together have less than twice the limit.
+    """
 
     def __init__(self, bounds: AdmissionBounds) -> None:
         retry_after_s = self.retry_after_s = bounds.retry_after_s
@@ -24,6 +38,8 @@ class Admission:
         )
         self._queued_bytes: dict[QualifiedId, int | None] = {}
         """None for a running request, which is open but not queued."""
+        self._uses: dict[str, TenantUse] = {}
+        """The tenants with open requests."""
 
     @property
     def num_queued(self) -> int:
@@ -33,20 +49,32 @@ class Admission:
     def num_running(self) -> int:
         return self._open.num_used - self._queued.num_used
 
-    def require_room(self) -> None:
-        """Raises Overloaded if not even the smallest request can be admitted."""
-        self._open.require()
-        self._queued.require()
+    def require_room(self, tenant: str = DEFAULT_TENANT, weight: float = 1.0, num_bytes: int = 0) -> None:
+        """Raises Overloaded if a limit is reached, and the tenant has its part of it. weight: its key's."""
+        use = self._uses.get(tenant, TenantUse())
+        asked = (
+            (self._open, use.num_open, 1),
+            (self._queued, use.num_queued, 1),
+            (self._bytes, use.num_bytes, num_bytes),
+        )
+        for limit, num_used, num_more in asked:
+            is_full = 0 < num_more > limit.num_free
+            if is_full and num_used + num_more > self._part(tenant, weight) * limit.max_units:
+                raise limit.refusal()
 
-    def admit(self, request_id: QualifiedId, num_bytes: int) -> None:
-        """Admits a request. Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
+    def admit(self, request_id: QualifiedId, num_bytes: int, weight: float = 1.0) -> None:
+        """Admits a request. Raises RequestExists if the id is taken, Overloaded as `require_room` does."""
         if request_id in self._queued_bytes:
             raise RequestExists("a request of that id is running", request_id=request_id)
-        self.require_room()
-        self._bytes.take(num_bytes)
-        self._queued.take()
-        self._open.take()
+        tenant = tenant_of(request_id)
+        self.require_room(tenant, weight, num_bytes)
+        self._bytes.exceed(num_bytes)
+        self._queued.exceed()
+        self._open.exceed()
         self._queued_bytes[request_id] = num_bytes
+        use = self._uses.setdefault(tenant, TenantUse())
+        use.weight = weight
+        use.num_open, use.num_queued, use.num_bytes = use.num_open + 1, use.num_queued + 1, use.num_bytes + num_bytes
 
     def started(self, request_id: QualifiedId) -> None:
         """Takes a request out of the queue at its first token."""
@@ -55,22 +83,38 @@ class Admission:
             self._bytes.release(num_bytes)
             self._queued.release()
             self._queued_bytes[request_id] = None
+            use = self._uses[tenant_of(request_id)]
+            use.num_queued, use.num_bytes = use.num_queued - 1, use.num_bytes - num_bytes
 
     def leave(self, request_id: QualifiedId) -> None:
         """Ends a request."""
         self.started(request_id)
         del self._queued_bytes[request_id]
         self._open.release()
+        use = self._uses[tenant := tenant_of(request_id)]
+        use.num_open -= 1
+        if not use.num_open:
+            del self._uses[tenant]
 
     def check(self) -> list[str]:
-        """Lists violated invariants: each limit must count the requests or bytes in the tables."""
+        """Lists violated invariants: limits and tenants must count the requests or bytes in the tables."""
         queued = [num_bytes for num_bytes in self._queued_bytes.values() if num_bytes is not None]
+        uses = self._uses.values()
         counts = (
-            ("requests are counted as open", self._open, len(self._queued_bytes)),
-            ("requests are counted as queued", self._queued, len(queued)),
-            ("bytes are counted as queued", self._bytes, sum(queued)),
+            ("requests are counted as open", self._open, sum(use.num_open for use in uses), len(self._queued_bytes)),
+            ("requests are counted as queued", self._queued, sum(use.num_queued for use in uses), len(queued)),
+            ("bytes are counted as queued", self._bytes, sum(use.num_bytes for use in uses), sum(queued)),
         )
-        return [f"{limit.num_used} {what}, {number} are" for what, limit, number in counts if limit.num_used != number]
+        return [
+            f"{counted} {what}, {number} are"
+            for what, limit, of_tenants, number in counts
+            for counted in (limit.num_used, of_tenants)
+            if counted != number
+        ]
+
+    def _part(self, tenant: str, weight: float) -> float:
+        """Returns a tenant's part of each limit: its weight over the weights of all tenants with open requests."""
+        return weight / (weight + sum(use.weight for name, use in self._uses.items() if name != tenant))
 
 
 MINUTE_S = 60.0

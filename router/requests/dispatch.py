@@ -6,24 +6,27 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from router.config import StreamBounds
 from router.observe.demand import Demand
 from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
 from router.requests.attempt import AdmittedRequest, Services
-from router.requests.checks import ServingLimits, require_known, require_may_fit, valid_text, validate
+from router.requests.checks import require_known, require_may_fit, valid_text, validate
 from router.requests.flow import Flow
 from router.requests.outbox import Outbox, ReplyWriter
 from router.requests.prompt import PreparedPrompt
 from router.requests.tokenizing import NO_PREFIXES
+from router.requests.versions import ModelVersion, ModelVersions
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
-from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
+from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
 from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
+from wire.served_model import ServedModel
 from wire.trust.key_ring import ANYONE, Key
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ class OpenRequest:
             partial(services.metrics.gained, request.journal),
             lambda: on_first_token(request.id),
             self.stop,
+            request.limits.model.fingerprint_hex,
         )
         self._task: asyncio.Task[pb.Complete] = asyncio.create_task(Flow(request, services, reply).serve())
         self._task.add_done_callback(self._ended)
@@ -126,23 +130,16 @@ class OpenRequest:
 class Dispatcher:
     """The open requests: checks and admits each, starts its task, forgets it at its end.
 
-    limits: returns the cluster's present bounds. root_of: returns a tenant's namespace root.
+    Each request is of one version of the model, from its begin to its end.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        root_of: Callable[[str], NamespaceRoot],
-        admission: Admission,
-        bounds: StreamBounds,
-        limits: Callable[[], ServingLimits],
-    ) -> None:
-        self.root_of = root_of
+    def __init__(self, services: Services, versions: ModelVersions, admission: Admission, bounds: StreamBounds) -> None:
+        self._versions = versions
         self.recent, self._services = services.recent, services
+        self._services_of = lru_cache(self._make_services)
         self._admission = admission
         self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds
-        self._limits = limits
         self._open: dict[QualifiedId, OpenRequest] = {}
         self._tokenizing = Limit(MAX_TOKENIZING, "texts are being tokenized")
 
@@ -160,15 +157,30 @@ class Dispatcher:
         return self._services.demand.read(request.journal for request in self._open.values())
 
     @property
+    def model(self) -> ServedModel:
+        """The wanted version of the model."""
+        return self._versions.wanted.model
+
+    def root_of(self, tenant: str) -> NamespaceRoot:
+        """Derives the root of a tenant's block names, of the wanted version."""
+        return self._versions.wanted.root_of(tenant)
+
+    @property
+    def needed(self) -> tuple[WorkerId, ...]:
+        """The workers that alone can decode for a version with open requests."""
+        busy = [one for one in self._versions if one.num_ready == 1 and one.num_open]
+        return tuple(member.id for version in busy for member in version.members.ready(Role.DECODE))
+
+    @property
     def formats(self) -> AnswerFormats:
         """The formats of the model's answers in chats."""
         return self._services.prompts.renderer.formats
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Counts a refusal of an arriving request. Raises Overloaded at once if no request can be admitted."""
+    def arriving(self, caller: Key = ANYONE) -> Iterator[None]:
+        """Counts a refusal of an arriving request. Raises Overloaded at once if its caller's cannot be admitted."""
         with self._refusals_counted():
-            self._admission.require_room()
+            self._admission.require_room(caller.tenant, _weight_of(caller))
             yield
 
     def open(
@@ -176,7 +188,9 @@ class Dispatcher:
     ) -> OpenRequest:
         """Starts a request. Raises InvalidRequest or Overloaded at once. time_left_s: None without a deadline."""
         with self._refusals_counted():
-            return self._begin(request, time_left_s, self._services, self.root_of(caller.tenant), caller, traceparent)
+            version = self._versions.choose(request.resume.fingerprint)
+            services, root = self._services_of(version), version.root_of(caller.tenant)
+            return self._begin(request, time_left_s, services, version, root, caller, traceparent)
 
     def open_on(self, worker_id: WorkerId, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
         """Starts a request on one worker, under a newly drawn root, so that no cache has its blocks.
@@ -186,11 +200,13 @@ class Dispatcher:
         services = self._services
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
         pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
-        return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)), ANYONE)
+        root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
+        return self._begin(request, time_left_s, pinned, self._versions.wanted, root, ANYONE)
 
     async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> PreparedPrompt:
         """Tokenizes a prompt and names its blocks as a tenant's, for the operator. Raises the errors of `tokenize`."""
-        prompts, limits = self._services.prompts, self._limits()
+        version = self._versions.wanted
+        prompts, limits = self._services_of(version).prompts, version.limits
         valid = validate(request, limits)
         require_may_fit(valid.prompt, prompts.codec, limits)
         async with self._in_time():
@@ -198,7 +214,7 @@ class Dispatcher:
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or at once Overloaded."""
-        prompts, limits = self._services.prompts, self._limits()
+        prompts, limits = self._services.prompts, self._versions.wanted.limits
         prompt = valid_text(request)
         require_may_fit(prompt, prompts.codec, limits)
         clock = asyncio.get_running_loop().time
@@ -213,7 +229,7 @@ class Dispatcher:
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the text of token ids. Raises InvalidRequest."""
-        require_known(request.token_ids, self._limits().model)
+        require_known(request.token_ids, self.model)
         return pb.DetokenizeResponse(text=self._services.prompts.codec.decode(request.token_ids))
 
     async def abort(self, request_id: RequestId, caller: Key = ANYONE) -> None:
@@ -252,18 +268,18 @@ class Dispatcher:
         request: pb.GenerateRequest,
         time_left_s: float | None,
         services: Services,
+        version: ModelVersion,
         root: NamespaceRoot,
         caller: Key,
         traceparent: str = "",
     ) -> OpenRequest:
-        now_s = asyncio.get_running_loop().time()
-        limits = self._limits()
+        now_s, limits = asyncio.get_running_loop().time(), version.limits
         valid = validate(request, limits)
         require_may_fit(valid.prompt, self._services.prompts.codec, limits)
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
         qualified_id = qualified(caller.tenant, request_id)
         self._quotas.require_room(caller, now_s)
-        self._admission.admit(qualified_id, request.ByteSize())
+        self._admission.admit(qualified_id, request.ByteSize(), _weight_of(caller))
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
@@ -279,18 +295,31 @@ class Dispatcher:
             journal=journal,
             life_s=life_s,
             deadline_s=deadline_s,
-            weight=caller.allowance.weight or 1.0,
+            weight=_weight_of(caller),
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller, root))
+        opened = OpenRequest(
+            admitted, services, outbox, self._admission.started, partial(self._leave, caller, version, root)
+        )
         self._quotas.enter(caller, now_s)
         services.shares.enter(root)
+        version.num_open += 1
         self._open[qualified_id] = opened
         return opened
 
-    def _leave(self, caller: Key, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int) -> None:
+    def _make_services(self, version: ModelVersion) -> Services:
+        """Returns the parts for requests of a version: its workers are placed, and public prefixes have its names."""
+        services, prompts = self._services, self._services.prompts
+        prefixes = replace(prompts.prefixes, root=version.root_of(PUBLIC))
+        placement = services.placement.among(version.members)
+        return replace(services, placement=placement, prompts=replace(prompts, prefixes=prefixes))
+
+    def _leave(
+        self, caller: Key, version: ModelVersion, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int
+    ) -> None:
         self._admission.leave(request_id)
+        version.num_open -= 1
         self._services.shares.leave(root)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
@@ -313,3 +342,8 @@ class Dispatcher:
         except Exception as error:
             self._services.metrics.refused(error)
             raise
+
+
+def _weight_of(caller: Key) -> float:
+    """Returns the weight of a caller's tenant in fair shares."""
+    return caller.allowance.weight or 1.0

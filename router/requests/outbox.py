@@ -34,10 +34,9 @@ class Outbox:
         self.begun: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def begin(self, num_prompt_tokens: int) -> None:
-        """Ends the wait for `begun`; the first call counts. Sets `writing_since`, for the reader then writes."""
+        """Ends the wait for `begun`; the first call counts."""
         if not self.begun.done():
             self.begun.set_result(num_prompt_tokens)
-            self.writing_since = asyncio.get_running_loop().time()
 
     def put(self, event: pb.GenerateResponse) -> None:
         """Adds an event. Raises Overloaded if the waiting tokens reach the limit: the reader is too slow."""
@@ -115,7 +114,10 @@ class ReplyWriter:
         on_gain: Callable[[int, int, float], None],
         on_first_token: Callable[[], None],
         stop: Callable[[BatonError], None],
+        fingerprint: str = "",
     ) -> None:
+        """fingerprint: the answering model's, which the first message tells."""
+        self._fingerprint = fingerprint
         self._journal = journal
         self._on_gain = on_gain
         self._request_id = request_id
@@ -142,6 +144,7 @@ class ReplyWriter:
         self._put(pb.GenerateResponse(request_id=self._request_id, prompt=part))
 
     def _put(self, response: pb.GenerateResponse) -> None:
+        response.fingerprint, self._fingerprint = self._fingerprint, ""
         try:
             self._outbox.put(response)
         except Overloaded as refusal:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from wire.errors import Unavailable
 from wire.ids import WorkerId
-from wire.pools import PoolSizes
+from wire.pools import PoolSizes, Role
 
 ORDER_TIMEOUT_S, KEYS_TIMEOUT_S, REPORT_TIMEOUT_S = 590.0, 25.0, 5.0
 """Deadlines of the ladders in deploy/deadlines.py: the controller waits less, the command line more."""
@@ -20,11 +20,22 @@ class ControllerEvent:
 
 
 @dataclass(frozen=True)
+class SizedPool:
+    """A pool whose size follows a limit, in words. last_order: with its reason, `age_s` seconds old; "" before one."""
+
+    role: Role
+    limit: str
+    last_order: str = ""
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class ControllerReport:
-    """The last events, newest last, and present problems."""
+    """The last events, newest last, present problems, and the pools whose sizes follow limits."""
 
     events: tuple[ControllerEvent, ...] = ()
     problems: tuple[str, ...] = ()
+    pools: tuple[SizedPool, ...] = ()
 
 
 class ControllerPort(Protocol):
@@ -68,6 +79,7 @@ class LocalController:
         self.is_shut_down = False
         self.num_reloads = 0
         self.problems: tuple[str, ...] = ()
+        self.sized: tuple[SizedPool, ...] = ()
         self._events: list[ControllerEvent] = []
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
@@ -96,7 +108,7 @@ class LocalController:
 
     async def report(self) -> ControllerReport:
         self._require_running()
-        return ControllerReport(tuple(self._events), self.problems)
+        return ControllerReport(tuple(self._events), self.problems, self.sized)
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
         self._require_running()

@@ -54,16 +54,3 @@ class LocalTransport:
     def _require_alive(self) -> None:
         if self._is_dead:
             raise Unavailable("the worker died")
-
-
-class DelayedTransport(LocalTransport):
-    """A connection whose messages from the worker take a while."""
-
-    def __init__(self, worker: WorkerPort, message_s: float) -> None:
-        super().__init__(worker)
-        self._message_s = message_s
-
-    async def read(self) -> worker_pb2.ConnectResponse | None:
-        response = await super().read()
-        await asyncio.sleep(self._message_s)
-        return response

@@ -3,16 +3,27 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from router.workers.line import Line
 from wire.errors import PairRefused, WorkerNotFound
 from wire.ids import BlockKey, WorkerId, agreed_version
 from wire.pb import worker_pb2
 from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.served_model import ServedModel
 
 LONG_STEP_S = 5.0
 """An engine whose step takes longer may hang, or compute a long prompt on a CPU: its worker is chosen last."""
+
+
+Version = tuple[bytes, bytes]
+"""The fingerprint and the KV layout that workers must share to be paired."""
+
+
+def version_of(model: ServedModel) -> Version:
+    return model.fingerprint, model.layout.encode()
 
 
 @dataclass(kw_only=True)
@@ -42,6 +53,10 @@ class Member:
     @property
     def role(self) -> Role:
         return self.worker.role
+
+    @cached_property
+    def version(self) -> Version:
+        return self.info.fingerprint, self.info.layout
 
     @property
     def is_silent(self) -> bool:
@@ -82,19 +97,19 @@ class Member:
 
 
 class Members:
-    """The workers of the cluster. All run the model and layout that the router serves, so any two can be paired.
+    """The workers of the cluster. Each has a version of the model that the router serves; two of one can be paired.
 
-    sizes: the pools' sizes that the controller told last.
+    sizes: the pools' sizes that the controller told last. versions: the wanted one first, which more workers will have.
     """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:
         self.sizes = PoolSizes(0, 0)
-        self._fingerprint = fingerprint
-        self._layout = layout
+        self.versions: list[Version] = [(fingerprint, layout)]
         self._members: dict[WorkerId, Member] = {}
+        self._shown: Version | None = None
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(tuple(self._members.values()))
+        return iter([one for one in self._members.values() if self._shown in (None, one.version)])
 
     def __contains__(self, worker_id: WorkerId) -> bool:
         return worker_id in self._members
@@ -106,15 +121,15 @@ class Members:
         return self._members[worker_id]
 
     def add(self, member: Member) -> None:
-        """Adds a worker. Raises PairRefused if it cannot be paired with the others."""
+        """Adds a worker. Raises PairRefused if it can be paired with no other."""
         info = member.info
         if (info.worker_id, info.role) != (member.id, member.role.value):
             raise PairRefused("another worker answers at this address", worker_id=member.id)
         oldest = info.oldest_protocol_version or info.protocol_version
         is_understood = agreed_version(oldest, info.protocol_version) is not None
         self._require_equal(member, "protocol version", is_understood)
-        self._require_equal(member, "model fingerprint", info.fingerprint == self._fingerprint)
-        self._require_equal(member, "KV layout", info.layout == self._layout)
+        self._require_equal(member, "model fingerprint", info.fingerprint in dict(self.versions))
+        self._require_equal(member, "KV layout", member.version in self.versions)
         self._members[member.id] = member
 
     def remove(self, worker_id: WorkerId) -> Member:
@@ -131,12 +146,23 @@ class Members:
 
         Raises WorkerNotFound for a worker that is not ready.
         """
-        chosen = Members(self._fingerprint, self._layout)
         if (member := self[worker_id]).state is not WorkerState.READY:
             raise WorkerNotFound("the worker takes no work now", worker_id=worker_id)
-        for one in [member, *(self.ready(Role.DECODE) if member.role is Role.PREFILL else [])]:
+        chosen, alike = Members(*member.version), self.of(member.version)
+        for one in [member, *(alike.ready(Role.DECODE) if member.role is Role.PREFILL else [])]:
             chosen.add(one)
         return chosen
+
+    def of(self, version: Version) -> "Members":
+        """Returns the members of one version, as they are at each time."""
+        members = copy(self)
+        members._shown = version
+        return members
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether no decode worker of the version is left, and none will come."""
+        return self._shown not in (None, self.versions[0]) and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:

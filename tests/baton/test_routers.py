@@ -161,7 +161,9 @@ def test_an_answer_too_long_for_a_message_is_named_when_its_router_is_lost(make:
 @pytest.mark.parametrize("is_told", [False, True], ids=["killed", "stopping"])
 def test_a_stream_goes_on_at_the_other_router_with_what_has_come(make: Any, is_told: bool) -> None:
     may_end = threading.Event()
-    pair = make([chunk("a", token_ids=[5, 6]), ENDED, RouterLeaving("it stops") if is_told else may_end], REST)
+    first = chunk("a", token_ids=[5, 6])
+    first.fingerprint = "ab" * 32
+    pair = make([first, ENDED, RouterLeaving("it stops") if is_told else may_end], REST)
     with pair.client.stream("hello", n=2, temperature=1) as stream:
         text = ""
         for one in stream:
@@ -173,7 +175,8 @@ def test_a_stream_goes_on_at_the_other_router_with_what_has_come(make: Any, is_t
     may_end.set()
     ((before,), (after,)) = pair.first.requests, pair.second.requests
     assert after.resume == pb.Resume(
-        choices=[pb.ResumedChoice(token_ids=[5, 6]), pb.ResumedChoice(token_ids=[9], ended=ENDED.chunk.ended)]
+        choices=[pb.ResumedChoice(token_ids=[5, 6]), pb.ResumedChoice(token_ids=[9], ended=ENDED.chunk.ended)],
+        fingerprint="ab" * 32,
     )
     after.ClearField("resume")
     assert after == before

@@ -113,14 +113,14 @@ def test_below_2k_disaggregation_must_not_shorten_requests_and_above_8k_it_must(
         chunks = ((0.5, 1), (0.7, 1), (0.9, 1))
         return Mode([[Record(scheduled_s=0.0, sent_s=0.0, chunks=chunks, ended_s=ended_s, prompt_len=8, cached_len=0)]])
 
-    for other_s, holds in ((1.1, (True, False)), (0.9, (False, True))):
+    for other_s, holds in ((1.1, (True, False)), (0.97, (True, False)), (0.9, (False, True))):
         ratios = compare({"co-located": mode(1.0), "disaggregated": mode(other_s)}, 0)
         assert list(ratios.values()) == pytest.approx([other_s, 1.0, 1.0])
-        found = [judge(name, [ratios, ratios]).holds for name in ("disaggregation_short", "disaggregation_long")]
+        found = [judge(name, [ratios] * 3).holds for name in ("disaggregation_short", "disaggregation_long")]
         assert tuple(found) == holds
-        assert judge("disaggregation_long", [ratios, dict.fromkeys(ratios, 2.0 - other_s)]).holds is None
-        one = judge("disaggregation_long", [ratios])
-        assert (one.holds, one.decided_by) == (None, "one round decides nothing")
+        two = judge("disaggregation_long", [ratios] * 2)
+        assert (two.holds, two.decided_by) == (None, "2 of the 3 rounds that decide")
+    assert judge("disaggregation_long", [ratios, ratios, dict.fromkeys(ratios, 1.1)]).holds is None
 
 
 def test_the_lengths_that_decide_on_block_tables_are_named() -> None:

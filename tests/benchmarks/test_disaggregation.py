@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.baton_service import cpu_s, pin
-from benchmarks.disaggregation import Mode, best_chunk_len, compare, parse, schedules, tabulate
+from benchmarks.disaggregation import Mode, best_chunk_len, compare, parse, require_ended, schedules, tabulate
 from cli.bench.latency import LatencyLimits, Record
 
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=1.0)
@@ -54,6 +55,13 @@ def test_ratios_of_all_rounds_and_their_spread() -> None:
 )
 def test_chunks_are_as_small_as_the_best_goodput_lets_them(goodputs: dict[int, float], expected: int) -> None:
     assert best_chunk_len(goodputs) == expected
+
+
+def test_a_failed_request_ends_a_measurement_with_its_reason() -> None:
+    require_ended([record(0.1)])
+    failed = replace(record(0.1), chunks=(), error="UNAVAILABLE", reason="no worker")
+    with pytest.raises(SystemExit, match="1 of 2 requests failed, the first of 8 tokens: UNAVAILABLE no worker"):
+        require_ended([record(0.1), failed])
 
 
 def test_no_goodput_has_no_ratio() -> None:

@@ -101,6 +101,18 @@ def busy() -> cluster_pb2.ClusterStatus:
     return status
 
 
+def test_a_pool_that_follows_a_limit_has_a_line_with_its_last_order() -> None:
+    status = busy()
+    status.pools[0].limit = "slo.ttft_ms 2000 for 95% of requests, 1 to 4 workers"
+    status.pools[1].limit = "slo.itl_ms 50 for 95% of requests, 1 to 4 workers"
+    status.pools[1].last_order, status.pools[1].last_order_age_s = "decode 1 to 3: 900 tokens/s in 40 streams", 75.0
+    lines = render_status(status).splitlines()
+    assert lines[3] == "prefill   follows slo.ttft_ms 2000 for 95% of requests, 1 to 4 workers; no order yet"
+    followed = "decode    follows slo.itl_ms 50 for 95% of requests, 1 to 4 workers"
+    assert lines[4] == f"{followed}; 1 min ago decode 1 to 3: 900 tokens/s in 40 streams"
+    assert to_object(status, Addresses(), {})["sizes"]["decode"]["last_order"] == status.pools[1].last_order
+
+
 def test_everything_stands_in_its_place() -> None:
     assert (
         render_status(busy())

@@ -10,7 +10,10 @@ client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 assert client.models.retrieve(model.id).id == model.id
 said = [{"role": "user", "content": "hello"}]
 settings = {"model": model.id, "max_tokens": 6, "seed": 1}
-raw = client.chat.completions.with_raw_response.create(messages=said, **settings)
+in_time = {"Request-Timeout-Ms": "60000"}
+raw = client.chat.completions.with_raw_response.create(
+    messages=said, service_tier="flex", extra_headers=in_time, **settings
+)
 whole = raw.parse()
 with client.chat.completions.create(
     messages=said, stream=True, stream_options={"include_usage": True}, **settings
@@ -41,6 +44,7 @@ print(
             "num_tokens": len(text.choices[0].logprobs.tokens) if text.choices[0].logprobs else None,
             "refused": refused,
             "request_id": raw.headers["x-request-id"],
+            "tiers": [whole.service_tier, chunks[0].service_tier],
         }
     )
 )

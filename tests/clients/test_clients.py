@@ -61,6 +61,7 @@ async def test_openai(served: Served) -> None:
     assert answered["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
     assert answered["finish_reason"] == "length"
     assert answered["request_id"]
+    assert answered["tiers"] == ["flex", None]
     assert answered["refused"] == {
         "temperature": "temperature",
         "suffix": "suffix",

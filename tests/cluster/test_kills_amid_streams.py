@@ -105,6 +105,10 @@ def wait_for_one(asked: Sequence[Asked], num_characters: int) -> None:
     wait_until(lambda: any(len(one.text) >= num_characters for one in asked), "text of an answer", pause_s=0.001)
 
 
+def has_stream(cluster: ServedCluster, worker_id: str) -> bool:
+    return bool(cluster.workers("decode")[worker_id]["num_running"])
+
+
 def num_spans(answers: Sequence[Completion], names: set[str]) -> int:
     """Counts the spans of these names in the answer with the most of them."""
     return max(sum(span.name in names for span in answer.timeline.spans) for answer in answers)
@@ -121,16 +125,18 @@ def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path, fork
         flags = ["--prefill", "1", "--decode", "2", "--grpc-port", "0", "--speculate", "ngram", *flags]
         cluster.do("up", "--model", str(checkpoint), *flags)
         status = cluster.status()
-        prefill, decode = (min(cluster.workers(role).items())[1]["pid"] for role in ("prefill", "decode"))
+        (_, prefill), (decode_id, decode) = (min(cluster.workers(role).items()) for role in ("prefill", "decode"))
         gateway = cluster.actor("gateway-0").pid
         with ThreadPoolExecutor(NUM_STREAMS) as threads, Client(status["address"], timeout_s=TIMEOUT_S) as client:
-            psutil.Process(prefill).suspend()  # so that it has prompts when it is killed
-            events = [threads.submit(one.over_http, status["http_address"]) for one in over_http]
+            psutil.Process(prefill["pid"]).suspend()  # so that it has prompts when it is killed
             answers = [threads.submit(one.over_grpc, client) for one in over_grpc]
             time.sleep(DISPATCH_S)
-            kill_amid([*answers, *events], prefill)
-            wait_for_one(asked, 100)
-            kill_amid([*answers, *events], decode)
+            kill_amid(answers, prefill["pid"])
+            # A stream over gRPC alone tells of its attempts: only such streams are there yet.
+            wait_until(lambda: has_stream(cluster, decode_id), "a stream at the decode worker", pause_s=0.01)
+            events = [threads.submit(one.over_http, status["http_address"]) for one in over_http]
+            wait_for_one(over_grpc, 100)
+            kill_amid(answers, decode["pid"])
             wait_for_one(over_http, 200)
             kill_amid(events, gateway)
             are_whole = [stream.result() for stream in events]  # as the gateway may have sent one before it was killed

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.served_cluster import ServedCluster, wait_until
 from tests.cluster.test_scaling_under_load import LENGTHS, NUM_CLIENTS, NUM_TOKENS, Load
-from tests.harness.checkpoints import choose_prompt
+from tests.harness.checkpoints import choose_prompt, make_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -53,3 +53,28 @@ def test_workers_are_rolled_under_streams_and_go_back_where_the_first_does_not_s
         assert not any(map(psutil.pid_exists, before))
         assert {worker["release"] for worker in cluster.workers("decode").values()} != {""}
         wait_until(cluster.is_sound, "all invariants hold")
+
+
+def test_answers_amid_a_roll_to_other_weights_are_whole_of_the_old_or_of_the_new_model(
+    cluster: ServedCluster, checkpoint: Path, tmp_path: Path
+) -> None:
+    """One worker a pool: for a while the old version has the decode worker, and the new one the prefill worker."""
+    other = make_checkpoint("llama-gqa", tmp_path / "other", seed=1)
+    prompts = [choose_prompt(checkpoint, length, NUM_TOKENS) for length in LENGTHS]
+    load, before, right = Load(cluster.status()["address"], prompts), pids(cluster), choose_prompt(other, 33)
+    with load.running():
+        load.wait_for_more(NUM_CLIENTS)
+        assert "all workers have revision" in cluster.do("roll", "--model", str(other))
+        load.wait_for_more(2 * NUM_CLIENTS)
+    assert not before & pids(cluster)
+    answer = cluster.generate(right.prompt_ids, "--max-tokens", "64", "--ignore-eos")
+    assert tuple(answer["token_ids"]) == right.token_ids
+    for prompt in prompts:
+        told = [answer.choices[0].token_ids for asked, answer in load.answers if asked is prompt]
+        assert prompt.token_ids != told[-1], "it is the new model's"
+        assert set(told) == {prompt.token_ids, told[-1]}
+    wait_until(cluster.is_sound, "all invariants hold")
+    cluster.do("roll", "--model", str(checkpoint))
+    assert cluster.generate(prompts[0].prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")[
+        "token_ids"
+    ] == list(prompts[0].token_ids)

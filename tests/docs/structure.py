@@ -31,10 +31,11 @@ MAX_ENTRIES = 15
 SEAMS = (
     "engine.schedule.continuous_batcher",
     "router.workers.grpc_transport",
+    "router.workers.local_transport",
     "kv_store.tiers.memory_tier",
     "text.byte_tokenizer",
 )
-"""Small files that keep a room of their own: a policy, a transport."""
+"""Small files that keep a room of their own: a policy, a transport, a twin."""
 
 
 def product_files() -> list[Path]:

@@ -19,7 +19,7 @@ from wire.block_names import NameChain
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import AttemptId, NamespaceRoot
 from wire.layout import KVLayout
-from wire.load.fairness import Precedence, Standing
+from wire.load.fairness import BURST, Precedence, Standing
 from wire.sampling import FinishReason, SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -76,8 +76,8 @@ def test_tenants_are_charged_for_what_is_computed_and_for_output(model: HashMode
     core.step()
     computed = {ROOT: len(PROMPT) % 16, heavy: len(PROMPT), light: len(PROMPT)}
     spent = {root: number + 2 * num_tokens / 3 for root, number in computed.items()}
-    expected = {ROOT: spent[ROOT], heavy: spent[heavy] - 1, light: spent[light] / 2 - 2}
-    assert {one.tenant: one.spent for one in spy.standings} == expected, "each began one below the others"
+    expected = {ROOT: spent[ROOT] - BURST, heavy: spent[heavy] - BURST, light: spent[light] / 2 - BURST}
+    assert {one.tenant: one.spent for one in spy.standings} == expected, "each began a burst below the virtual time"
     assert [one.priority for one in spy.standings if one.tenant == light] == [5]
 
 

@@ -27,7 +27,7 @@ from tests.harness.compressed_checkpoints import KINDS, compress
 from tests.harness.engines import Run, make_core, prefill, release, request, rest_of
 from tests.harness.node import Node
 from tests.harness.oracle_proposer import oracle_drafts
-from tests.kernels.backends import EMULATED, ISAS, PRODUCTS, make_backend
+from tests.kernels.backends import ISAS, TILES, make_backend
 from tests.pairs import RUNS_ALL, Axes, covering
 from wire.ids import AttemptId
 from wire.sampling import Logprobs, SamplingParams
@@ -54,7 +54,7 @@ MODELS = [
     (best_isa(), "float16", "auto"),
     *[(isa, dtype, "auto") for isa in ISAS[1:] for dtype in ("bfloat16", "float16")],
     *[(f"{best_isa()}-{weights}", "bfloat16", "auto") for weights in ("int8", "int4")],
-    *[(name, "bfloat16", "auto") for name in PRODUCTS if name == EMULATED],
+    *[(isa, "bfloat16", "auto") for isa in TILES],
 ]
 """Kernels, with int8 or int4 for weights of that; compute dtype and KV dtype. ISAS has AVX2 and the portable code."""
 COMBINED = [(one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]

@@ -50,7 +50,9 @@ class LocalClient(AsyncClient):
         self._router = router
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        return AsyncStream(LocalCall(self._router, make_request(prompt, options), self._metadata), TIMEOUT_S)
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
+        call = LocalCall(self._router, make_request(prompt, options), self._metadata, timeout_s)
+        return AsyncStream(call, timeout_s)
 
     async def tokenize(self, prompt: str | Sequence[Message], **options: Unpack[ChatOptions]) -> Tokens:
         answer = await self._router.dispatcher.tokenize(make_tokenize_request(prompt, options))
@@ -100,10 +102,11 @@ class LocalOperator(OperatorClient):
 class LocalCall:
     """A call of Generate, which begins when it is read."""
 
-    def __init__(self, router: Router, request: pb.GenerateRequest, metadata: Metadata) -> None:
+    def __init__(self, router: Router, request: pb.GenerateRequest, metadata: Metadata, timeout_s: float) -> None:
         self._router = router
         self._request = request
         self._metadata = metadata
+        self._timeout_s = timeout_s
         self._opened: OpenRequest | None = None
 
     async def initial_metadata(self) -> Metadata:
@@ -129,7 +132,7 @@ class LocalCall:
         if self._opened is None:
             caller = self._router.keys.admit(credentials_of(self._metadata), Scope.GENERATE)
             trace = dict(self._metadata).get(TRACEPARENT, "")
-            self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S, caller, trace)
+            self._opened = self._router.dispatcher.open(self._request, self._timeout_s, caller, trace)
         return self._opened
 
     def cancel(self) -> None:

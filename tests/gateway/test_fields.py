@@ -311,18 +311,19 @@ def test_logprobs_of_chats_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "priority"),
+    ("sent", "priority", "served"),
     [
-        ({}, None),
-        ({"service_tier": "auto"}, None),
-        ({"service_tier": "flex"}, 65536),
-        ({"service_tier": "priority"}, -65536),
-        ({"service_tier": "flex", "priority": 3}, 3),
-        ({"service_tier": "default", "priority": 3}, 3),
+        ({}, None, ""),
+        ({"service_tier": "auto"}, None, "default"),
+        ({"service_tier": "flex"}, 65536, "flex"),
+        ({"service_tier": "priority"}, -65536, "priority"),
+        ({"service_tier": "flex", "priority": 3}, 3, "default"),
+        ({"service_tier": "default", "priority": 3}, 3, "default"),
+        ({"priority": 3}, 3, ""),
     ],
 )
-def test_a_service_tier_is_a_priority(sent: dict[str, Any], priority: int | None) -> None:
+def test_a_service_tier_is_a_priority(sent: dict[str, Any], priority: int | None, served: str) -> None:
     taken = fields.take(dict(sent), ChatDialect.fields)
-    fields.place_by_tier(taken)
+    assert fields.place_by_tier(taken) == served
     assert taken.get("priority") == priority
     assert "service_tier" not in taken

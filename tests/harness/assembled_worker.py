@@ -49,12 +49,14 @@ def local_worker(
     draft: DraftModel | None = None,
     definition: Callable[[], str] = lambda: ByteTokenizer().definition,
     warm_up: Callable[[KVPages, KVPages | None], Warm] = lambda kv, draft_kv: COLD,
+    fingerprint: bytes | None = None,
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
+    served = served_model(model.layout, folder="nowhere", fingerprint_hex=(fingerprint or FINGERPRINT).hex())
     config = WorkerConfig(
         worker_id=worker_id,
         role=role,
-        model=CheckpointSettings(served_model(model.layout, folder="nowhere", fingerprint_hex=FINGERPRINT.hex())),
+        model=CheckpointSettings(served),
         num_blocks=num_blocks,
         store=StoreSettings("nowhere", "00" * 32, node_id=node_id, block_address=node_id),
         server=ServerSettings(TOKEN),

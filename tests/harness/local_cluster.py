@@ -44,12 +44,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Parts:
-    """A worker's model, its ways to the tiers, its node, and the definition of its tokenizer."""
+    """A worker's model, its ways to the tiers, its node, its tokenizer's definition and its model's fingerprint."""
 
     model: CausalModel
     tiers: Tiers
     node_id: str = ""
     definition: Callable[[], str] = lambda: ByteTokenizer().definition
+    fingerprint: bytes | None = None
 
 
 class LocalCluster(Cluster[Assembly]):
@@ -118,6 +119,7 @@ class LocalCluster(Cluster[Assembly]):
             proposer=sizes.proposer,
             draft=sizes.draft,
             definition=parts.definition,
+            fingerprint=parts.fingerprint,
         )
         await worker.service.start()
         return worker

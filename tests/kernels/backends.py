@@ -1,12 +1,10 @@
 """The backends that this machine can run, by name, for tests that hold for each of them."""
 
-import ctypes
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,9 +12,8 @@ from kernels import reference, row_operations
 from kernels.attention.decode import paged_decode_attention
 from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
-from kernels.cpu import backend as of_cpu
 from kernels.cpu import library
-from kernels.cpu.library import ISA_TO_FEATURES, best_isa, can_run
+from kernels.cpu.library import IN_BLOCKS, ISA_TO_FEATURES, best_isa, can_run
 from kernels.selection import select_backend
 from tests.pairs import RUNS_ALL
 
@@ -27,29 +24,15 @@ PagedPrefillAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, Atten
 ISAS = [] if torch.cuda.is_available() else list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
 """None on a machine with a GPU: it may have no compiler, and tests there put tensors on the device."""
 NAMES = ["torch", *ISAS]
-EMULATED = "emulated"
-"""The kernels of AMX with its tile instructions in plain C++, for machines with AVX-512."""
-TILES = [EMULATED, *(["amx"] if RUNS_ALL and can_run("amx") else [])]
-PRODUCTS = [*(TILES if "avx512" in ISAS else []), *ISAS]
-"""The kernels that differ in the products of linear layers; with --all also of AMX itself, where a processor has it."""
+TILES = [isa for isa in IN_BLOCKS if ISAS and can_run(isa) and (isa != "amx" or RUNS_ALL)]
+"""The kernels with the order of sums of AMX; with --all also AMX itself, where a processor has it."""
+PRODUCTS = [*TILES, *ISAS]
+"""The kernels that differ in the products of linear layers."""
 
 
 @cache
 def make_backend(name: str) -> Backend:
-    return EmulatedTiles() if name == EMULATED else select_backend(torch.device("cpu"), name)
-
-
-class EmulatedTiles(of_cpu.CpuBackend):
-    def __init__(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(of_cpu, "load_library", lambda isa: load_emulated())
-            super().__init__(EMULATED)
-
-
-def load_emulated() -> ctypes.CDLL:
-    """Loads the kernels of AMX with emulated tiles, compiling them at first use, which blocks for a minute."""
-    flags = (*library.compiler_flags("avx512"), "-DBATON_EMULATED_TILES")
-    return library.load_units(library.unit_paths(), flags, library.source_version())
+    return select_backend(torch.device("cpu"), name)
 
 
 def cpu_decode(

@@ -1,4 +1,4 @@
-"""Products and attention in the tiles of AMX, or in emulated ones: their order of sums; and the choice of the set."""
+"""Products and attention in the order of sums of AMX, by its tiles and without them; and the choice of the set."""
 
 import ctypes
 import subprocess
@@ -17,15 +17,14 @@ from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import ISA_TO_FEATURES, NoKernels, load_library
 from kernels.selection import select_backend
-from tests.kernels.backends import EMULATED, ISAS, PRODUCTS, make_backend
+from tests.kernels.backends import ISAS, TILES, make_backend
 from tests.kernels.paged_batch import Heads, PagedBatch, make_paged_batch
 
 BLOCK, PIECE, SEGMENT, LANES = 32, 64, 256, 16
 CPU = torch.device("cpu")
-TILED = [name for name in PRODUCTS if name in (EMULATED, "amx")]
 
 needs_compiler = pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
-each_tiled = pytest.mark.parametrize("name", TILED or [pytest.param("", marks=pytest.mark.skip("needs AVX-512"))])
+each_tiled = pytest.mark.parametrize("name", TILES)
 
 
 def make(name: str) -> CpuBackend:

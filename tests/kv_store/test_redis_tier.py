@@ -124,6 +124,23 @@ def test_while_it_is_stopped_its_probes_cost_callers_nothing(launch: Launch) -> 
     tier.close()
 
 
+def test_a_server_that_waits_for_a_core_is_not_gone(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Probes that followed one another at once would open the breaker within three timeouts, 0.3 s."""
+    monkeypatch.setattr("kv_store.tiers.redis_tier._PATIENCE_S", 1.5, raising=False)
+    server = launch()
+    tier = tier_of(server, timeout_s=0.1)
+    wait_until(lambda: put_one(tier, NAME))
+    server.stop()
+    assert not got_one(tier, NAME)
+    time.sleep(0.3)
+    server.go_on()
+    wait_until(lambda: got_one(tier, NAME))
+    assert "left alone" not in caplog.text
+    tier.close()
+
+
 def test_a_late_answer_is_never_taken_for_that_to_another_question(launch: Launch) -> None:
     server = launch()
     tier = tier_of(server, timeout_s=1.0)

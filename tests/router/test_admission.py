@@ -5,7 +5,7 @@ import pytest
 from router.config import AdmissionBounds
 from router.requests.admission import Admission
 from wire.errors import Overloaded, RequestExists
-from wire.ids import QualifiedId
+from wire.ids import QualifiedId, RequestId, qualified
 
 A, B, C, D = (QualifiedId(name) for name in "abcd")
 
@@ -78,3 +78,61 @@ def test_an_id_is_taken_once(is_running: bool) -> None:
         admission.admit(A, 1)
     admission.leave(A)
     admission.admit(A, 1)
+
+
+def of(tenant: str, number: int) -> QualifiedId:
+    return qualified(tenant, RequestId(f"r{number}"))
+
+
+def num_admitted(admission: Admission, tenant: str, num_asked: int, weight: float = 1.0) -> int:
+    """Asks for requests of 10 bytes until one is refused."""
+    for number in range(num_asked):
+        try:
+            admission.admit(of(tenant, number), 10, weight)
+        except Overloaded:
+            return number
+    return num_asked
+
+
+BOUNDS = [
+    AdmissionBounds(max_open_requests=8),
+    AdmissionBounds(max_queued_requests=8),
+    AdmissionBounds(max_queued_bytes=80),
+]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize(("weight", "part"), [(1.0, 4), (3.0, 6), (1 / 3, 2)])
+def test_a_tenant_has_its_part_of_a_bound_that_another_has_reached(
+    bounds: AdmissionBounds, weight: float, part: int
+) -> None:
+    admission = Admission(bounds)
+    assert num_admitted(admission, "heavy", 20) == 8, "alone it may have all"
+    assert num_admitted(admission, "light", 20, weight) == part
+    assert admission.check() == []
+    admission.leave(of("heavy", 0))
+    with pytest.raises(Overloaded):
+        admission.admit(of("heavy", 0), 10)
+    for number in range(part):
+        admission.leave(of("light", number))
+    admission.admit(of("heavy", 0), 10)
+    assert admission.check() == []
+
+
+def test_a_tenants_part_is_known_before_its_message_is() -> None:
+    admission = Admission(AdmissionBounds(max_queued_requests=2))
+    assert num_admitted(admission, "heavy", 3) == 2
+    admission.require_room("light")
+    with pytest.raises(Overloaded):
+        admission.require_room("heavy")
+    admission.started(of("heavy", 0))
+    admission.require_room("heavy")
+
+
+def test_a_tenant_whose_requests_are_over_has_no_part() -> None:
+    admission = Admission(AdmissionBounds(max_open_requests=2))
+    admission.admit(of("light", 0), 10)
+    admission.leave(of("light", 0))
+    assert num_admitted(admission, "heavy", 3) == 2
+    assert num_admitted(admission, "third", 3) == 1
+    assert num_admitted(admission, "fourth", 3) == 0, "a third of two is less than one request"

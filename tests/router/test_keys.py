@@ -12,11 +12,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.workers.controller_port import SizedPool
+from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_unary, info_of, read, serving
 from tests.wire.test_key_ring import WRONG
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 from wire.rpc import TOKEN_METADATA
 from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 
@@ -104,6 +107,13 @@ async def test_what_is_wrong_at_the_controller_is_a_problem_of_the_cluster(servi
     assert "the file of keys is damaged" in status.problems
 
 
+async def test_the_status_of_a_pool_has_its_limit_and_its_last_order(service: Service) -> None:
+    service.cluster.port.sized = (SizedPool(Role.DECODE, "slo.itl_ms 50", "decode 1 to 2: 900 tokens/s", 7.5),)
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    told = {pool.role: (pool.limit, pool.last_order, pool.last_order_age_s) for pool in status.pools}
+    assert told == {"prefill": ("", "", 0.0), "decode": ("slo.itl_ms 50", "decode 1 to 2: 900 tokens/s", 7.5)}
+
+
 @pytest.mark.parametrize(
     ("text", "status"),
     [("", 401), (ACME_TEXT, 403), (WATCHER_TEXT[:-1], 401), (WATCHER_TEXT, 200)],
@@ -160,6 +170,24 @@ async def test_a_stream_that_is_open_outlives_its_key(service: Service) -> None:
     assert failure.code() is grpc.StatusCode.UNAUTHENTICATED
     service.cluster.workers["d0"].may_go.set()
     assert (await read(call))[-1].WhichOneof("event") == "complete"
+
+
+async def test_a_tenant_that_fills_the_router_leaves_others_their_part() -> None:
+    config = replace(CONFIG, keys=LISTED, settings=replace(CONFIG.settings, max_open_requests=2))
+    async with serving(config) as service:
+        dispatcher = service.cluster.router.dispatcher
+        service.cluster.workers["p0"].may_go.clear()
+        readings = []
+        for text in (ACME_TEXT, ACME_TEXT, BETA_TEXT):
+            call = service.inference.Generate(request(max_tokens=3), metadata=shows(text))
+            readings.append(asyncio.create_task(read(call)))
+            await until(lambda: dispatcher.num_queued == len(readings))
+        for text in (ACME_TEXT, BETA_TEXT):
+            failure = await failure_of(service.inference.Generate(request(max_tokens=3), metadata=shows(text)))
+            assert failure.details() == "2 requests are open, the limit (router.max_open_requests)"
+        service.cluster.workers["p0"].may_go.set()
+        for responses in await asyncio.gather(*readings):
+            assert responses[-1].WhichOneof("event") == "complete"
 
 
 def test_the_workers_service_is_not_at_these_ports() -> None:

@@ -19,9 +19,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton import AsyncClient
 from baton.request import Options
 from router.config import RouterConfig
+from router.ports import inference
 from router.ports.interceptors import MAX_ARRIVING, reserved_names
 from router.ports.server import RouterServer
 from router.requests.checks import ValidRequest, validate
+from router.requests.dispatch import OpenRequest
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import CONFIG, PROMPT, FakeCluster, expected, request
 from text.byte_tokenizer import ByteTokenizer
@@ -390,6 +392,21 @@ async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCapture
         await until(lambda: "has not read" in caplog.text)
         failure = await failure_of(stream)
         assert failure.details() == "the client has not read for 0.2 s, the limit (router.max_stall_s)"
+        assert (failure.code(), info_of(failure).reason) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED")
+
+
+async def test_a_stall_that_is_seen_at_once_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = inference.watch_reader
+
+    async def watch_at_once(opened: OpenRequest, context: Any, _: float, writer: asyncio.Task[Any] | None) -> None:
+        await opened.outbox.begun
+        await asyncio.sleep(0)  # gRPC would be sending metadata now
+        await watch(opened, context, 0.0, writer)
+
+    monkeypatch.setattr(inference, "watch_reader", watch_at_once)
+    async with serving() as service:
+        async with asyncio.timeout(WAIT_S):  # a call whose end is not told waits for ever
+            failure = await failure_of(service.inference.Generate(request(max_tokens=100)))
         assert (failure.code(), info_of(failure).reason) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED")
 
 

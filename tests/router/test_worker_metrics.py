@@ -1,6 +1,7 @@
 import prometheus_client as prometheus
 import pytest
 
+from router.config import LatencyBounds
 from router.observe.worker_metrics import WorkerCollector
 from wire.pb import cluster_pb2, worker_pb2
 
@@ -52,6 +53,13 @@ class Cluster:
 
     def text(self) -> str:
         return prometheus.generate_latest(self._registry).decode()
+
+
+def test_limits_that_pools_follow_are_told_in_seconds() -> None:
+    registry = prometheus.CollectorRegistry()
+    registry.register(WorkerCollector(cluster_pb2.ClusterStatus, LatencyBounds(ttft_ms=2500.0)))
+    assert registry.get_sample_value("baton_slo_seconds", {"limit": "ttft"}) == 2.5
+    assert registry.get_sample_value("baton_slo_seconds", {"limit": "itl"}) is None
 
 
 def test_requests_are_told_by_role_and_worker() -> None:

@@ -94,12 +94,15 @@ class Kind(Enum):
     CONTROLLER_DIES = "controller dies"
     HEAD_DIES = "head dies"
     ROLL = "worker rolled"
+    CHANGE = "role changes"
 
 
 LOSSES = (Kind.CRASH, Kind.BREAK, Kind.MUTE, Kind.DEAF, Kind.FAIL, Kind.HANG, Kind.NODE_GONE)
 """Kinds that end the attempts of a worker."""
-LATER_KINDS = (Kind.CONTROLLER_DIES, Kind.HEAD_DIES, Kind.ROLL)
+DEATHS = (Kind.CONTROLLER_DIES, Kind.HEAD_DIES, Kind.ROLL)
 """Kinds that `_with_deaths` draws, from a stream of its own."""
+LATER_KINDS = (*DEATHS, Kind.CHANGE)
+"""Kinds that only streams of their own draw."""
 MAX_TENANTS = 3
 MAX_SESSIONS = 3
 STEPS = (
@@ -136,6 +139,20 @@ STEPS = (
 """
 SPLIT_STEPS = ("prefill group", "decode group", "prefill jump", "decode jump")
 """Steps where prefixes are split: a group of blocks is ordered, and a sequence has found blocks of one."""
+_COMMON_STEPS = ("prefill begin", "prefill turn", "prefill update", "decode begin", "decode turn", "decode update")
+LEAVING_STEPS = (
+    "prefill change",
+    "decode change",
+    "prefill changed",
+    "decode changed",
+    "prefill leave",
+    "decode leave",
+)
+"""Steps of a worker that a controller has leave its pool: the order to change its role or to drain has come, and the
+worker has changed.
+"""
+_AMID_LEAVING = (Kind.CONTROLLER_DIES, Kind.CONTROLLER_DIES, Kind.HEAD_DIES, Kind.ROUTER_DIES, Kind.CHANGE, Kind.DRAIN)
+"""Kinds that strike a cluster whose worker comes to one of LEAVING_STEPS; a crash does, too."""
 _PEER_STEPS = ("prefill peer", "decode peer", "decode peer block")
 _WORST_STEPS = {
     Kind.EXPIRE: ("prefill leased", "decode leased"),
@@ -197,7 +214,8 @@ class Plan:
 
     max_queued: the bound of the router on requests without a first token. window: of the model, with its sinks.
     disaggregation: of the router. far_block_s: what workers expect to compute a block in, and to read one from another
-    node or a cold tier, where it takes as long: they split prefixes; 0 for reads that take no time.
+    node or a cold tier, where it takes as long: they split prefixes; 0 for reads that take no time. num_routers: each
+    tenant's requests go to one of them while it lives.
     """
 
     seed: int
@@ -212,6 +230,7 @@ class Plan:
     window: Sinks | None = None
     disaggregation: Disaggregation = Disaggregation.ALWAYS
     far_block_s: float = 0.0
+    num_routers: int = 1
 
     @property
     def is_transparent(self) -> bool:
@@ -228,6 +247,7 @@ class Plan:
         head += f", a window of {self.window.window}, {self.window.num_sinks} sinks" if self.window else ""
         head += f", prefill pool used: {self.disaggregation}"
         head += f", {self.far_block_s:g} s for a block from afar" if self.far_block_s else ""
+        head += f", {self.num_routers} routers" if self.num_routers > 1 else ""
         return "\n".join([head, *asks, *faults])
 
 
@@ -251,7 +271,7 @@ def draw_plan(seed: int) -> Plan:
     plan = Plan(
         seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window, mode
     )
-    return _with_deaths(_with_splits(plan))
+    return _with_changes(_with_deaths(_with_splits(plan)))
 
 
 def _with_splits(plan: Plan) -> Plan:
@@ -299,8 +319,42 @@ def _with_deaths(plan: Plan) -> Plan:
         )
         for one in plan.asks
     )
-    deaths = [_draw_fault(draw, LATER_KINDS) for _ in range(draw.randint(0, 3))]
+    deaths = [_draw_fault(draw, DEATHS) for _ in range(draw.randint(0, 3))]
     return replace(plan, asks=asks, faults=(*plan.faults, *deaths))
+
+
+def _with_changes(plan: Plan) -> Plan:
+    """Has workers of half of the plans change their roles or be rolled, and others die while workers leave a pool.
+
+    Half of these plans have two routers. Draws from a stream of its own: the other plans are as they were.
+    """
+    draw = random.Random(f"changes of {plan.seed}")
+    if draw.random() < 0.5:
+        return plan
+    is_poisoned = any(one.client is Client.POISONS for one in plan.asks)
+    kinds = [*_AMID_LEAVING, *[Kind.CRASH] * (not is_poisoned)]
+    changes = [
+        replace(_draw_fault(draw, (Kind.CHANGE, Kind.CHANGE, Kind.ROLL)), step=draw.choice(_COMMON_STEPS))
+        for _ in range(draw.randint(1, 3))
+    ]
+    amid = [
+        Fault(
+            draw.choice(kinds),
+            draw.choice(LEAVING_STEPS),
+            draw.choice([1, 1, 2]),
+            draw.choice([0, 0, 1]),
+            draw.choice([0.1, 1.0, 4.0]),
+        )
+        for _ in range(draw.randint(0, 3))
+    ]
+    num_prefill, num_decode = max(1, plan.num_prefill), max(2, plan.num_decode)
+    return replace(
+        plan,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_routers=draw.choice([1, 2]),
+        faults=(*plan.faults, *changes, *amid),
+    )
 
 
 def _draw_ask(draw: random.Random) -> Ask:
@@ -353,3 +407,5 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, layout=ALONE)
     if plan.far_block_s:
         yield replace(plan, far_block_s=0.0)
+    if plan.num_routers > 1:
+        yield replace(plan, num_routers=1)

@@ -186,6 +186,9 @@ class SimRedisTier(RedisTier):
             self._is_probing = True
             asyncio.get_running_loop().call_later(PROBE_S, self._run_probe)
 
+    def _rest(self) -> None:
+        """Takes no time: the loop has only virtual time."""
+
     def _run_probe(self) -> None:
         self._is_probing = False
         self._ask_until_settled()

@@ -46,7 +46,7 @@ class SimRouter:
         self._connect = connect
         self._controller = SimController(has_controller)
         self.parts: Router = self.process.run(self._assemble, config)
-        self.api = InferenceApi(config.model, self.parts.dispatcher, config.settings)
+        self.api = InferenceApi(self.parts.dispatcher, config.settings)
 
     def start(self) -> None:
         self.process.run(self.parts.start)

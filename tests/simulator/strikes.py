@@ -79,7 +79,7 @@ def _node_drains(world: World, worker: SimWorker, amount: float) -> None:
 
 
 def _router_dies(world: World, worker: SimWorker, amount: float) -> None:
-    world.lose_router()
+    world.lose_router(world.draw.randrange(len(world.routers)) if len(world.routers) > 1 else 0)
 
 
 def _controller_dies(world: World, worker: SimWorker, amount: float) -> None:
@@ -93,6 +93,10 @@ def _head_dies(world: World, worker: SimWorker, amount: float) -> None:
 
 def _roll(world: World, worker: SimWorker, amount: float) -> None:
     world.errand(world.roll(worker, 30.0 if amount > 1 else amount))
+
+
+def _change(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.change_role(worker))
 
 
 def _delay(world: World, worker: SimWorker, amount: float) -> None:
@@ -269,6 +273,7 @@ _STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
     Kind.CONTROLLER_DIES: _controller_dies,
     Kind.HEAD_DIES: _head_dies,
     Kind.ROLL: _roll,
+    Kind.CHANGE: _change,
     Kind.NODE_JOINS: _node_joins,
     Kind.NODE_DRAINS: _node_drains,
     Kind.PEER_AWAY: _peer_away,

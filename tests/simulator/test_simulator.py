@@ -28,7 +28,18 @@ from router.requests.answer import ChoiceStream
 from router.workers.holds import HoldBudgets
 from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
-from tests.simulator.plan import LATER_KINDS, NUM_KINDS, SINKS, WINDOW, Ask, Client, draw_plan
+from tests.simulator.plan import (
+    LATER_KINDS,
+    LEAVING_STEPS,
+    NUM_KINDS,
+    SINKS,
+    WINDOW,
+    Ask,
+    Client,
+    Fault,
+    Kind,
+    draw_plan,
+)
 from tests.simulator.table import SPLIT
 from tests.simulator.world import reference, simulate
 from wire.block_names import BlockName
@@ -73,6 +84,42 @@ def test_a_share_of_the_plans_has_tenants_sessions_and_the_deaths_of_controller_
     assert sum(len({one.tenant for one in plan.asks}) > 1 for plan in plans) >= 20
     assert sum(any(one.session and one.keep_s for one in plan.asks) for plan in plans) >= 20
     assert {fault.kind for plan in plans for fault in plan.faults} >= {*LATER_KINDS}
+
+
+def test_a_share_of_the_plans_has_changes_of_role_amid_which_others_die_and_standby_routers() -> None:
+    plans = [draw_plan(seed) for seed in range(1, 101)]
+    assert sum(plan.num_routers > 1 for plan in plans) >= 15
+    amid = [plan for plan in plans if any(has_death_amid_leaving(fault) for fault in plan.faults)]
+    assert len(amid) >= 10
+    runs = [simulate(plan) for plan in amid[:6]]
+    assert any(run.num["changes of role"] for run in runs)
+    assert any(has_death_amid_leaving(fault) for run in runs for fault in run.struck)
+
+
+def has_death_amid_leaving(fault: Fault) -> bool:
+    return fault.kind in (Kind.CONTROLLER_DIES, Kind.HEAD_DIES) and fault.step in LEAVING_STEPS
+
+
+def test_a_tenants_requests_go_on_at_the_standby_router_and_come_back() -> None:
+    asks = tuple(Ask(15 + 16 * number, 0.02 * number, Client.STAYS, 0.0, tenant=number % 2) for number in range(4))
+    faults = tuple(Fault(Kind.HEAD_DIES, "decode update", nth, 0, 4.0) for nth in (2, 9))
+    run = simulate(replace(SPLIT, seed=1, num_routers=2, asks=asks, faults=faults))
+    assert run.violations == []
+    assert run.outcomes == ["complete"] * 4
+    assert (run.num_cut[0], run.num_cut[2]) == (1, 1), "those of the router that stands by go on there"
+    assert max(run.took_s) < 2.0, "none waits for the router that comes back after 4 s"
+
+
+@pytest.mark.parametrize("step", ["prefill change", "prefill changed", "decode change", "decode changed"])
+@pytest.mark.parametrize("death", [Kind.CONTROLLER_DIES, Kind.HEAD_DIES, Kind.ROUTER_DIES, Kind.CRASH, Kind.CHANGE])
+def test_a_worker_serves_the_other_pool_whatever_dies_meanwhile(death: Kind, step: str) -> None:
+    role = step.split()[0]
+    faults = Fault(Kind.CHANGE, f"{role} turn", 2, 0, 1.0), Fault(death, step, 1, 0, 4.0)
+    run = simulate(replace(SPLIT, seed=1, num_prefill=2, faults=faults))
+    assert run.violations == []
+    assert [fault.kind for fault in run.struck] == [Kind.CHANGE, death]
+    assert run.outcomes == ["complete"] * len(run.outcomes)
+    assert run.num["changes of role"] == (death is not Kind.CRASH)
 
 
 def test_a_prompt_within_a_session_and_of_another_tenant_has_the_same_answer() -> None:
@@ -194,19 +241,20 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
 
 
 FIRST_SEEDS = {
-    "a block of the arena is not checked": 160,
+    "a block of the arena is not checked": 177,
     "a block of the cold tier is not checked": 44,
-    "a draining page is given out": 3,
-    "a fetch counts whatever its lease": 194,
-    "tokens are taken twice": 61,
+    "a draining page is given out": 5,
+    "a fetch counts whatever its lease": 202,
+    "tokens are taken twice": 109,
     "a deadline is late": 139,
-    "a hold ends before its blocks are elsewhere": 56,
+    "a hold ends before its blocks are elsewhere": 69,
     "blocks of a dead epoch stay in the index": 33,
     "blocks that are gone have no event": 9,
     "a group that came back short counts as whole": 28,
-    "blocks read ahead count whether they came or not": 3,
+    "blocks read ahead count whether they came or not": 11,
     "a jump passes over a hole": 11,
     "a jump counts its tokens twice": 11,
+    "a node that drains has no copies made": 7,
 }
 """Seeds that found a fault once: a search from there is short. Another seed finds it if a change of plans moves it."""
 

@@ -7,6 +7,7 @@ more.
 import asyncio
 import random
 from collections.abc import Callable, Collection, Coroutine, Generator
+from concurrent.futures import Executor
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -15,6 +16,7 @@ from cli.bench.plan.virtual_time import TimelessLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+MAX_THREAD_S = 0.002
 _process: ContextVar["Process | None"] = ContextVar("process", default=None)
 
 
@@ -59,7 +61,9 @@ class VirtualLoop(TimelessLoop):
     """A loop of virtual time for many processes. `draw` makes the time that work for threads takes."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
-        super().__init__(draw)
+        super().__init__()
+        self._draw = draw or random.Random(0)
+        self._free_at: dict[Executor | None, float] = {}
         self._owners: dict[asyncio.Task[Any], Process | None] = {}
 
     @property
@@ -77,6 +81,16 @@ class VirtualLoop(TimelessLoop):
         self._owners[task] = (context or copy_context()).get(_process)
         task.add_done_callback(self._owners.pop, context=Context())
         return task
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Runs work a little later, one after another for an executor, which is not used otherwise."""
+        future = self.create_future()
+        when = max(self._now_s, self._free_at.get(executor, 0.0)) + self._draw.random() * MAX_THREAD_S
+        self._free_at[executor] = when
+        self.call_at(when, self.work, future, func, args)
+        return future
 
     def kill(self, process: Process) -> None:
         """Ends a process: none of its callbacks and tasks goes on."""

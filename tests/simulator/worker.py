@@ -30,7 +30,7 @@ from wire.pools import Role
 from wire.tier import Tier
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings
-from worker.loop import MAX_IDLE_S, Inbox, StepReport, WorkerLoop
+from worker.loop import Inbox, StepReport, WorkerLoop
 
 BATCH = BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32)
 MAX_SILENCE_S = 5.0
@@ -71,7 +71,10 @@ class World(Protocol):
 
 
 class SimWorker:
-    """A process of a node. `stalled_until_s`: its engine makes no step before."""
+    """A process of a node. `stalled_until_s`: its engine makes no step before.
+
+    role: of the pool that it serves, as the controller knows. joins: the role that it changes to, if it does.
+    """
 
     def __init__(self, world: World, node: Node, name: str) -> None:
         self.name = name
@@ -80,6 +83,7 @@ class SimWorker:
         self.world = world
         self.node = node
         self.is_leaving = False
+        self.joins: Role | None = None
         self.stalled_until_s = 0.0
         self.lag_s = 0.0
         self.has_lost_lease = False
@@ -219,7 +223,7 @@ class SimLoop(WorkerLoop):
         while self._go_on():
             assert isinstance(self._inbox, VirtualInbox)
             if not self._has_more_to_do:
-                await _wait(self._inbox.has_news, MAX_IDLE_S)
+                await self._inbox.wait()
             await asyncio.sleep(self._worker.world.draw.random() * 2 * STEP_S)
             while (left_s := self._worker.stalled_until_s - self._worker.clock()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(min(left_s, 1000.0))
@@ -298,11 +302,3 @@ class SimTransfers(ThreadTransfers):
             if not name.is_tail:
                 checksum = checksum_of(pool.page_bytes(page).numpy().data)
                 worker.world.watch.judge(worker.world.truth, f"{worker.name}: a fetched block", name.key, checksum)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return

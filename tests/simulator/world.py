@@ -4,14 +4,15 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 from unittest.mock import patch
 
+from deploy.controller.workers import CHANGE_GRACE_S, DRAIN_MARGIN_S
 from kv_store.eviction.order import Priority
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
@@ -20,7 +21,7 @@ from kv_store.prefix import costs
 from router.block_index import mark_of
 from router.config import ClusterAccess, RouterConfig, RouterSettings
 from tests.harness.answer import ChoiceAnswer, Reader
-from tests.harness.assembled_worker import TOKEN
+from tests.harness.assembled_worker import TOKEN, behaviour_of
 from tests.harness.local_cluster import served
 from tests.simulator import virtual_time
 from tests.simulator.client import NO_NUMBERS, SimClient, caller_of
@@ -32,13 +33,14 @@ from tests.simulator.redis import SimRedis, SimRedisTier
 from tests.simulator.router import SimRouter
 from tests.simulator.strikes import strike
 from tests.simulator.virtual_time import Died, VirtualLoop
-from tests.simulator.worker import SimWorker
+from tests.simulator.worker import BATCH, SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
 from wire.ids import BlockKey, WorkerId
 from wire.kv_policy import Sinks
 from wire.pools import Role, Worker, WorkerState
 
+T = TypeVar("T")
 MAX_RUN_S = 400.0
 TOKEN_S = 0.0006
 """What each worker is said to have learned: engines of this cluster take no time for a token."""
@@ -95,8 +97,9 @@ class World:
         self._config = RouterConfig(model=model, cluster=ClusterAccess(TOKEN, "00" * 32), settings=settings)
         self._num_routers = self._num_nodes = 0
         self._controller_back_s = 0.0
+        self._controller_death = loop.create_future()
         self._lost_nodes: dict[str, Node] = {}
-        self.router = self._make_router()
+        self.routers = [self._make_router() for _ in range(plan.num_routers)]
         self.truth = Truth(plan.window)
         self._of_sessions: set[BlockKey] = set()
         for _ in range(plan.layout.num_nodes):
@@ -112,13 +115,13 @@ class World:
         clients = []
         for number, one in enumerate(plan.asks):
             for tokens in sequences(one.kind, plan.window):
-                keys = self.truth.learn(self.router.parts.dispatcher.root_of(caller_of(one).tenant), tokens)
+                keys = self.truth.learn(self.routers[0].parts.dispatcher.root_of(caller_of(one).tenant), tokens)
                 self._of_sessions.update(keys if one.session else ())
             may_be_refused = plan.max_queued < len(plan.asks)
-            clients.append(
-                SimClient(number, one, reference(one.kind, plan.window), may_be_refused, self.find_router, self.watch)
-            )
-        self.router.start()
+            expected, find_router = reference(one.kind, plan.window), partial(self.find_router, one.tenant)
+            clients.append(SimClient(number, one, expected, may_be_refused, find_router, self.watch))
+        for router in self.routers:
+            router.start()
         roles = [Role.PREFILL] * plan.num_prefill + [Role.DECODE] * plan.num_decode
         await asyncio.gather(*(self._start_one(role) for role in roles))
         await self.enlist()
@@ -128,7 +131,8 @@ class World:
             worker.counts.judge(worker.parts.engine.stats())
         self.run.num["evictions"] = sum(node.directory.records.status().evictions for node in self.nodes)
         self._check_contents()
-        await self.router.stop()
+        for router in self.routers:
+            await router.stop()
         for worker in self.workers:
             await self._end(worker)
         self.run.outcomes = [client.outcome for client in clients]
@@ -171,6 +175,11 @@ class World:
     @property
     def alive(self) -> list[SimWorker]:
         return [worker for worker in self.workers if not worker.process.is_dead]
+
+    def _serving(self, role: Role) -> list[SimWorker]:
+        """The workers of a pool that neither leave it nor change to the other."""
+        there = [one for one in self.alive if one.role is role]
+        return [one for one in there if not one.is_leaving and one.joins is None]
 
     def errand(self, work: Any) -> None:
         """Lets the controller do something beside all else."""
@@ -225,20 +234,26 @@ class World:
     def node_at(self, address: str) -> Node:
         return next((node for node in self.nodes if node.name == address), None) or self._lost_nodes[address]
 
-    def lose_router(self) -> None:
-        """The router's process ends; clients and workers see their connections break, and another takes its place."""
-        if self.router.process.is_dead:
+    def lose_router(self, place: int = 0) -> None:
+        """A router's process ends; clients and workers see their connections break, and another takes its place."""
+        router = self.routers[place % len(self.routers)]
+        if router.process.is_dead:
             return
-        self.note(f"{self.router.process.name} dies")
-        self.loop.kill(self.router.process)
-        for connection in self.router.connections:
+        self.note(f"{router.process.name} dies")
+        self.loop.kill(router.process)
+        for connection in router.connections:
             self.loop.call_later(self.draw.random() * 0.002, connection.break_off, context=Context())
-        self.errand(self._replace_router())
+        self.errand(self._replace_router(router))
 
     def lose_controller(self, back_after_s: float) -> None:
-        """The controller dies: nothing is replaced, and no router hears of members, until another one is there."""
+        """The controller dies: nothing is replaced, and no router hears of members, until another one is there.
+
+        That begins anew what was recorded as begun; calls to workers and routers go on meanwhile.
+        """
         self.note("the controller dies")
         self._controller_back_s = max(self._controller_back_s, self.loop.time() + back_after_s)
+        self._controller_death.set_result(None)
+        self._controller_death = self.loop.create_future()
         self.errand(self.enlist())
 
     @property
@@ -250,17 +265,21 @@ class World:
         while not self.has_controller:  # noqa: ASYNC110
             await asyncio.sleep(WAIT_S)
 
-    async def find_router(self) -> SimRouter:
-        """Waits for a router that lives."""
-        while self.router.process.is_dead:  # noqa: ASYNC110
+    async def find_router(self, tenant: int) -> SimRouter:
+        """Waits for a router that lives: each tenant has one of its own, and the others stand by."""
+        while True:
+            first = tenant % len(self.routers)
+            for router in (*self.routers[first:], *self.routers[:first]):
+                if not router.process.is_dead:
+                    return router
             await asyncio.sleep(WAIT_S)
-        return self.router
 
-    async def _replace_router(self) -> None:
+    async def _replace_router(self, lost: SimRouter) -> None:
         await asyncio.sleep(self.draw.random() * REPLACED_AFTER_S)
         await self._find_controller()
-        self.router = self._make_router()
-        self.router.start()
+        router = self._make_router()
+        self.routers[self.routers.index(lost)] = router
+        router.start()
         await self.enlist()
 
     def _make_router(self) -> SimRouter:
@@ -283,19 +302,85 @@ class World:
         if worker.is_leaving or worker.process.is_dead:
             return
         worker.is_leaving = True
-        if not any(one.role is worker.role and not one.is_leaving for one in self.alive):
+        if not self._serving(worker.role):
             await self._start_one(worker.role)
-        await self.enlist()
-        await worker.process.finish(worker.parts.service.attempts.drain(grace_s))
-        await self._let_fetch(worker.node, grace_s)
+        await self._carry_out(lambda: self._drain(worker, grace_s))
         await self._end(worker)
         await self.enlist()
+
+    async def change_role(self, worker: SimWorker) -> None:
+        """A worker serves the other pool with all that it has, where others serve its own; any may leave for decode.
+
+        A worker that does not change is drained and ended, and another starts in the pool that it was to join.
+        """
+        serving = self._serving(worker.role)
+        if worker not in serving or (worker.role is Role.DECODE and len(serving) == 1):
+            return
+        worker.joins = role = worker.role.other
+        self.note(f"{worker.name} is to serve {role.value}")
+        has_changed = await self._carry_out(lambda: self._serve_as(worker, role))
+        worker.joins = None
+        if worker.process.is_dead or worker.is_leaving:
+            return
+        if has_changed:
+            worker.role = role
+            self.count("changes of role")
+            await self.enlist()
+        else:
+            self.errand(self.grow(role))
+            await self.leave(worker, 0.0)
+
+    async def _drain(self, worker: SimWorker, grace_s: float) -> None:
+        await self.enlist()
+        self._reach(worker, "leave")
+        await self._call(worker, lambda: worker.parts.service.drain(grace_s), grace_s + DRAIN_MARGIN_S)
+        await self._let_fetch(worker.node, grace_s)
+
+    async def _serve_as(self, worker: SimWorker, role: Role) -> bool:
+        """Has a worker serve a role; returns whether it says that it does."""
+        await self.enlist()
+        self._reach(worker, "change")
+        grace_s = CHANGE_GRACE_S[role]
+        behaviour, service = behaviour_of(role, BATCH), worker.parts.service
+        has_changed = await self._call(worker, lambda: service.serve_as(behaviour, grace_s), grace_s + DRAIN_MARGIN_S)
+        self._reach(worker, "changed")
+        return has_changed
+
+    def _reach(self, worker: SimWorker, step: str) -> None:
+        with suppress(Died):
+            self.step(worker, step)
+
+    async def _call(self, worker: SimWorker, call: Callable[[], Coroutine[Any, Any, int]], timeout_s: float) -> bool:
+        """Calls a worker's actor; returns whether it has answered, and not with an error. The call itself goes on."""
+
+        async def succeeds() -> bool:
+            try:
+                await call()
+            except BatonError as error:
+                self.note(f"{worker.name} answers: {error}")
+                return False
+            return True
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await worker.process.finish(succeeds()) is True
+        except TimeoutError:
+            return False
+
+    async def _carry_out(self, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Lets the controller take a recorded step; a successor of one that dies meanwhile takes it anew."""
+        while True:
+            await self._find_controller()
+            work = self.loop.create_task(step())
+            await asyncio.wait([work, self._controller_death], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            work.cancel()
 
     async def drain_node(self, node: Node, grace_s: float) -> None:
         """All workers of a node leave, and then the node, unless no decode worker would stay elsewhere."""
         there = [one for one in self.alive if one.node is node]
-        elsewhere = [one for one in self.alive if one.node is not node and not one.is_leaving]
-        if node.is_leaving or not any(one.role is Role.DECODE for one in elsewhere):
+        if node.is_leaving or all(one.node is node for one in self._serving(Role.DECODE)):
             return
         self.note(f"{node.name} drains")
         node.is_leaving = True
@@ -323,16 +408,22 @@ class World:
         """Tells the router which workers there are, once a controller is there."""
         await self._find_controller()
         async with self._listing:
-            states = {True: WorkerState.DRAINING, False: WorkerState.READY}
+            serving = [worker for role in Role for worker in self._serving(role)]
             listed = [
-                Worker(WorkerId(worker.name), worker.role, worker.name, states[worker.is_leaving])
+                Worker(
+                    WorkerId(worker.name),
+                    worker.role,
+                    worker.name,
+                    WorkerState.READY if worker in serving else WorkerState.DRAINING,
+                )
                 for worker in self.alive
             ]
-            router = self.router
-            are_taken = await router.enlist(listed)
-            for member in router.parts.members:
+            living = [router for router in self.routers if not router.process.is_dead]
+            are_taken = await asyncio.gather(*(router.enlist(listed) for router in living))
+            for member in (member for router in living for member in router.parts.members):
                 member.prefill_token_s = TOKEN_S
-        if not are_taken and not router.process.is_dead:  # the controller tries again
+        if any(not taken and not router.process.is_dead for taken, router in zip(are_taken, living, strict=True)):
+            # the controller tries again
             await asyncio.sleep(REPLACED_AFTER_S)
             self.errand(self.enlist())
 
@@ -364,8 +455,9 @@ class World:
     async def _replace(self, worker: SimWorker) -> None:
         await asyncio.sleep(self.draw.random() * REPLACED_AFTER_S)
         await self._find_controller()
-        if not worker.is_leaving or not any(one.role is worker.role and not one.is_leaving for one in self.alive):
-            await self._start_one(worker.role)
+        role = worker.joins or worker.role
+        if not worker.is_leaving or not self._serving(role):
+            await self._start_one(role)
         await self.enlist()
 
     async def _end(self, worker: SimWorker) -> None:
@@ -390,9 +482,11 @@ class World:
 
     def _check_router(self) -> None:
         """I8 and I10, as far as they hold at any time."""
-        num_queued = self.router.parts.dispatcher.num_queued
-        if num_queued > self._config.settings.max_queued_requests:
-            self.watch.violated("I8", f"{num_queued} requests are queued")
+        num_bounds = min(2, len({one.tenant for one in self.run.plan.asks}))  # tenants may have their parts of a second
+        for router in self.routers:
+            num_queued = router.parts.dispatcher.num_queued
+            if num_queued > num_bounds * self._config.settings.max_queued_requests:
+                self.watch.violated("I8", f"{num_queued} requests are queued")
 
     async def _in_time(self, clients: list[SimClient]) -> None:
         """I8: every client has its answer in time."""
@@ -417,25 +511,31 @@ class World:
             self.watch.violated(invariant, what)
 
     def _left_behind(self) -> Iterator[tuple[str, str]]:
-        router = self.router.parts
-        if num_open := router.dispatcher.num_queued + router.dispatcher.num_running:
-            yield "I10", f"{num_open} requests are open"
-        yield from (("I10", problem) for problem in router.check())
-        tasks = self.loop.tasks_of(self.router.process)
-        left = [name for name in tasks if name.startswith(("Flow.", "InferenceApi.", "_watch_"))]
-        yield from (("I5", f"the router has a task {name}") for name in left)
+        for router in self.routers:
+            yield from self._left_in(router)
         for worker in self.alive:
             yield from self._left_at(worker)
         for node in self.nodes:
             yield from self._left_on(node)
             yield from self._misplaced_on(node)
 
+    def _left_in(self, router: SimRouter) -> Iterator[tuple[str, str]]:
+        dispatcher = router.parts.dispatcher
+        if num_open := dispatcher.num_queued + dispatcher.num_running:
+            yield "I10", f"{num_open} requests are open"
+        yield from (("I10", problem) for problem in router.parts.check())
+        tasks = self.loop.tasks_of(router.process)
+        left = [name for name in tasks if name.startswith(("Flow.", "InferenceApi.", "_watch_"))]
+        yield from (("I5", f"the router has a task {name}") for name in left)
+
     def _misplaced_on(self, node: Node) -> Iterator[tuple[str, str]]:
-        """I12: where a node has workers, the router's index comes to have the blocks of its arena, and no others."""
+        """I12: where a node has workers, each router's index comes to have the blocks of its arena, and no others."""
         there = {mark_of(block.name.key) for block in node.directory.state.blocks() if not block.name.is_tail}
-        known = self.router.parts.index.marks(node.name)
-        if known != there and any(worker.node is node for worker in self.alive):
-            yield "I12", f"the index knows {'nothing' if known is None else len(known)} of {len(there)} on {node.name}"
+        for router in self.routers if any(worker.node is node for worker in self.alive) else ():
+            known = router.parts.index.marks(node.name)
+            if known != there:
+                num_known = "nothing" if known is None else len(known)
+                yield "I12", f"the index knows {num_known} of {len(there)} on {node.name}"
 
     def _left_on(self, node: Node) -> Iterator[tuple[str, str]]:
         status = node.directory.records.status()
@@ -569,7 +669,9 @@ def reference(kind: int, window: Sinks | None) -> list[ChoiceAnswer]:
         with _quiet():
             world = World(Run(Plan(0, ALONE, 0, 1, 64, 64, 1, (), (), window)))
             await world.grow(Role.DECODE)
-            answer.extend(await Reader(world.router.parts.dispatcher.open(request_of(kind), None).outbox).read_all())
+            answer.extend(
+                await Reader(world.routers[0].parts.dispatcher.open(request_of(kind), None).outbox).read_all()
+            )
 
     virtual_time.run(ask_alone())
     return answer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire.load.fairness import ALONE, QUANTUM, FairShares, Precedence, Standing, by_share
+from wire.load.fairness import ALONE, BURST, QUANTUM, FairShares, Precedence, Standing, by_share
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,62 @@ def test_a_priority_counts_within_its_tenant_alone() -> None:
     assert names([*hurried, *of("b", 3, 4)]) == "a2 b3 a1 b4 a0"
 
 
-def test_an_idle_tenant_saves_no_credit() -> None:
+def test_an_idle_tenant_saves_a_burst_at_most() -> None:
     shares = FairShares()
     shares.enter("heavy")
-    shares.charge("heavy", 1000)
+    shares.charge("heavy", 10 * BURST)
     shares.enter("light")
-    assert shares.spent("light") == 999, "it is next"
+    assert shares.spent("light") == 8 * BURST, "a burst below the other"
     shares.charge("light", 5)
     shares.leave("light")
     shares.enter("light")
-    assert shares.spent("light") == 1004, "what it was served beyond the others stays"
+    assert shares.spent("light") == 8 * BURST + 5, "what it was served stays"
     shares.charge("heavy", 300)
     shares.leave("light")
     shares.enter("light")
-    assert shares.spent("light") == 1299, "it has been overtaken while it was idle"
+    assert shares.spent("light") == 8 * BURST + 300, "it has been overtaken by more than a burst while it was idle"
+    shares.charge("light", 2 * BURST)
+    shares.leave("light")
+    shares.enter("light")
+    assert shares.spent("light") == 10 * BURST + 300, "what it was served beyond the others stays, too"
+
+
+def test_tenants_that_come_one_after_another_begin_alike() -> None:
+    shares = FairShares()
+    shares.enter("heavy")
+    shares.charge("heavy", 5 * BURST)
+    for tenant in ("a", "b", "c"):
+        shares.enter(tenant)
+    assert [shares.spent(tenant) for tenant in ("a", "b", "c")] == [3 * BURST] * 3
+
+
+def test_the_second_of_a_burst_of_a_light_tenant_is_before_a_backlog() -> None:
+    shares, costs = FairShares(), {"heavy": 1000.0, "light": 1000.0}
+    shares.enter("heavy")
+    shares.charge("heavy", 5 * BURST)
+    order = []
+    for _ in range(12):
+        shares.enter("light")
+        queued = [Item(one, 0, cost, shares.standing(one, Precedence())) for one, cost in costs.items()]
+        order.append(by_share(queued, lambda one: one.place)[0].name)
+        shares.charge(order[-1], 1000)
+        shares.leave("light")
+    assert order[:9] == ["light"] * 9
+    assert order[9:] == ["heavy", "light", "heavy"], "beyond a burst they take turns"
 
 
 def test_a_prompt_counts_once_it_is_over_or_has_taken_a_quantum() -> None:
     shares = FairShares()
     for tenant in ("a", "b"):
         shares.enter(tenant)
+    start = shares.spent("a")
     shares.defer("a", 1000)
     shares.defer("b", 10)
-    assert (shares.spent("a"), shares.spent("b")) == (0, -1)
+    assert (shares.spent("a"), shares.spent("b")) == (start, start)
     shares.settle("a")
-    assert shares.spent("a") == 1000
+    assert shares.spent("a") == start + 1000
     shares.defer("a", QUANTUM)
-    assert shares.spent("a") == 1000 + QUANTUM
+    assert shares.spent("a") == start + 1000 + QUANTUM
 
 
 def test_nothing_is_kept_once_no_tenant_has_an_open_request() -> None:
@@ -88,7 +117,7 @@ def test_nothing_is_kept_once_no_tenant_has_an_open_request() -> None:
     shares.leave("heavy")
     assert shares.check() == []
     shares.enter("light")
-    assert (shares.spent("heavy"), shares.spent("light")) == (0, 0)
+    assert (shares.spent("heavy"), shares.spent("light")) == (0, -BURST)
     shares.charge("heavy", 10)
     shares.charge_output("heavy", 10)
     assert (shares.spent("heavy"), shares.output_cost("heavy")) == (0, 0), "a charge that comes late is dropped"
@@ -98,6 +127,7 @@ def test_a_worker_charges_what_the_sum_of_a_router_has_grown_by() -> None:
     router, worker = FairShares(), FairShares()
     for one in (router, worker):
         one.enter("a")
+        one.charge("a", BURST)
     router.charge("a", 7)
     router.charge_output("a", 50)
     worker.learn_output("a", router.output_cost("a"))

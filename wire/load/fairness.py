@@ -2,15 +2,16 @@
 
     enter ──▶ active: charge, charge_output ──▶ leave
 
-A queue serves the active tenant with the least counter next. A tenant that was idle begins one token below the least
-counter of the active tenants: it is next, but idleness saves no credit. Routers and workers each count what they see. A
-prompt counts once it is over, or has taken a quantum: so a tenant that is due has a prompt computed in one go, and not
-in turns with others.
+A queue serves the active tenant with the least counter next. A tenant that was idle goes on from its counter, but at
+most a burst below the virtual time, which is the greatest that the least counter of the active tenants has been: so a
+tenant that uses less than its share has a burst of requests served at once, and idleness saves no more than that.
+Routers and workers each count what they see. A prompt counts once it is over, or has taken a quantum: so a tenant that
+is due has a prompt computed in one go, and not in turns with others.
 
-Source: start-time fair queueing (SIGCOMM '96), and virtual token counters of servers of language models (OSDI '24).
+Source: start-time fair queueing (SIGCOMM '96), virtual token counters of servers of language models (OSDI '24), and
+borrowed virtual time (SOSP '99) for bursts.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Protocol, TypeVar
 
 OUTPUT_COST = 2.0
 """Cost of a generated token, where an uncached token of a prompt costs 1 and a cached token nothing."""
+BURST = 8192.0
+"""The most by which a tenant that was idle begins below the virtual time."""
 QUANTUM = 4096.0
 """The most cost of prompts under way that a tenant's counter lacks."""
 MAX_WEIGHT = 1000.0
@@ -72,9 +75,10 @@ class FairShares:
 
     def __init__(self) -> None:
         self._accounts: dict[Hashable, _Account] = {}
+        self._virtual_time = 0.0
 
     def enter(self, tenant: Hashable) -> None:
-        """Counts a begun request; a tenant without others begins one token below the active tenants' least counter."""
+        """Counts a begun request; a tenant without others begins at most a burst below the virtual time."""
         account = self._accounts.get(tenant)
         if account is None or not account.num_open:
             account = self._begin(tenant)
@@ -133,12 +137,13 @@ class FairShares:
         return [f"{num_open} requests are counted for tenants"] if num_open else []
 
     def _begin(self, tenant: Hashable) -> _Account:
-        """Opens an account. Forgets idle tenants that every active tenant has overtaken; without any, all."""
+        """Opens an account. Forgets idle tenants a burst below the virtual time; without active tenants, all."""
         active = [account.spent for account in self._accounts.values() if account.num_open]
-        least = min(active, default=math.inf)
-        kept = ((one, account) for one, account in self._accounts.items() if account.num_open or account.spent > least)
-        self._accounts = dict(kept)
-        return self._accounts.setdefault(tenant, _Account(min(active, default=1.0) - 1.0))
+        self._virtual_time = max(self._virtual_time, min(active)) if active else 0.0
+        start = self._virtual_time - BURST
+        kept = ((one, account) for one, account in self._accounts.items() if account.num_open or account.spent > start)
+        self._accounts = dict(kept) if active else {}
+        return self._accounts.setdefault(tenant, _Account(start))
 
 
 class Queued(Protocol):

@@ -54,14 +54,20 @@ class ClusterStatus(_message.Message):
     def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_worker_pb2.TierStatus, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., uncached_blocks: _Optional[_Mapping[str, int]] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("role", "size", "num_ready")
+    __slots__ = ("role", "size", "num_ready", "limit", "last_order", "last_order_age_s")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    LAST_ORDER_FIELD_NUMBER: _ClassVar[int]
+    LAST_ORDER_AGE_S_FIELD_NUMBER: _ClassVar[int]
     role: str
     size: int
     num_ready: int
-    def __init__(self, role: _Optional[str] = ..., size: _Optional[int] = ..., num_ready: _Optional[int] = ...) -> None: ...
+    limit: str
+    last_order: str
+    last_order_age_s: float
+    def __init__(self, role: _Optional[str] = ..., size: _Optional[int] = ..., num_ready: _Optional[int] = ..., limit: _Optional[str] = ..., last_order: _Optional[str] = ..., last_order_age_s: _Optional[float] = ...) -> None: ...
 
 class PrefixCache(_message.Message):
     __slots__ = ("queries", "hits")

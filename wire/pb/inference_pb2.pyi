@@ -91,12 +91,14 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Conversation, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv_policy: _Optional[str] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("choices", "prompt_tokens")
+    __slots__ = ("choices", "prompt_tokens", "fingerprint")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     prompt_tokens: int
-    def __init__(self, choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("token_ids", "ended")
@@ -170,16 +172,18 @@ class ResponseFormat(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "chunk", "complete", "prompt")
+    __slots__ = ("request_id", "chunk", "complete", "prompt", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     chunk: Chunk
     complete: Complete
     prompt: PromptPart
-    def __init__(self, request_id: _Optional[str] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., complete: _Optional[_Union[Complete, _Mapping]] = ..., prompt: _Optional[_Union[PromptPart, _Mapping]] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., complete: _Optional[_Union[Complete, _Mapping]] = ..., prompt: _Optional[_Union[PromptPart, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class PromptPart(_message.Message):
     __slots__ = ("tokens", "text")

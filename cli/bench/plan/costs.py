@@ -2,11 +2,13 @@
 
     compute               s of a span = step and prompt + tokens * prompt_token + tokens * context * pair
     generate              s of a token = step + rows * row + context * context_token + prompt tokens beside * any
-    publish and fetch     s of a span = transfer + blocks * block
+    publish               s of a span = transfer + blocks * block
+    fetch                 s of a span = fetch + blocks * block
 
-Each is a least-squares fit without negative terms, of compute over the periods in which a worker had such spans. Rows,
-their context, and prompt tokens beside are means over the spans that the same worker had meanwhile. A copy also waits
-for other copies and for a step to end, so that only the quickest of them tell.
+Each is a fit of least absolute deviations without negative terms, which few late spans do not move; of compute over the
+periods in which a worker had such spans. Rows, their context, and prompt tokens beside are means over the spans that
+the same worker had meanwhile. A copy also waits for other copies and for a step to end, so that only copies tell during
+which their worker did nothing else.
 """
 
 import math
@@ -22,13 +24,12 @@ from cli.bench.latency import Record
 from wire.errors import InvalidRequest
 from wire.journal import GATES, Kind, row_of
 
-QUICK_SHARE = 0.25
+NUM_FITS = 40
 MIN_SPANS, MAX_SPANS = 8, 2000
 """The least number of spans that tell what their work costs, and the most that are looked at."""
 COMPUTE, GENERATE = (*Kind.COMPUTE.names, *Kind.RECOMPUTE.names), Kind.GENERATE.names
-COPY = (*Kind.PUBLISH.names, *Kind.FETCH.names)
-NETWORK = Kind.NETWORK.names
-MODELLED = (*COMPUTE, *COPY, *NETWORK, *GATES)
+PUBLISH, FETCH, NETWORK = Kind.PUBLISH.names, Kind.FETCH.names, Kind.NETWORK.names
+MODELLED = (*COMPUTE, *PUBLISH, *FETCH, *NETWORK)
 QUANTILES = np.linspace(0.025, 0.975, 20)
 Floats = npt.NDArray[np.float64]
 
@@ -38,9 +39,10 @@ class WorkCosts:
     """Seconds that work takes: a step by its batch, a transfer, a message from a worker, and the rest of a request.
 
     step_s: a step. prompt_s: more for a step with a prompt. prompt_token_s: a token of a prompt. pair_s: a token of a
-    prompt, for each token of context. row_s: a row that decodes. context_token_s: a token of context of such a row.
-    transfer_s, block_s: a copy between pages and store, and each of its blocks. message_s: a message. request_s: the
-    rest of the time to a first token, as quantiles to draw from: the way to the router, its checks, the way back.
+    prompt, for each token before it. row_s: a row that decodes. context_token_s: a token of context of such a row.
+    transfer_s, fetch_s, block_s: a copy from pages to the store, a search there, and each block. message_s: a message.
+    request_s: the rest of the time to a first token, as quantiles to draw from: the way to the router, its checks,
+    gates without a wait, the way back.
     """
 
     step_s: float = 0.008
@@ -50,6 +52,7 @@ class WorkCosts:
     row_s: float = 0.0003
     context_token_s: float = 5e-7
     transfer_s: float = 0.002
+    fetch_s: float = 0.002
     block_s: float = 0.0002
     message_s: float = 0.001
     request_s: tuple[float, ...] = (0.0,)
@@ -82,7 +85,7 @@ class SpanTable:
                 one.sent_s + span.start_ms / 1000,
                 span.duration_ms / 1000,
                 num,
-                one.prompt_len + num / 2,
+                one.prompt_len + (num if span.name in GENERATE else -num) / 2,
             )
             for number, records in enumerate(rounds)
             for one in records
@@ -113,9 +116,11 @@ class SpanTable:
         took_s = np.maximum.reduceat(ends_s, begins) - self.begin_s[begins]
         return took_s, [np.add.reduceat(column, begins) for column in columns]
 
-    def quickest(self, share: float) -> "SpanTable":
-        """Returns the share of the spans that took the least time for a token or block, rounded up."""
-        rows = np.argsort(self.took_s / self.num, kind="stable")[: math.ceil(share * len(self))]
+    def beside_none(self, others: "SpanTable") -> "SpanTable":
+        """Returns the spans during which no other ran at their worker, of all spans; itself if there are none."""
+        rows = np.flatnonzero(self.during(others).sum(1) <= self.took_s * (1.0 + 1e-6))
+        if not len(rows):
+            return self
         return SpanTable(
             self.workers[rows], self.begin_s[rows], self.took_s[rows], self.num[rows], self.context_len[rows]
         )
@@ -133,16 +138,19 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
     told = [[one for one in records if one.error is None and one.chunks and one.spans] for records in rounds]
     ended = [one for records in told for one in records]
     computed, generated = SpanTable.of(told, COMPUTE, 1), SpanTable.of(told, GENERATE, 2)
-    copied, networks = SpanTable.of(told, COPY, 1), [one for record in ended for one in _of(record.spans, NETWORK)]
+    every = SpanTable.of(told, (*COMPUTE, *GENERATE, *PUBLISH, *FETCH), 0)
+    published, fetched = (SpanTable.of(told, *one).beside_none(every) for one in ((PUBLISH, 1), (FETCH, 0)))
+    networks = [one for record in ended for one in _of(record.spans, NETWORK)]
     for what, spans in (("computed prompts", computed), ("answers of two tokens", generated)):
         if len(spans) < MIN_SPANS:
             raise InvalidRequest("costs", f"tell of {len(spans)} {what} with a timeline: {MIN_SPANS} are needed")
     step_s, row_s, context_token_s, _ = _fit_steps(generated, computed)
     compute_s, tokens = computed.busy_sums(computed.num, computed.num * computed.context_len)
     first_s, prompt_token_s, pair_s = _fit([np.ones_like(compute_s), *tokens], compute_s)
-    quick = copied.quickest(QUICK_SHARE)
-    transfer_s, block_s = _fit([np.ones_like(quick.num), quick.num], quick.took_s)
-    rests_s = np.quantile([*map(_unmodelled_s, ended)], QUANTILES).clip(0.0)
+    transfer_s, block_s = _fit([np.ones_like(published.num), published.num], published.took_s)
+    [fetch_s] = _fit([np.ones_like(fetched.num)], (fetched.took_s - block_s * fetched.num).clip(0.0))
+    rests_s, gates_s = np.array([*map(_unmodelled_s, ended)]).T
+    rests_s += gates_s.min()  # the gates of a request that waited at none
     costs = WorkCosts(
         step_s=step_s,
         prompt_s=max(0.0, first_s - step_s),
@@ -151,18 +159,19 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
         row_s=row_s,
         context_token_s=context_token_s,
         transfer_s=transfer_s,
+        fetch_s=fetch_s,
         block_s=block_s,
         message_s=median(one.duration_ms / 1000 for one in networks) if networks else 0.0,
-        request_s=tuple(rests_s.tolist()),
+        request_s=tuple(np.quantile(rests_s, QUANTILES).clip(0.0).tolist()),
     )
-    by_steps, by_prompts, by_copies = (
-        f"{len(spans)} spans of {kinds}"
-        for spans, kinds in ((generated, "generate"), (computed, "compute"), (copied, "publish and fetch"))
-    )
-    sources = dict.fromkeys(("step_s", "row_s", "context_token_s"), by_steps)
-    sources |= dict.fromkeys(("prompt_s", "prompt_token_s", "pair_s"), by_prompts)
-    sources |= dict.fromkeys(("transfer_s", "block_s"), by_copies)
-    sources |= {"message_s": f"median of {len(networks)} spans of network", "request_s": f"{len(ended)} requests"}
+    sources = {
+        **dict.fromkeys(("step_s", "row_s", "context_token_s"), f"{len(generated)} spans of generate"),
+        **dict.fromkeys(("prompt_s", "prompt_token_s", "pair_s"), f"{len(computed)} spans of compute"),
+        **dict.fromkeys(("transfer_s", "block_s"), f"{len(published)} spans of publish"),
+        "fetch_s": f"{len(fetched)} spans of fetch",
+        "message_s": f"median of {len(networks)} spans of network",
+        "request_s": f"{len(ended)} requests",
+    }
     return LearnedCosts(costs, sources)
 
 
@@ -176,9 +185,20 @@ def _fit_steps(generated: SpanTable, computed: SpanTable) -> list[float]:
 
 
 def _fit(columns: Sequence[Floats], wanted: Floats) -> list[float]:
-    """Fits a factor for each column by least squares, without negative ones; zeros without rows."""
-    matrix = np.stack(columns, axis=1)
-    kept, found = [*range(len(columns))] if len(wanted) else [], np.zeros(len(columns))
+    """Fits a factor for each column by least absolute deviations, without negative ones; zeros without rows.
+
+    Squares of deviations, each over the deviation of the fit before, add up to deviations.
+    """
+    matrix, weights, found = np.stack(columns, axis=1), np.ones((len(wanted), 1)), np.zeros(len(columns))
+    for _ in range(NUM_FITS if len(wanted) else 0):
+        found = _fit_squares(matrix * weights, wanted * weights[:, 0])
+        weights = np.abs(wanted - matrix @ found)[:, None].clip(max(1e-3 * wanted.mean(), 1e-9)) ** -0.5
+    return [float(one) for one in found]
+
+
+def _fit_squares(matrix: Floats, wanted: Floats) -> Floats:
+    """Fits a factor for each column by least squares, without negative ones."""
+    kept, found = [*range(matrix.shape[1])], np.zeros(matrix.shape[1])
     while kept:
         scale = np.maximum(matrix[:, kept].mean(0), 1e-12)
         solved = np.linalg.lstsq(matrix[:, kept] / scale, wanted, rcond=None)[0]
@@ -186,16 +206,17 @@ def _fit(columns: Sequence[Floats], wanted: Floats) -> list[float]:
             found[kept] = solved / scale
             break
         kept.pop(int(solved.argmin()))
-    return [float(one) for one in found]
+    return found
 
 
-def _unmodelled_s(record: Record) -> float:
-    """Returns the time to the first token that no worker, message or gate took."""
-    publishes = bool(_of(record.spans, Kind.PUBLISH.names))
+def _unmodelled_s(record: Record) -> tuple[float, float]:
+    """Returns the time to the first token that no worker, message or gate took, and that of the gates."""
+    publishes = bool(_of(record.spans, PUBLISH))
     last = _of(record.spans, Kind.WAIT_DECODE.names if publishes else GENERATE)
     first_ms = min((span.start_ms for span in last), default=math.inf)
-    modelled_ms = sum(span.duration_ms for span in _of(record.spans, MODELLED) if span.start_ms < first_ms)
-    return record.chunks[0][0] - record.sent_s - modelled_ms / 1000
+    before = [span for span in record.spans if span.start_ms < first_ms]
+    modelled_s, gates_s = (sum(span.duration_ms for span in _of(before, kinds)) / 1000 for kinds in (MODELLED, GATES))
+    return record.chunks[0][0] - record.sent_s - modelled_s - gates_s, gates_s
 
 
 def _of(spans: Sequence[Span], kinds: Sequence[str]) -> list[Span]:

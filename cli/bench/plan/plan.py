@@ -17,7 +17,7 @@ from cli.bench.latency import Record, Slo, without_nan
 from cli.bench.open_loop import NO_CONTEXT_LEN, LoadClient
 from cli.bench.plan.costs import LearnedCosts, learn
 from cli.bench.schedule import Arrival, ScaledTrace, TraceRow, read_trace, replay, scale
-from cli.terminal import COLORS, NOT_KNOWN, Subparsers, add_command, read_count, read_number, show
+from cli.terminal import COLORS, NOT_KNOWN, Subparsers, add_command, read_above_0, read_count, read_limits, show
 from deploy.local.client import find_cluster
 from deploy.plan.config import ClusterConfig
 from wire.errors import ConfigError, InvalidRequest, require
@@ -25,7 +25,7 @@ from wire.pools import Role
 from wire.typed_reader import from_object
 
 if TYPE_CHECKING:  # they import torch
-    from cli.bench.plan.sizing import SizingVerdict, TriedSizes
+    from cli.bench.plan.sizing import TriedSizes
     from cli.bench.plan.twin_cluster import TwinSettings
 
 DESCRIPTION = """\
@@ -48,23 +48,45 @@ HEAD = ("prefill", "decode", "within limits", "TTFT p50", "p99", "ITL p50", "p99
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "plan", "tell how many workers a load needs", DESCRIPTION, run)
-    trace = "Azure's .csv or Mooncake's .jsonl: arrivals and lengths of the load"
-    parser.add_argument("--trace", type=Path, metavar="FILE", required=True, help=trace)
-    slo = "limits of a request, its ITL the mean, and the least share of requests that keep them"
-    parser.add_argument("--slo", type=read_slo, metavar=SLO_EXAMPLE, required=True, help=slo)
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="Azure's .csv or Mooncake's .jsonl: arrivals and lengths of the load",
+    )
+    parser.add_argument(
+        "--slo",
+        type=read_slo,
+        metavar=SLO_EXAMPLE,
+        required=True,
+        help="limits of a request, its ITL the mean, and the least share of requests that keep them",
+    )
     costs = parser.add_mutually_exclusive_group(required=True)
     costs.add_argument("--costs", type=Path, metavar="FILE", help="learn from what `baton bench --json` has written")
     costs.add_argument("--measure", action="store_true", help="learn from requests to the running cluster")
     parser.add_argument("--max-workers", type=read_count, default=16, metavar="N", help="of both pools (default: 16)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="batch, router and block size of `up --config`")
-    pages = "KV pages of each worker (default: 4096); the arena has four times as many"
-    parser.add_argument("--pages", type=read_count, default=4096, metavar="N", help=pages)
-    rate = "requests a second (default: the trace's own pace)"
-    parser.add_argument("--rate", type=_above_0, metavar="R", help=rate)
-    most = "the first N of the trace (default: 1000)"
-    parser.add_argument("--num-requests", type=read_count, default=1000, metavar="N", help=most)
-    factor = "multiplies the trace's lengths (default: 1)"
-    parser.add_argument("--length-factor", type=_above_0, default=1.0, metavar="X", help=factor)
+    parser.add_argument(
+        "--pages",
+        type=read_count,
+        default=4096,
+        metavar="N",
+        help="KV pages of each worker (default: 4096); the arena has four times as many",
+    )
+    parser.add_argument(
+        "--rate", type=read_above_0, metavar="R", help="requests a second (default: the trace's own pace)"
+    )
+    parser.add_argument(
+        "--num-requests", type=read_count, default=1000, metavar="N", help="the first N of the trace (default: 1000)"
+    )
+    parser.add_argument(
+        "--length-factor",
+        type=read_above_0,
+        default=1.0,
+        metavar="X",
+        help="multiplies the trace's lengths (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
     parser.add_argument("--color", choices=COLORS, default="auto", help="of tables (default: auto)")
 
@@ -77,15 +99,15 @@ def run(args: argparse.Namespace) -> int:
     learned = learn(rounds)
     trace = paced(rows, args.rate, args.length_factor)
     load = PlannedLoad(replay(trace, SEED), _settings(args, trace, learned), args.slo, _tell)
-    verdict = find_sizes(load, args.max_workers)
-    words, advice = f"{args.trace.name}: {trace.describe()}", verdict_of(verdict, args.slo, args.max_workers)
+    tried = find_sizes(load, args.max_workers)
+    words, verdict = f"{args.trace.name}: {trace.describe()}", verdict_of(tried, args.slo, args.max_workers)
     if args.json:
-        print(json.dumps(without_nan(_to_object(words, learned, verdict, advice)), allow_nan=False))
+        print(json.dumps(without_nan(_to_object(words, learned, tried, verdict)), allow_nan=False))
     else:
         print(words)
         show(("cost", "s", "learned from"), [*_cost_rows(learned)], args.color)
-        show(HEAD, [_row(one) for one in verdict.tried], args.color)
-        print(f"\n{advice}")
+        show(HEAD, [*map(_row, tried)], args.color)
+        print(f"\n{verdict}")
     return 0
 
 
@@ -135,17 +157,23 @@ def _settings(args: argparse.Namespace, trace: ScaledTrace, learned: LearnedCost
     )
 
 
-def verdict_of(verdict: "SizingVerdict", slo: Slo, max_workers: int) -> str:
-    """Tells in a sentence how many workers the load needs, and whether two pools pay."""
-    wanted, alone, pair = f"{slo.share:.0%} of requests within the limits", verdict.co_located, verdict.disaggregated
-    if verdict.chosen is None:
-        reached = f"the best, {_sizes(verdict.best)}, keeps {verdict.best.share:.1%}"
+def verdict_of(tried: Sequence["TriedSizes"], slo: Slo, max_workers: int) -> str:
+    """Tells in a sentence how many workers the load needs, and whether two pools pay.
+
+    The fewest workers are chosen; of equals the greater share, then one pool.
+    """
+    wanted, kept = f"{slo.share:.0%} of requests within the limits", [one for one in tried if one.share >= slo.share]
+    if not kept:
+        best = max(tried, key=lambda one: (one.is_whole, one.share))
+        reached = f"the best, {_sizes(best)}, keeps {best.share:.1%}"
         return f"No size of at most {max_workers} workers keeps {wanted}: {reached}."
-    other = pair if verdict.chosen is alone else alone
-    beside = f"more than {max_workers} workers" if other is None else _sizes(other)
-    advice = "Do not disaggregate" if verdict.chosen is alone else "Disaggregate"
-    how = ("two pools", "one pool")[verdict.chosen is pair]
-    return f"{advice}: {_sizes(verdict.chosen)} would keep {wanted}; {how} would take {beside}."
+    chosen, *others = sorted(kept, key=lambda one: (one.num_workers, -one.share, one.sizes.prefill))
+    is_pair = chosen.sizes.prefill > 0
+    beside = next(
+        (_sizes(one) for one in others if (one.sizes.prefill > 0) != is_pair), f"more than {max_workers} workers"
+    )
+    advice, how = ("Disaggregate", "one pool") if is_pair else ("Do not disaggregate", "two pools")
+    return f"{advice}: {_sizes(chosen)} would keep {wanted}; {how} would take {beside}."
 
 
 def _sizes(candidate: "TriedSizes") -> str:
@@ -173,28 +201,15 @@ def _cost_rows(learned: LearnedCosts) -> Iterator[tuple[str, str, str]]:
         yield name, f"{np.median(cost_s):.3g}", learned.sources[name]
 
 
-def _to_object(load: str, learned: LearnedCosts, verdict: "SizingVerdict", words: str) -> dict[str, Any]:
-    candidates = [
-        {**asdict(one), "busy": {role.value: share for role, share in one.busy.items()}} for one in verdict.tried
-    ]
+def _to_object(load: str, learned: LearnedCosts, tried: Sequence["TriedSizes"], verdict: str) -> dict[str, Any]:
+    candidates = [{**asdict(one), "busy": {role.value: share for role, share in one.busy.items()}} for one in tried]
     costs = {name: {"s": cost_s, "source": learned.sources[name]} for name, cost_s in asdict(learned.costs).items()}
-    return {"load": load, "costs": costs, "candidates": candidates, "verdict": words}
+    return {"load": load, "costs": costs, "candidates": candidates, "verdict": verdict}
 
 
 def read_slo(text: str) -> Slo:
     """Reads limits, in ms, and their share; a missing limit is infinite. Raises ArgumentTypeError."""
-    given = {"ttft_ms": float("inf"), "itl_ms": float("inf"), "share": 0.95}
-    for part in text.split(","):
-        name, _, limit = part.partition("=")
-        if name not in given:
-            raise argparse.ArgumentTypeError(f"must be like {SLO_EXAMPLE}")
-        given[name] = _above_0(limit)
+    given = read_limits(text, {"ttft_ms": math.inf, "itl_ms": math.inf, "share": 0.95}, SLO_EXAMPLE)
     if given["share"] > 1:
         raise argparse.ArgumentTypeError(f"share must be at most 1, not {given['share']:g}")
     return Slo(given["ttft_ms"] / 1000, given["itl_ms"] / 1000, given["share"])
-
-
-def _above_0(text: str) -> float:
-    if (number := read_number(text)) > 0:
-        return number
-    raise argparse.ArgumentTypeError(f"must be above 0, not {number:g}")

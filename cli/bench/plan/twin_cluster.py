@@ -2,12 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
+from typing import Self
 
-from baton.results import Span, read_timeline
-from cli.bench.latency import Record
+from baton.results import read_timeline
+from cli.bench.open_loop import OpenLoopClient, RequestTiming
 from cli.bench.plan.costs import WorkCosts
 from cli.bench.plan.paced_worker import PacedLoop, PacedModel, PacedRecords, PacedTransfers, VirtualInbox
 from cli.bench.schedule import Arrival
@@ -19,7 +20,7 @@ from router.config import ClusterAccess, RouterConfig, RouterSettings
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.line import Transport
-from router.workers.local_transport import DelayedTransport
+from router.workers.local_transport import LocalTransport
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import BatonError
 from wire.ids import WorkerId
@@ -66,87 +67,67 @@ class TwinSettings:
         )
 
 
-class TwinCluster:
-    """A cluster between `start` and `stop`. Needs a loop of virtual time, and reads no other clock."""
+class TwinCluster(OpenLoopClient):
+    """A cluster, and the client that loads it. Needs a loop of virtual time, and reads no other clock."""
 
-    def __init__(self, settings: TwinSettings) -> None:
+    def __init__(self, settings: TwinSettings, sizes: PoolSizes) -> None:
+        super().__init__(inf)
         self._settings = settings
+        self._sizes = sizes
         self._clock = asyncio.get_running_loop().time
         self._models: dict[Role, list[PacedModel]] = {role: [] for role in Role}
         self._workers: dict[str, Assembly] = {}
         self._draw = random.Random(0)
-        self._directory = directory = Directory(
-            settings.num_slots, self._clock, block_bytes=settings.layout.block_bytes
-        )
+        block_bytes = settings.layout.block_bytes
+        self._directory = directory = Directory(settings.num_slots, self._clock, block_bytes=block_bytes)
         directory.records = PacedRecords(directory.state)
-        self._tiers = Tiers(Arena.anonymous(settings.layout.block_bytes, settings.num_slots), directory)
+        self._tiers = Tiers(Arena.anonymous(block_bytes, settings.num_slots), directory)
         router = replace(settings.router, grpc_port=0, metrics_port="off", routers=1, public_prefixes=())
         config = RouterConfig(model=settings.model, cluster=ClusterAccess(TOKEN, SECRET_HEX), settings=router)
         self.router = Router(config, ByteTokenizer(), self._connect, LocalController(PoolSizes(0, 0)))
 
-    async def start(self, sizes: PoolSizes) -> None:
+    async def __aenter__(self) -> Self:
         self.router.start()
-        listed = []
-        for role in Role:
-            for number in range(sizes[role]):
-                name = f"{role.value}-{number}"
-                self._workers[name] = worker = self._make_worker(name, role)
-                await worker.service.start()
-                listed.append(Worker(WorkerId(name), role, name, WorkerState.READY))
+        names = [(f"{role.value}-{number}", role) for role in Role for number in range(self._sizes[role])]
+        for name, role in names:
+            self._workers[name] = worker = self._make_worker(name, role)
+            await worker.service.start()
+        listed = [Worker(WorkerId(name), role, name, WorkerState.READY) for name, role in names]
         refused = await self.router.membership.set(listed)
         assert not refused, refused
+        return self
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.router.stop()
         for worker in self._workers.values():
             await worker.service.close()
             worker.close()
+
+    async def max_context_len(self) -> int:
+        return self._settings.max_context_len
 
     def busy_s(self, role: Role) -> float:
         """Returns the mean time that the engines of a pool have worked."""
         models = self._models[role]
         return sum(model.busy_s for model in models) / max(1, len(models))
 
-    async def serve(self, arrival: Arrival, began_s: float) -> Record:
-        """Sends a request when it is due, and notes its tokens as they come."""
-        way_s = self._draw.choice(self._settings.costs.request_s)
-        await asyncio.sleep(began_s + arrival.at_s + way_s - self._clock())
-        chunks: list[tuple[float, int]] = []
-        num_cached, error, reason, spans = 0, None, "", tuple[Span, ...]()
+    async def ask(self, arrival: Arrival, answer: RequestTiming) -> None:
+        """Implements `OpenLoopClient.ask`, without a timeout."""
+        await asyncio.sleep(self._draw.choice(self._settings.costs.request_s))
+        sampling = pb.SamplingParams(temperature=0.0, max_tokens=arrival.output_len, seed=0, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=arrival.prompt), sampling_params=sampling)
         try:
-            async for response in self.router.dispatcher.open(_request(arrival), None).outbox:
+            async for response in self.router.dispatcher.open(request, None).outbox:
                 if response.HasField("chunk"):
-                    chunks.append((self._clock() - began_s, len(response.chunk.token_ids)))
+                    answer.note(len(response.chunk.token_ids))
                 else:
-                    num_cached = sum(one.tokens for one in response.complete.usage.cached_tokens)
-                    spans = read_timeline(response.complete.timeline).spans
+                    answer.cached_len = sum(one.tokens for one in response.complete.usage.cached_tokens)
+                    answer.spans = read_timeline(response.complete.timeline).spans
         except BatonError as failure:
-            error, reason = failure.status.grpc, failure.message
-        return Record(
-            scheduled_s=arrival.at_s,
-            sent_s=arrival.at_s,
-            chunks=tuple(chunks),
-            ended_s=self._clock() - began_s,
-            prompt_len=len(arrival.prompt),
-            cached_len=num_cached,
-            error=error,
-            reason=reason,
-            spans=spans,
-        )
-
-    async def play(self, arrivals: Sequence[Arrival], take: Callable[[Record], object]) -> None:
-        """Serves all arrivals; `take` gets each record as its request ends."""
-        began_s = self._clock()
-
-        async def one(arrival: Arrival) -> None:
-            take(await self.serve(arrival, began_s))
-
-        async with asyncio.TaskGroup() as group:
-            for arrival in arrivals:
-                group.create_task(one(arrival))
+            answer.fail(failure.status.grpc, failure.message)
 
     def _connect(self, address: str) -> Transport:
-        return DelayedTransport(self._workers[address].service, self._settings.costs.message_s)
+        return LocalTransport(self._workers[address].service)
 
     def _make_worker(self, name: str, role: Role) -> Assembly:
         settings, costs = self._settings, self._settings.costs
@@ -165,13 +146,8 @@ class TwinCluster:
             server=ServerSettings(TOKEN),
             batch=settings.batch,
         )
-        new_loop = partial(PacedLoop, model, clock)
+        new_loop = partial(PacedLoop, model, costs.message_s, clock)
         new_transfers = partial(PacedTransfers, costs, clock, self._directory.records)
         threads = Threads(self._clock, VirtualInbox, new_loop, new_transfers, clock)
         behaviour = _BEHAVIOURS[role](settings.batch, settings.block_size)
         return assemble_on(model, self._tiers, config, behaviour, lambda: None, threads)
-
-
-def _request(arrival: Arrival) -> pb.GenerateRequest:
-    sampling = pb.SamplingParams(temperature=0.0, max_tokens=arrival.output_len, seed=0, ignore_eos=True)
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=arrival.prompt), sampling_params=sampling)

@@ -1,10 +1,9 @@
 """An event loop on which waiting takes no time: its clock jumps to the next timer when nothing is ready.
 
-Work for threads runs on the loop, a little later.
+Work for threads runs on the loop, and takes no time.
 """
 
 import asyncio
-import random
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -13,7 +12,6 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-MAX_THREAD_S = 0.002
 MAX_CALLBACKS_AT_ONCE = 100_000
 
 
@@ -22,17 +20,15 @@ class Livelock(Exception):
 
 
 class TimelessLoop(asyncio.BaseEventLoop):
-    """An event loop without connections and threads. `draw` makes the time that work for threads takes."""
+    """An event loop without connections and threads."""
 
     _scheduled: list[asyncio.TimerHandle]
 
-    def __init__(self, draw: random.Random | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._draw = draw or random.Random(0)
         self._now_s = 0.0
         self._num_at_once = 0
         self._selector = self
-        self._free_at: dict[Executor | None, float] = {}
 
     @property
     def unfinished(self) -> Collection[asyncio.Task[Any]]:
@@ -56,11 +52,9 @@ class TimelessLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Runs work soon, one after another for an executor, which is not used otherwise."""
+        """Runs work soon, without its executor."""
         future = self.create_future()
-        when = max(self._now_s, self._free_at.get(executor, 0.0)) + self._draw.random() * MAX_THREAD_S
-        self._free_at[executor] = when
-        self.call_at(when, self._work, future, func, args)
+        self.call_soon(self.work, future, func, args)
         return future
 
     def call_soon_threadsafe(
@@ -76,7 +70,8 @@ class TimelessLoop(asyncio.BaseEventLoop):
                 task.get_coro().close()
         self.close()
 
-    def _work(self, future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
+    def work(self, future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
+        """Does the work of a future, unless it was cancelled."""
         if future.done():
             return
         try:

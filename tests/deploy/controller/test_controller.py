@@ -11,12 +11,16 @@ from deploy.actors.actor_host import LocalHost
 from deploy.controller import controller as controller_module
 from deploy.controller import supervised
 from deploy.controller.controller import Controller
+from deploy.controller.fleet import Fleet
 from deploy.local.key_file import KeyFile
 from deploy.plan.config import ClusterConfig
+from deploy.roll.revisions import Revision
 from router.workers.controller_port import ControllerReport
 from tests.deploy.plan.test_cluster_plan import planned
+from tests.harness.cluster import until
+from wire.block_names import digest_of
 from wire.errors import ConfigError, Unavailable
-from wire.pools import Addresses, OrderNumbers, RefusedWorkers
+from wire.pools import Addresses, OrderNumbers, RefusedWorkers, Shares
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
 from wire.typed_reader import from_json, to_json
 
@@ -30,6 +34,7 @@ class KeysHost(LocalHost):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[str, KeyList] = {}
+        self.shares = Shares({})
         self.deaf: set[str] = set()
         self.gate: asyncio.Event | None = None
         self.num_at_gate = 0
@@ -46,6 +51,8 @@ class KeysHost(LocalHost):
         if method == "set_keys" and name == "gateway-0" and self.gate is not None:
             self.num_at_gate += 1
             await self.gate.wait()
+        if method == "set_shares":
+            self.shares = from_json(Shares, str(arguments[0]), "shares")
         if method == "set_keys":
             self.keys[name] = from_json(KeyList, str(arguments[0]), "keys")
         return "{}"
@@ -275,3 +282,20 @@ async def test_a_controller_whose_run_folder_a_cleaner_has_removed_serves_on(clu
         while "the controller was lost, and is back" not in (await report(controller))[0]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert there.items() <= cluster.host.actors.items()
+
+
+async def test_a_tenants_share_of_arenas_holds_for_both_versions_of_a_rolled_model(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fleet, "_require_room", lambda *_: asyncio.sleep(0))
+    cluster.file.write(KeyList((make_key("acme", [Scope.GENERATE], Allowance(arena_share=0.25))[0],)))
+    controller, served = await cluster.start(), cluster.plan.model.served
+    rolled = replace(cluster.plan.model, served=replace(served, fingerprint_hex="ab" * 32))
+    await controller.roll(to_json(Revision(config=cluster.plan.config, model=rolled)))
+    secret = cluster.plan.router.cluster.secret
+    roots = [one.namespace.root_of(secret, "acme") for one in (served, rolled.served)]
+    both = Shares({digest_of(root).hex(): 0.25 for root in roots})
+    await until(lambda: cluster.host.shares == both)
+    cluster.host.shares = Shares({})
+    await cluster.controller_dies()
+    await until(lambda: cluster.host.shares == both)

@@ -34,6 +34,7 @@ from wire.errors import (
 )
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Role, Worker, WorkerState
+from wire.served_model import ServedModel
 from wire.typed_reader import from_json, to_json
 from worker.config import WorkerConfig
 
@@ -49,6 +50,8 @@ class FakeRouter:
         self.told: list[list[Worker]] = []
         self.sizes = PoolSizes(0, 0)
         self.refused: dict[WorkerId, str] = {}
+        self.needed: tuple[WorkerId, ...] = ()
+        self.models: list[ServedModel] = []
         self.away = False
 
     def set_members(self, members_json: str) -> str:
@@ -56,8 +59,9 @@ class FakeRouter:
             raise Unavailable("away")
         members = from_json(MemberList, members_json, "members")
         self.sizes = members.sizes
+        self.models = list(members.models)
         self.told.append(list(members.workers))
-        return to_json(RefusedWorkers(self.refused))
+        return to_json(RefusedWorkers(self.refused, self.needed))
 
     @property
     def known(self) -> set[str]:
@@ -346,18 +350,19 @@ async def test_a_worker_that_dies_while_it_changes_is_replaced() -> None:
         assert world.router.known == {P0, D0, D1}
 
 
-async def test_an_order_that_is_reversed_amid_a_change_ends_with_the_last_sizes() -> None:
+async def test_an_order_that_is_reversed_amid_a_change_brings_the_same_worker_back() -> None:
     async with World(2, 1).running() as world:
         await world.settled()
         world.host.keep_busy(P1)
         await world.fleet.resize(1, 2)
         await until(lambda: world.pools.has(P1, WorkerState.CHANGING))
         back = asyncio.create_task(world.scaled(2, 1))
-        await until(lambda: world.pools.has(P1, WorkerState.DRAINING))
+        await until(lambda: world.pools.sizes == PoolSizes(2, 1))
         world.host.finish(P1)
         assert await back == PoolSizes(2, 1)
-        assert world.router.known == {P0, P2, D0}
-        assert set(world.host.actors) == {P0, P2, D0}
+        assert world.router.known == {P0, P1, D0}
+        assert (world.host.served_as[-2:], world.host.drained) == ([(P1, "decode"), (P1, "prefill")], [])
+        assert world.host.launched == [P0, P1, D0], "none starts anew"
 
 
 async def test_a_change_that_another_controller_has_begun_is_brought_to_its_end() -> None:
@@ -1170,3 +1175,45 @@ async def test_workers_found_without_a_record_are_of_the_revision_that_has_serve
         async with world.running():
             await until(lambda: len(world.rolls.present) == 2 and not set(world.rolls.present) & set(found))
             assert set(world.rolls.present.values()) == {2}
+
+
+OTHER_WEIGHTS = replace(BEFORE.model, served=replace(BEFORE.model.served, fingerprint_hex="ab" * 32))
+
+
+async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wanted_one_first() -> None:
+    async with rollable(1, 1) as world:
+        before, after = BEFORE.model.served, OTHER_WEIGHTS.served
+        assert world.router.models == [before]
+        number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
+        await until(lambda: P1 in world.router.known)
+        assert world.router.models == [after, before]
+        await world.fleet.rolled(number, 5)
+        await until(lambda: world.router.models == [after])
+        world.fleet.introduce()
+        await until(lambda: world.fleet.is_settled)
+        assert world.router.models == [after], "a new router hears it, too"
+
+
+async def test_the_last_decode_worker_of_a_version_stays_while_a_router_needs_it() -> None:
+    async with rollable(1, 1) as world:
+        world.router.needed = (D0,)
+        number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
+        await until(lambda: {P1, D0, D1} == world.router.known)
+        with pytest.raises(DeadlineExceeded, match="the roll is still under way"):
+            await world.fleet.rolled(number, 0.05)
+        assert world.pools.has(D0, WorkerState.READY)
+        world.router.needed = ()
+        world.fleet.introduce()
+        await world.fleet.rolled(number, 5)
+        assert world.router.known == {P1, D1}
+
+
+async def test_a_roll_to_other_weights_that_fails_leaves_one_version() -> None:
+    async with rollable() as world:
+        number = await world.fleet.roll(with_threads(2), OTHER_WEIGHTS)
+        await until(lambda: len(world.router.models) == 2)
+        world.rolls.bad = 2
+        with pytest.raises(Unavailable, match="is taken back"):
+            await world.fleet.rolled(number, 5)
+        await world.has_only(1, 4)
+        await until(lambda: world.router.models == [BEFORE.model.served])

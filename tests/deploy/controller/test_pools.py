@@ -15,6 +15,8 @@ from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 ADDRESS = "127.0.0.1:1"
+ALIKE = True
+"""Whether workers of both roles are started alike."""
 P0, P1, D0, D1, D2 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"))
 
 
@@ -253,7 +255,7 @@ def change(worker_id: WorkerId) -> Worker:
     ("before", "after", "changes", "rest"),
     [
         pytest.param((2, 2), (1, 3), [change(P1)], [], id="one"),
-        pytest.param((1, 3), (3, 1), [change(D1), change(D2)], [], id="two, the youngest"),
+        pytest.param((1, 3), (3, 1), [change(D2), change(D1)], [], id="two, the youngest"),
         pytest.param((1, 2), (0, 3), [change(P0)], [], id="the last prefill worker, where none stays"),
         pytest.param((2, 1), (1, 3), [change(P1)], [start(D1)], id="and a start"),
         pytest.param((2, 2), (3, 1), [change(D1)], [], id="the other way"),
@@ -267,8 +269,8 @@ def test_a_pool_that_shrinks_gives_ready_workers_to_one_that_grows(
 ) -> None:
     made = pools(*before)
     made.resize(*after)
-    assert made.exchange() == changes
-    assert (made.exchange(), made.plan(0.0), made.exchange(), made.plan(0.0)) == ([], rest, [], [])
+    assert made.plan(0.0, ALIKE) == [*changes, *rest]
+    assert made.plan(0.0, ALIKE) == []
     assert not made.are_as_asked
     for worker in changes:
         made.became_ready(worker.id, ADDRESS)
@@ -284,41 +286,75 @@ def test_no_pool_gives_its_last_ready_worker_while_others_start() -> None:
     made.plan(0.0)
     assert [worker.state for worker in made] == [WorkerState.READY, WorkerState.STARTING]
     made.resize(1, 1)
-    assert made.exchange() == []
-    assert made.plan(0.0) == [start(P1), stop(D1)]
+    assert made.plan(0.0, ALIKE) == [start(P1), stop(D1)]
 
 
 def test_a_worker_that_still_changes_is_the_first_to_go_and_leaves_the_pool_that_it_came_from() -> None:
     made = pools(2, 1)
     made.resize(1, 2)
-    assert made.exchange() == [change(P1)]
+    assert made.plan(0.0, ALIKE) == [change(P1)]
     made.resize(1, 1)
-    assert made.plan(0.0) == [drain(P1)]
+    assert made.plan(0.0, ALIKE) == [drain(P1)]
     made.became_ready(P1, ADDRESS)
     assert made[P1] == drain(P1)
 
 
-def test_an_order_that_is_reversed_amid_a_change_has_the_worker_leave_and_another_start() -> None:
+def test_an_order_that_is_reversed_amid_a_change_brings_the_same_worker_back_once_it_is_ready() -> None:
     made = pools(2, 1)
     made.resize(1, 2)
-    assert made.exchange() == [change(P1)]
+    assert made.plan(0.0, ALIKE) == [change(P1)]
     made.resize(2, 1)
-    assert (made.exchange(), made.plan(0.0)) == ([], [start(WorkerId("prefill-2")), drain(P1)])
+    assert made.plan(0.0, ALIKE) == []
+    made.became_ready(P1, ADDRESS)
+    assert made.plan(0.0, ALIKE) == [replace(change(P1), role=Role.PREFILL)]
+    made.became_ready(P1, ADDRESS)
+    assert made.are_as_asked
+
+
+def test_an_order_that_is_reversed_amid_a_change_that_fails_has_another_worker_start() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    made.plan(0.0, ALIKE)
+    made.resize(2, 1)
+    assert (made.plan(0.0, ALIKE), made.dismiss(P1)) == ([], drain(P1))
+    assert made.plan(0.0, ALIKE) == [start(WorkerId("prefill-2"))]
+
+
+def test_workers_that_change_are_waited_for_before_others_change_back() -> None:
+    made = pools(3, 1)
+    made.resize(2, 2)
+    made.plan(0.0, ALIKE)
+    made.became_ready(WorkerId("prefill-2"), ADDRESS)
+    made.resize(1, 3)
+    assert made.plan(0.0, ALIKE) == [change(P1)]
+    made.resize(3, 1)
+    assert made.plan(0.0, ALIKE) == [replace(change(WorkerId("prefill-2")), role=Role.PREFILL)], "one changes still"
+    made.became_ready(P1, ADDRESS)
+    assert made.plan(0.0, ALIKE) == [replace(change(P1), role=Role.PREFILL)]
+
+
+def test_a_worker_that_changes_is_drained_where_a_roll_begins_and_the_order_is_reversed() -> None:
+    made = pools(2, 1)
+    made.resize(1, 2)
+    made.plan(0.0, ALIKE)
+    made.roll = made.roll.begun(tuple(made))
+    made.resize(2, 1)
+    assert made.plan(0.0, ALIKE) == [start(WorkerId("prefill-2")), drain(P1)]
 
 
 def test_an_order_that_is_reversed_after_a_change_brings_the_same_worker_back() -> None:
     made = pools(2, 1)
     made.resize(1, 2)
-    made.exchange()
+    made.plan(0.0, ALIKE)
     made.became_ready(P1, ADDRESS)
     made.resize(2, 1)
-    assert made.exchange() == [replace(change(P1), role=Role.PREFILL)]
+    assert made.plan(0.0, ALIKE) == [replace(change(P1), role=Role.PREFILL)]
 
 
 def test_a_worker_that_is_lost_while_it_changes_is_replaced_and_counts_as_no_failed_start() -> None:
     made = pools(2, 1)
     made.resize(1, 2)
-    made.exchange()
+    made.plan(0.0, ALIKE)
     assert made.lost(P1, 0.0, "it died") == ""
     assert made.plan(0.0) == [start(D1)]
 
@@ -326,7 +362,7 @@ def test_a_worker_that_is_lost_while_it_changes_is_replaced_and_counts_as_no_fai
 def test_a_drain_by_name_of_a_worker_that_changes_shrinks_its_new_pool() -> None:
     made = pools(2, 1)
     made.resize(1, 2)
-    made.exchange()
+    made.plan(0.0, ALIKE)
     assert made.release(P1) == drain(P1)
     assert made.sizes == PoolSizes(1, 1)
     made.forget(P1)
@@ -336,7 +372,7 @@ def test_a_drain_by_name_of_a_worker_that_changes_shrinks_its_new_pool() -> None
 def test_a_worker_that_changes_is_recorded_so() -> None:
     made = pools(2, 1)
     made.resize(1, 2)
-    made.exchange()
+    made.plan(0.0, ALIKE)
     assert Pools.from_json(made.to_json())[P1] == change(P1)
 
 
@@ -352,7 +388,7 @@ def test_the_last_decode_worker_goes_when_another_is_ready() -> None:
     made.vacate([D0, D1])
     assert made.plan(0.0) == [drain(D1), start(D2), start(WorkerId("decode-3"))]
     made = Pools.from_json(made.to_json())
-    assert (made.plan(0.0), made.has(D0, WorkerState.READY), made.num_ready) == ([], True, PoolSizes(0, 0))
+    assert (made.plan(0.0), made.has(D0, WorkerState.READY), made.pool(Role.DECODE).ready) == ([], True, [])
     made.became_ready(D2, ADDRESS)
     assert made.plan(0.0) == [drain(D0)]
 
@@ -361,7 +397,9 @@ def test_a_worker_whose_place_is_taken_changes_no_role_and_is_shrunk_by_name_as_
     made = pools(2, 1)
     made.vacate([P1, P0])
     made.resize(1, 2)
-    assert made.exchange() == []
+    recorded = made.to_json()
+    assert all(one.state is not WorkerState.CHANGING for one in made.plan(0.0, ALIKE))
+    made = Pools.from_json(recorded)
     made.release(P1)
     assert made.sizes == PoolSizes(0, 2)
 
@@ -424,17 +462,17 @@ class AnyEvents(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now_s += 60.0
         serving = {role: self.num_serving(role) for role in Role}
-        changing = self.made.exchange()
-        for role in Role:
-            assert not serving[role] or self.num_serving(role) or not self.made.sizes[role]
-        planned = self.made.plan(self.now_s)
+        planned = self.made.plan(self.now_s, ALIKE)
+        changing = [worker for worker in planned if worker.state is WorkerState.CHANGING]
+        for role in {worker.role.other for worker in changing}:
+            assert self.num_serving(role) or not self.made.sizes[role]
         assert not serving[Role.DECODE] or self.num_serving(Role.DECODE), "one decode worker serves on"
-        assert all(worker.state is WorkerState.CHANGING and worker.address for worker in changing)
-        assert len({worker.id for worker in (*changing, *planned)}) == len(changing) + len(planned)
+        assert all(worker.address for worker in changing)
+        assert len({worker.id for worker in planned}) == len(planned)
         started = {worker.id for worker in planned if worker.state is WorkerState.STARTING}
         assert not started & self.names, "no name is given twice"
         self.names |= started
-        assert (self.made.exchange(), self.made.plan(self.now_s)) == ([], []), "what has begun is not begun again"
+        assert self.made.plan(self.now_s, ALIKE) == [], "what has begun is not begun again"
 
     def num_serving(self, role: Role) -> int:
         return sum(worker.role is role and worker.state is WorkerState.READY for worker in self.made)

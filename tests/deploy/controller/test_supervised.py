@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -101,6 +102,26 @@ async def test_a_restart_that_fails_is_tried_again_and_leaves_no_process(world: 
     assert world.num_launched == 5
     assert world.host.actors == {"node": Liveness.ANSWERING}
     assert "did not start again: too little memory" in str(world.events.report())
+
+
+async def test_a_restart_that_fails_alike_again_and_again_is_told_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    world.host.failures = [
+        Unavailable("no node"),
+        Unavailable("no node"),
+        ConfigError("no port"),
+        Unavailable("no node"),
+    ]
+    async with world.watched():
+        world.becomes(Liveness.DEAD)
+        await world.is_back()
+    told = [f"the node {what}" for what in ("was lost", *3 * ("did not start again",), "is back")]
+    reasons = ("", ": no node", ": no port", ": no node", "")
+    expected = [what + reason for what, reason in zip(told, reasons, strict=True)]
+    assert [event.text for event in world.events.report()] == expected
+    assert [record.getMessage() for record in caplog.records] == expected
 
 
 async def test_a_service_that_is_silent_for_long_is_replaced(world: World) -> None:

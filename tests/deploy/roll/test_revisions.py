@@ -11,6 +11,7 @@ from deploy.roll.roll import Roll
 from tests.deploy.plan.test_cluster_plan import MODEL, SERVED, planned, worker_of
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError, Unavailable
+from wire.sampling import SamplingParams
 
 PRESENT = Revision(config=ClusterConfig(), model=MODEL)
 
@@ -30,9 +31,9 @@ def changed(**tables: Any) -> ClusterConfig:
 )
 def test_settings_of_workers_are_rolled(tables: dict[str, Any]) -> None:
     config = changed(**tables)
-    model = replace(MODEL, served=replace(SERVED, name="elsewhere", folder="/elsewhere"))
-    revision = rolled(PRESENT, config, model)
-    assert (revision.config, revision.model.served) == (config, replace(SERVED, folder="/elsewhere"))
+    version = replace(SERVED, folder="/elsewhere", fingerprint_hex="ab" * 32, sampling=SamplingParams(top_k=3))
+    revision = rolled(PRESENT, config, replace(MODEL, served=replace(version, name="elsewhere")))
+    assert (revision.config, revision.model.served) == (config, version)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,14 @@ def test_any_other_setting_is_refused_by_name(tables: dict[str, Any], words: str
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"fingerprint_hex": "ab" * 32}, r"the model's weights, numbers or kernels \(model.path, model.dtype"),
+        ({"text_hex": "ab" * 32}, r"the model's tokenizer or chat template \(model.path\): `baton down` and"),
         ({"layout_hex": replace(LAYOUT, block_size=32).encode().hex()}, "the model's KV layout"),
         ({"max_context_len": 65}, "the model's context:"),
         ({"batch_invariant": False, "vocab_size": 7}, "the model's vocab_size and batch_invariant:"),
         ({"kv_policies": ("full", "snapkv")}, "the model's KV policies"),
     ],
 )
-def test_a_model_whose_workers_could_not_be_paired_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_model_that_cannot_be_served_beside_the_present_one_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         rolled(PRESENT, PRESENT.config, replace(MODEL, served=replace(SERVED, **change)))
 

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -8,7 +9,8 @@ from cli.bench.plan import virtual_time
 from deploy.actors.actor_host import LocalHost
 from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.config import SloSettings
-from deploy.scaling.scaler import ASK_EVERY_S, Scaler
+from deploy.scaling.policy import REVERSE_S
+from deploy.scaling.scaler import ASK_EVERY_S, FILE, Scaler
 from router.observe.demand import Demand
 from wire.errors import ConfigError, Unavailable
 from wire.pools import PoolSizes
@@ -39,15 +41,20 @@ class ScaledHost(LocalHost):
 class World:
     """A scaler over two routers, and a fleet that has each size at once, or has no room."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.host = ScaledHost()
         self.sizes = PoolSizes(1, 1)
         self.orders: list[tuple[float, PoolSizes]] = []
         self.has_room = True
         clock = asyncio.get_running_loop().time
         self.events = EventLog(clock)
-        means = Supervision(self.host, Path(), self.events, clock)
-        self.scaler = Scaler(SLO, list(self.host.tokens_s), means, lambda: self.sizes, self._resize)
+        self.folder = folder
+        self._means = Supervision(self.host, folder, self.events, clock)
+        self.start()
+
+    def start(self) -> None:
+        """Starts a scaler, which knows of earlier ones what they have recorded."""
+        self.scaler = Scaler(SLO, list(self.host.tokens_s), self._means, lambda: self.sizes, self._resize)
         self._task = asyncio.create_task(self.scaler.run())
 
     async def pass_by(self, seconds: float) -> PoolSizes:
@@ -69,12 +76,13 @@ class World:
 
 
 def at_work(steps: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        world = World()
+    async def run(folder: Path) -> None:
+        world = World(folder)
         await steps(world)
         world.end()
 
-    virtual_time.run(run())
+    with TemporaryDirectory() as folder:
+        virtual_time.run(run(Path(folder)))
 
 
 def test_sizes_follow_a_load_that_comes_and_goes_and_events_say_why() -> None:
@@ -86,6 +94,55 @@ def test_sizes_follow_a_load_that_comes_and_goes_and_events_say_why() -> None:
         assert await world.pass_by(400.0) == PoolSizes(1, 1)
         assert world.texts[-1].startswith("prefill ")
         assert " to 1: 0 uncached tokens/s arrive, 0 wait" in world.texts[-1]
+
+    at_work(steps)
+
+
+def test_a_new_controller_does_not_reverse_the_last_order_of_its_predecessor_soon() -> None:
+    async def steps(world: World) -> None:
+        world.host.tokens_s = {"router": 3500, "router-1": 0}
+        await world.pass_by(60.0)
+        world.host.tokens_s["router"] = 0
+        while world.sizes.prefill > 1:
+            await world.pass_by(ASK_EVERY_S)
+        shrunk_s, _ = world.orders[-1]
+        world.end()
+        world.start()
+        assert world.scaler.pools[0].last_order == [one for one in world.texts if one.startswith("prefill ")][-1]
+        world.host.tokens_s["router"] = 3500
+        assert (await world.pass_by(REVERSE_S + 3 * ASK_EVERY_S)).prefill > 1
+        grown_s, _ = next(one for one in world.orders if one[0] > shrunk_s)
+        assert grown_s - shrunk_s >= REVERSE_S
+
+    at_work(steps)
+
+
+@pytest.mark.parametrize(
+    "record", ["{", '{"orders": [{"role": "prefill", "before": 2, "size": 1, "reason": "", "at_s": 1e9}]}']
+)
+def test_a_record_that_is_damaged_or_of_an_earlier_start_of_the_machine_bars_no_order(record: str) -> None:
+    async def steps(world: World) -> None:
+        world.end()
+        (world.folder / FILE).write_text(record)
+        world.start()
+        world.host.tokens_s["router"] = 3500
+        assert (await world.pass_by(10 * ASK_EVERY_S)).prefill > 1
+
+    at_work(steps)
+
+
+def test_a_pool_tells_its_limit_and_its_last_order() -> None:
+    async def steps(world: World) -> None:
+        prefill, decode = world.scaler.pools
+        assert prefill.limit == "slo.ttft_ms 2000 for 95% of requests, 1 to 6 workers"
+        assert decode.limit == "slo.itl_ms 50 for 95% of requests, 1 to 4 workers"
+        assert not prefill.last_order
+        world.host.tokens_s["router"] = 3500
+        await world.pass_by(60.0)
+        prefill, decode = world.scaler.pools
+        assert prefill.last_order in world.texts
+        assert prefill.age_s > 0
+        assert not decode.last_order
 
     at_work(steps)
 

@@ -1,0 +1,169 @@
+"""A roll to other weights: each answer is whole of one version of the model, and so is each block."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from engine.model.hash_model import HashModel
+from tests.faults.rest import at_rest
+from tests.harness.answer import Reader
+from tests.harness.assembled_worker import FINGERPRINT
+from tests.harness.cluster import until
+from tests.harness.faulty_cluster import FaultyCluster
+from tests.harness.faulty_model import FaultyModel
+from tests.harness.local_cluster import Parts, Sizes
+from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
+from wire.errors import ModelReplaced
+from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
+from wire.pools import PoolSizes
+
+OLD, NEW = (HashModel(LAYOUT, vocab_size=300, seed=seed) for seed in (0, 1))
+NEW_FINGERPRINT = b"n" * 32
+
+
+class Versions(FaultyCluster):
+    """A cluster amid a roll: workers that are not among the first have the new weights."""
+
+    first: Sequence[str] = ()
+
+    def _parts(self, name: str) -> Parts:
+        parts = super()._parts(name)
+        if name in self.first or not self.first:
+            return parts
+        self.models[name] = FaultyModel(NEW)
+        return replace(parts, model=self.models[name], fingerprint=NEW_FINGERPRINT)
+
+    async def roll(self, *new: str, without: Sequence[str] = (), decode: int = 1) -> None:
+        """Has new workers beside the present ones, in pools of this size."""
+        self.first = self.first or tuple(self.listed)
+        old = self.router.config.model
+        self.router.members.sizes = PoolSizes(0, decode)
+        self.router.versions.replace((replace(old, fingerprint_hex=NEW_FINGERPRINT.hex()), old))
+        await self.enlist(*(name for name in self.listed if name not in without), *new)
+
+    @property
+    def needed(self) -> list[str]:
+        return list(self.router.dispatcher.needed)
+
+    async def serves(self, name: str) -> None:
+        """Waits until a worker has a request."""
+        await until(lambda: self.router.members[name].num_choices)  # type: ignore[index]
+
+
+async def test_answers_and_blocks_are_of_one_version() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        await cluster.roll("p1", "d1")
+        [new] = await cluster.answer(ask())
+        assert new.token_ids == NEW.oracle(PROMPT, 40)
+        assert worker(await cluster.status(), "p1").computed_prompt_tokens == len(PROMPT), "nothing is shared"
+        assert cluster.needed == ["d0"]
+        cluster.models["d0"].go_on()
+        [old] = await begun.read_all()
+        assert old.token_ids == OLD.oracle(PROMPT, 200)
+        assert cluster.needed == []
+        await cluster.roll(without=("p0", "d0"))
+        [new] = await cluster.answer(ask())
+        assert new.token_ids == NEW.oracle(PROMPT, 40)
+        await at_rest(cluster)
+
+
+async def test_a_stream_whose_worker_dies_goes_on_at_another_of_its_version() -> None:
+    async with Versions.running(OLD, 1, 2, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        [serving] = [name for name in ("d0", "d1") if cluster.router.members[name].num_choices]  # type: ignore[index]
+        cluster.models[serving].pause()
+        await cluster.roll("p1", "d2", "d3", without=("p0",))
+        cluster.crash(serving)
+        [old] = await begun.read_all()
+        assert old.token_ids == OLD.oracle(PROMPT, 200)
+        await at_rest(cluster)
+
+
+async def test_a_stream_ends_with_its_reason_once_no_worker_of_its_version_is_left() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        await cluster.roll("p1", "d1", without=("p0",))
+        cluster.crash("d0")
+        await cluster.someone_died.wait()
+        await cluster.roll()
+        with pytest.raises(ModelReplaced, match="the last worker with the answer's model is gone"):
+            await begun.read_all()
+        await at_rest(cluster)
+
+
+async def test_both_versions_serve_until_the_new_one_has_as_many_decode_workers_as_asked_for() -> None:
+    async with Versions.running(OLD, 0, 2, Sizes()) as cluster:
+        await cluster.roll("d2", decode=2)
+        for name in ("d0", "d1", "d2"):
+            cluster.models[name].pause()
+        readers = [cluster.open(ask()) for _ in range(3)]
+        for name in ("d0", "d1", "d2"):
+            await cluster.serves(name)
+        await cluster.roll("d3", decode=2)
+        readers += [cluster.open(ask()) for _ in range(3)]
+        for name in ("d0", "d1", "d2"):
+            cluster.models[name].go_on()
+        told = [(await reader.read_all())[0].token_ids for reader in readers]
+        assert sorted(told[:3]) == sorted([OLD.oracle(PROMPT, 40)] * 2 + [NEW.oracle(PROMPT, 40)])
+        assert told[3:] == [NEW.oracle(PROMPT, 40)] * 3
+        await at_rest(cluster)
+
+
+async def test_a_worker_is_asked_by_itself_whatever_its_version() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        await cluster.roll("p1", "d1")
+        for name, model in (("p0", OLD), ("p1", NEW), ("d0", OLD), ("d1", NEW)):
+            opened = cluster.router.dispatcher.open_on(name, ask(), 60.0)  # type: ignore[arg-type]
+            tokens = [token async for response in opened.outbox for token in response.chunk.token_ids]
+            assert tokens == model.oracle(PROMPT, 40)
+
+
+async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        await cluster.answer(ask())
+        await cluster.roll("p1", "d1")
+        await cluster.answer(ask())
+        rows = (await cluster.router.administration.count(cluster_pb2.CacheRequest(tenant="default"))).rows
+        assert [(one.tenant, one.model) for one in rows if one.tier == "host"] == [("default", "twin")] * 2
+
+
+def resumed(begun: Reader, fingerprint: str) -> pb.GenerateRequest:
+    """What a client asks another router, which gets the tokens so far."""
+    known = [pb.ResumedChoice(token_ids=one.token_ids) for one in begun.choices]
+    request = ask(max_tokens=200, seed=7)
+    request.resume.MergeFrom(pb.Resume(choices=known, fingerprint=fingerprint))
+    return request
+
+
+async def test_an_answer_goes_on_at_another_router_in_its_version_or_not_at_all() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        opened = cluster.router.dispatcher.open(ask(max_tokens=200, seed=7), 60.0)
+        told = []
+
+        async def noted() -> AsyncIterator[pb.GenerateResponse]:
+            async for response in opened.outbox:
+                told.append(response.fingerprint)
+                yield response
+
+        begun = Reader(noted())
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        assert (told[0], {*told[1:]} - {""}) == (FINGERPRINT.hex(), set())
+        await cluster.roll("p1", "d1")
+        again = cluster.router.dispatcher.open(resumed(begun, told[0]), 60.0)
+        await cluster.serves("d0")
+        cluster.models["d0"].go_on()
+        rest = [token async for response in again.outbox for token in response.chunk.token_ids]
+        assert [*begun.choices[0].token_ids, *rest] == OLD.oracle(PROMPT, 200)
+        with pytest.raises(ModelReplaced, match="is served no more"):
+            cluster.open(resumed(begun, "ab" * 32))
+        await begun.read_all()
+        await at_rest(cluster)
