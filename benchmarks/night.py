@@ -9,6 +9,7 @@ searched for the lines that tell of each event, in order; the page has the whole
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -85,8 +86,8 @@ class Night:
             "--redis-url",
             "off",
         ]
-        self.cluster.do("up", "--model", str(checkpoint), *flags)
         ended.callback(self.cluster.run, "down")
+        self.cluster.do("up", "--model", str(checkpoint), *flags)
         self.done: list[Asked] = []
         self.failures: list[str] = []
         self._is_over = threading.Event()
@@ -186,6 +187,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a page of the night")
     options = parser.parse_args()
     began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray and the cluster end with it
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
         night = Night(Path(folder), ended)
         incidents = night.live()

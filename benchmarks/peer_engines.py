@@ -71,7 +71,7 @@ class Baton:
 
         # The kernels take their number of threads from torch when they are selected.
         torch.set_num_threads(num_threads)
-        backend = select_backend(torch.device("cpu"))
+        backend = select_backend(torch.device("cpu"), os.environ.get("BATON_PEERS_CPU_KERNELS", "auto"))
         self._model = self._kind().load(folder, dtype, torch.device("cpu"), 16, backend)
         self.renew()
         self._num_asked = 0

@@ -18,6 +18,8 @@ _TORCH = "torch==2.13.0"
 _ZENTORCH = "zentorch==2.13.0.2"
 """Kernels of torch's version that vLLM takes on AMD's processors with AVX-512."""
 _INSTALL_TIMEOUT_S = 3600.0
+KERNELS_VARIABLE = "BATON_PEERS_CPU_KERNELS"
+"""Names Baton's kernels to benchmarks/peer_engines.py."""
 
 
 def peer_env(num_threads: int, scratch: Path) -> dict[str, str]:
@@ -25,6 +27,12 @@ def peer_env(num_threads: int, scratch: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_PRELOAD")}
     env |= {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
     return env | {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
+
+
+def kernels_env(isa: str) -> dict[str, str]:
+    """Names Baton's kernels to an engine; avx2 also bounds the instruction set of torch and oneDNN."""
+    bounds = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} if isa == "avx2" else {}
+    return {KERNELS_VARIABLE: isa, **bounds}
 
 
 def vllm_env(python: Path, num_threads: int) -> dict[str, str]:

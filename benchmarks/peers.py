@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --rounds 3
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --gguf smollm2 --out peers_gguf
+    OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --cpu-kernels avx2 --out peers_avx2
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --peer baton-modules --peer transformers-batches \
         --batch 8 --prompt 512 --out peers_modules
 
@@ -10,6 +11,9 @@ engine works at a time. Decode speed is taken between tokens of the time in whic
 of each token. A figure whose rounds differ by more than a fifth is refused: its rounds are printed, the exit status is
 1, and there is no ratio with it. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for
 CPUs if they shall have no CUDA libraries. A peer that fails is named and left out.
+
+--cpu-kernels names the instruction set of Baton's kernels, as the setting `worker.cpu_kernels`; avx2 also keeps torch
+and oneDNN of the peers (vLLM, transformers) to it. llama.cpp and OpenVINO take what the machine has.
 
 With --gguf, Baton and llama.cpp run one file, packed as it is; other engines run its weights, dequantized into a plain
 checkpoint, and baton-bfloat16 is Baton on that.
@@ -34,9 +38,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import MachineState
 from benchmarks.peer_figures import MAX_SPREAD, describe, num_refused, summarize
-from benchmarks.peer_installs import INSTALLERS, peer_env, vllm_env
+from benchmarks.peer_installs import INSTALLERS, kernels_env, peer_env, vllm_env
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess, say
 from benchmarks.result_file import write_result
+from kernels.cpu.library import ISA_TO_FEATURES
 
 PEERS = ("vllm", "llamacpp", "openvino", "openvino-int8", "openvino-int4", "transformers")
 PLAIN_BATON = "baton-bfloat16"
@@ -59,21 +64,31 @@ class Launcher:
     """Starts engines on a checkpoint; their logs and temporary files go to `scratch`.
 
     plain: the checkpoint of engines that read no GGUF file; the same folder where `folder` is not made of one.
+    kernels: the instruction set of Baton's kernels.
     """
 
-    def __init__(self, folder: Path, venvs: Path, num_threads: int, scratch: Path, plain: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        venvs: Path,
+        num_threads: int,
+        scratch: Path,
+        plain: Path | None = None,
+        kernels: str = "auto",
+    ) -> None:
         self._folder = folder
         self._plain = plain or folder
         self._venvs = venvs
         self._num_threads = num_threads
         self._scratch = scratch
+        self._kernels = kernels
 
     @contextmanager
     def start(self, name: str, dtype: str, niceness: int = 0) -> Iterator[EngineProcess]:
         """Installs an engine if need be, and runs it. Raises EngineFailed."""
         kind = name.partition("-")[0]
         python = INSTALLERS[kind](self._venvs / kind) if kind in INSTALLERS else Path(sys.executable)
-        env = peer_env(self._num_threads, self._scratch)
+        env = peer_env(self._num_threads, self._scratch) | kernels_env(self._kernels)
         env |= {"PYTHONPATH": str(ROOT)} if kind == "baton" else {}
         env |= vllm_env(python, self._num_threads) if kind == "vllm" else {}
         script = str(ROOT / "benchmarks" / "peer_engines.py")
@@ -221,7 +236,8 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Starts all engines, measures, and ends them. Raises EngineFailed for Baton."""
     machine = MachineState.measure()
     folder, plain = find_checkpoints(options, scratch)
-    launcher = Launcher(folder.resolve(), options.venvs.resolve(), options.threads, scratch, plain)
+    venvs = options.venvs.resolve()
+    launcher = Launcher(folder.resolve(), venvs, options.threads, scratch, plain, options.cpu_kernels)
     checked = check_tokens(launcher)
     engines: dict[str, EngineProcess] = {}
     left_out: dict[str, str] = {}
@@ -283,6 +299,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each request, for decode speed")
     parser.add_argument("--rounds", type=_rounds, default=3, help="two at least, behind one that warms up")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-kernels", choices=("auto", *ISA_TO_FEATURES), default="auto", help="Baton's kernels")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", type=Path, help="a checkpoint folder; SmolLM-135M's shape with random weights")
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file, or a name of `baton pull`, in place of --model")

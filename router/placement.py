@@ -183,7 +183,8 @@ class Placement:
         """
         pool = self._members.ready(Role.PREFILL if route.prefill_node is not None else Role.DECODE)
         known = [one.prefill_token_s for one in pool if one.prefill_token_s is not None]
-        return [one.prefill_token_s or median(known) for one in pool] if known else []
+        typical = median(known) if known else 0.0
+        return [one.prefill_token_s or typical for one in pool] if known else []
 
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""

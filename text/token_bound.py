@@ -104,10 +104,13 @@ def _spells_all(definition: dict[str, Any]) -> bool:
 
 def _longest(tokens: Iterable[bytes]) -> Any:
     """Lists for each byte the length of the longest token that has it."""
-    longest = dict.fromkeys(range(256), 1)
-    for token in sorted(tokens, key=len):
-        longest.update(dict.fromkeys(token, len(token)))
-    return np.array([longest[byte] for byte in range(256)], np.int64)
+    len_to_bytes: dict[int, set[int]] = {}
+    for token in tokens:
+        len_to_bytes.setdefault(len(token), set()).update(token)
+    longest = np.ones(256, np.int64)
+    for length in sorted(len_to_bytes):
+        longest[list(len_to_bytes[length])] = length
+    return longest
 
 
 def byte_alphabet() -> dict[str, int]:

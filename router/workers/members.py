@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from router.workers.line import Line
 from wire.errors import PairRefused, WorkerNotFound
@@ -53,7 +54,7 @@ class Member:
     def role(self) -> Role:
         return self.worker.role
 
-    @property
+    @cached_property
     def version(self) -> Version:
         return self.info.fingerprint, self.info.layout
 

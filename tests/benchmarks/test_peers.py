@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gguf_file import interleave_halves
 from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peer_figures import describe, num_refused, summarize
-from benchmarks.peer_installs import INSTALLERS, needed_requirements
+from benchmarks.peer_installs import INSTALLERS, kernels_env, needed_requirements
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess
 from benchmarks.peers import PEERS, Comparison, Launcher, Point, default_cache, main, num_equal, parse, rotate
 from tests.harness.checkpoints import make_checkpoint
@@ -152,6 +152,13 @@ def test_batons_tokens_have_times_that_rise(tmp_path: Path) -> None:
     assert [len(ids) for ids in log.token_ids] == [len(times) for times in log.times_s] == [5] * 3
     assert all(times[0] > 0 and times == sorted(set(times)) for times in log.times_s)
     assert Answer(log.token_ids, log.times_s).decode_rate > 0
+
+
+def test_batons_kernels_are_the_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in kernels_env("torch").items():
+        monkeypatch.setenv(name, value)
+    assert "torch-" in Baton(make_checkpoint("llama-gqa", tmp_path), 1, "float32").settings
+    assert kernels_env("avx2")["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
 @pytest.mark.parametrize(

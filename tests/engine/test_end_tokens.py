@@ -108,6 +108,17 @@ def test_added_tokens_that_are_none_are_refused(folder: Path, added: object) -> 
         Checkpoint(folder)
 
 
+def test_a_vocabulary_that_spells_the_field_of_added_tokens_hides_none(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_bytes())
+    spelled = {"added_tokens": 1000, '"added_tokens": [': 1001}
+    first = {"model": tokenizer["model"] | {"vocab": spelled | tokenizer["model"]["vocab"]}}
+    path.write_text(json.dumps(first | {name: value for name, value in tokenizer.items() if name != "model"}))
+    change(folder, "tokenizer_config.json", eos_token="</s>")
+    ids = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+    assert Checkpoint(folder).config.eos_token_ids == (ids["</s>"],)
+
+
 def test_without_a_process_for_the_template_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "chat_template.jinja").write_text(TURNS)
     monkeypatch.setattr(template_processes, "MEMORY_BYTES", "none")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from cli.bench.plan.costs import WorkCosts
@@ -76,7 +77,7 @@ class PacedModel(HashModel):
         costs, num_rows, lens = self._costs, batch.num_decodes, batch.context_lens.numpy()
         took_s = costs.step_s + costs.row_s * num_rows + costs.context_token_s * float(lens[:num_rows].sum())
         if num_rows < len(lens):
-            chunks = batch.cu_query_lens.diff().numpy()[num_rows:]
+            chunks = np.diff(batch.cu_query_lens.numpy()[num_rows:])
             took_s += (
                 costs.prompt_s
                 + costs.prompt_token_s * float(chunks.sum())

@@ -249,3 +249,12 @@ def swap_tokens(file: Path) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     file.write_text(json.dumps(tokenizer))
+
+
+def test_other_weights_have_the_same_text_and_another_template_has_not(tmp_path: Path) -> None:
+    folders = [make_checkpoint("llama-gqa", tmp_path / str(seed), seed=seed) for seed in range(3)]
+    (folders[2] / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    one, other, chatty = (inspect_model(ModelSettings(path=str(folder)), "cpu").served for folder in folders)
+    assert (one.text_hex, one.layout_hex) == (other.text_hex, other.layout_hex)
+    assert one.fingerprint_hex != other.fingerprint_hex
+    assert one.text_hex != chatty.text_hex
