@@ -38,7 +38,7 @@ WORKING_SET_BYTES = 256 << 20
 NUM_ROUNDS = 5
 """The least time counts."""
 OF_ONE_ORDER = "reproducible_"
-"""The start of the names of sets with a common order of sums; the rest names one with an order of its own."""
+"""The start of the names of sets with a common order of sums, before the name of the set with an order of its own."""
 
 
 def measure(

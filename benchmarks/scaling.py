@@ -8,7 +8,9 @@ prompt tokens/s; 190, 640 and 898 tokens/s in 1, 8 and 32 streams, a line of 4.3
 costs from its order to its end, and starts in 8 s. `following` begins with the sizes of `fixed`, the cheapest of the
 whole trace. `foresight` is the cheapest plan found that knows all arrivals: for each interval the fewest prefill
 workers that keep enough of its prompts in time, and decode workers by the streams at the limit, ordered a start ahead,
-kept over gaps shorter than a start.
+kept over gaps shorter than a start. It may go back and forth within a minute; `foresight, steady` may not, as
+`following`: the cheapest such sizes over the same needs, by dynamic programming, with a price of each request that is
+short of a worker.
 """
 
 import argparse
@@ -18,11 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
 from benchmarks.result_file import write_result
-from benchmarks.scaling_model import Costs, Outcome, Pools, Sizing
+from benchmarks.scaling_model import POLL_EVERY_S, Costs, Outcome, Pools, Sizing
 from cli.bench.schedule import TraceRow, read_trace
 from deploy.plan.config import SloSettings
 from deploy.scaling.demand import Loads
@@ -55,6 +60,7 @@ class Bench:
         self.costs = costs
         self.ttft_s = ttft_s
         self.itl_s = itl_s
+        self._ahead_s = costs.start_s + POLL_EVERY_S
 
     def run(self, first: PoolSizes, sizing: Sizing) -> Run:
         pools = Pools(self.rows, self.costs, first, self.ttft_s, self.itl_s)
@@ -96,7 +102,7 @@ class Bench:
     def foresight(self) -> Run:
         """Returns the cheapest plan found that knows all arrivals."""
         runs = [
-            self.run(PoolSizes(prefill[0], decode[0]), self._follow(prefill, decode, interval_s))
+            self.run(PoolSizes(prefill[0], decode[0]), self._follow(prefill, decode, interval_s, self._ahead_s))
             for interval_s in (20.0, 60.0)
             for prefill, decode in product(
                 [self._prefill_plan(interval_s, share) for share in (0.8, 0.9, 0.95, 0.99)],
@@ -105,10 +111,24 @@ class Bench:
         ]
         return min((run for run in runs if run.within >= SHARE), key=lambda run: run.hours)
 
-    def _follow(self, prefill: Sequence[int], decode: Sequence[int], interval_s: float) -> Sizing:
+    def foresight_steady(self) -> Run:
+        """Returns the cheapest plan found that knows all arrivals, and reverses no order within REVERSE_S."""
+        interval_s, num_ticks = 10.0, int(self.rows[-1].at_s / POLL_EVERY_S) + 1
+        weights = np.full(num_ticks, 0.2)
+        for row in self.rows:
+            weights[int(row.at_s / POLL_EVERY_S)] += 1
+        runs = []
+        for share, price in product((0.8, 0.9, 0.95), (1.0, 3.0, 10.0, 30.0)):
+            follow = self._follow(self._prefill_plan(interval_s, share), [0], interval_s, self._ahead_s)
+            need = [follow(tick * POLL_EVERY_S, None, None, None).prefill for tick in range(num_ticks)]  # type: ignore[arg-type]
+            plan, decode = steady(np.array(need), price * weights), max(self._decode_plan(60.0, 1.0))
+            runs.append(self.run(PoolSizes(plan[0], decode), self._follow(plan, [decode], POLL_EVERY_S, ahead_s=0.0)))
+        return min((run for run in runs if run.within >= SHARE), key=lambda run: run.hours)
+
+    def _follow(self, prefill: Sequence[int], decode: Sequence[int], interval_s: float, ahead_s: float) -> Sizing:
         def at(plan: Sequence[int], now_s: float) -> int:
-            """Orders what the next interval wants a start ahead, and lets workers go at an interval's end."""
-            here, ahead = (min(int(one / interval_s), len(plan) - 1) for one in (now_s, now_s + self.costs.start_s + 2))
+            """Orders what the next interval wants a time ahead, and lets workers go at an interval's end."""
+            here, ahead = (min(int(one / interval_s), len(plan) - 1) for one in (now_s, now_s + ahead_s))
             return max(plan[here : ahead + 1])
 
         return lambda now_s, _, __, ___: PoolSizes(at(prefill, now_s), at(decode, now_s))
@@ -160,6 +180,39 @@ class Bench:
         return [min(max(plan[max(0, i - gap) : i + 1]), max(plan[i : i + gap + 1])) for i in range(len(plan))]
 
 
+def steady(need: Any, price: Any) -> list[int]:
+    """Returns the cheapest sizes by tick that reverse no order within REVERSE_S.
+
+    need: workers by tick; price: the cost of a worker too few, in seconds of a worker. Goes back from the last tick;
+    `cost` is what the rest costs by the last order's direction (0: up), its age in ticks, and the size.
+    """
+    oldest, sizes = int(REVERSE_S / POLL_EVERY_S), np.arange(1, MAX_PREFILL + 1)
+    ages = np.minimum(np.arange(oldest + 1) + 1, oldest)
+    cost, orders = np.zeros((2, oldest + 1, len(sizes))), list[Any]()
+    may = [np.arange(oldest + 1) >= (0 if one == way else oldest) for one in (0, 1) for way in (0, 1)]
+    beyond = np.triu(np.ones((len(sizes), len(sizes)), dtype=bool), 1)
+    for needed, short in zip(need[::-1], price[::-1], strict=True):
+        now = sizes * POLL_EVERY_S + short * np.maximum(0, needed - sizes)
+        rest = now + cost[:, ages]
+        order = np.broadcast_to(np.arange(len(sizes)), rest.shape).copy()
+        best = rest.copy()
+        for way, others in ((0, beyond), (1, beyond.T)):
+            reached = np.where(others, rest[way, 0], np.inf)
+            least, place = reached.min(axis=1), reached.argmin(axis=1)
+            for one in (0, 1):
+                is_better = may[2 * one + way][:, None] & (least < best[one])
+                best[one], order[one] = np.where(is_better, least, best[one]), np.where(is_better, place, order[one])
+        cost = best
+        orders.append(order)
+    way, age, place, plan = 0, oldest, int(cost[0, oldest].argmin()), list[int]()
+    for order in reversed(orders):
+        if (then := int(order[way, age, place])) != place:
+            way, age, place = int(then < place), 0, then
+        age = min(age + 1, oldest)
+        plan.append(int(sizes[place]))
+    return plan
+
+
 def num_reversed(outcome: Outcome) -> int:
     """Counts the orders of a pool that reverse an order of the last REVERSE_S."""
     pools = {
@@ -179,17 +232,22 @@ def main() -> None:
     slo = SloSettings(
         ttft_ms=1000 * options.ttft, itl_ms=1000 * options.itl, max_prefill=MAX_PREFILL, max_decode=MAX_DECODE
     )
-    table: list[list[object]] = [["trace", "sizes", "worker-hours", "within", "first late", "next late", "orders"]]
+    table: list[list[object]] = [
+        ["trace", "sizes", "worker-hours", "within", "first late", "next late", "orders", "reversed"]
+    ]
     figures: dict[str, object] = {}
     for name in TRACES:
         bench = Bench(read_trace(options.traces / f"{name}.csv"), COSTS, options.ttft, options.itl)
         sizes, fixed = bench.fixed()
         foresight, following = bench.foresight(), bench.following(slo, sizes)
+        foresight_steady, from_least = bench.foresight_steady(), bench.following(slo, PoolSizes(1, 1))
         told = f"fixed, {sizes.prefill} prefill and {sizes.decode} decode"
-        for label, run in ((told, fixed), ("foresight", foresight), ("following", following)):
+        labels = (told, "foresight", "foresight, steady", "following", "following, from the least sizes")
+        for label, run in zip(labels, (fixed, foresight, foresight_steady, following, from_least), strict=True):
             shares = [f"{share:.1%}" for share in (run.within, run.late_first, run.late_next)]
-            table.append([name, label, round(run.hours, 2), *shares, run.orders])
+            table.append([name, label, round(run.hours, 2), *shares, run.orders, run.reversed_soon])
         figures[f"{name}: worker-hours over foresight"] = following.hours / foresight.hours
+        figures[f"{name}: worker-hours over steady foresight"] = following.hours / foresight_steady.hours
         figures[f"{name}: worker-hours over the best fixed sizes"] = following.hours / fixed.hours
         figures[f"{name}: requests within the limits"] = following.within
         figures[f"{name}: orders reversed within {REVERSE_S:.0f} s"] = following.reversed_soon

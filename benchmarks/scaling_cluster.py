@@ -4,8 +4,8 @@
 
 A service of the demo model with at most two workers of each role. Requests of 512 tokens arrive at random, at `--rate`
 for a third of the time, at twice as many for another third, then none. A request is late beyond either limit; late
-requests of the minute after each rise, the dwell time, are counted apart. The last third, and two dwell times at least,
-shows the workers that are left.
+requests of the minute after each rise, the dwell time, are counted apart. The time without requests is the last third,
+and what pools at rest keep their reserve for at least: then come the workers that are left.
 """
 
 import argparse
@@ -22,11 +22,13 @@ from benchmarks.result_file import write_result
 from cli.bench.latency import Record
 from cli.bench.open_loop import LoadClient
 from cli.bench.schedule import Arrival, poisson
+from deploy.scaling.policy import IDLE_DWELLS
 
 DWELL_S = 60.0
 TTFT_MS, ITL_MS = 1000.0, 50.0
 INPUT_LEN, OUTPUT_LEN = 512, 48
 TIMEOUT_S = 60.0
+DRAIN_S = 20.0
 SETTINGS = f"""
 [slo]
 ttft_ms = {TTFT_MS}
@@ -83,8 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     third_s = options.minutes * 20
     arrivals = draw(options.rate, third_s, options.seed)
-    # Workers go after the dwell time, a drain, and a look every 2 s.
-    total_s = max(options.minutes * 60, 2 * third_s + 2 * DWELL_S)
+    # Behind the last request come the rest of the pools, a drain, and a look every 2 s.
+    total_s = max(options.minutes * 60, 2 * third_s + IDLE_DWELLS * DWELL_S + DRAIN_S)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "slo.toml"
         file.write_text(SETTINGS)

@@ -57,7 +57,7 @@ class Router:
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.versions = ModelVersions(config, self.members)
-        shares = self._shares = FairShares()
+        shares = self.shares = FairShares()
         self.holds = HoldBudgets(self.members, is_alone=config.settings.routers == 1, shares=shares)
         self.index = BlockIndex(layout)
         self._feed = IndexFeed(self.members, self.index)
@@ -124,7 +124,7 @@ class Router:
         problems = [*self.dispatcher.check(), *self.membership.check()]
         if not self.dispatcher.num_running + self.dispatcher.num_queued:
             problems += [
-                *self._shares.check(),
+                *self.shares.check(),
                 *self.holds.check(),
                 *self._isolated_retries.check(),
                 *self.members.check(),

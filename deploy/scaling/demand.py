@@ -7,7 +7,8 @@ from statistics import median
 
 from router.observe.demand import Demand
 
-WINDOW_S, RATE_S = 120.0, 20.0
+WINDOW_S, RATE_S, START_S = 120.0, 20.0, 8.0
+"""Times over which sums are compared; the last is a worker's from its order until it serves."""
 JUDGED: tuple[Callable[[Demand], float], ...] = (
     lambda demand: demand.num_judged,
     lambda demand: demand.late_first,
@@ -20,12 +21,14 @@ GAPS: tuple[Callable[[Demand], float], ...] = (lambda demand: demand.gaps, lambd
 class PoolLoad:
     """The load of the pools. Rates are over the window, the other numbers of now.
 
-    prefill_tokens_s: tokens that arrive and are not cached; waiting_tokens: such tokens before their first token.
-    prompt_len: mean tokens of a prompt to compute. num_streams: choices that generate. itl_s: mean time of a token;
-    None without tokens. prefill_token_s: see Demand. judged, late_first, late_next: since the last load.
+    prefill_tokens_s: tokens that arrive and are not cached, as they must be served; arriving_tokens_s: as they come,
+    over START_S; waiting_tokens: such tokens before their first token. prompt_len: mean tokens of a prompt to compute.
+    num_streams: choices that generate. itl_s: mean time of a token; None without tokens. prefill_token_s: see Demand.
+    judged, late_first, late_next: since the last load.
     """
 
     prefill_tokens_s: float = 0.0
+    arriving_tokens_s: float = 0.0
     waiting_tokens: float = 0.0
     prompt_len: float = 0.0
     decode_tokens_s: float = 0.0
@@ -63,17 +66,20 @@ class _Window:
         """Returns the growth of a sum by the last answer; 0 for the first, whose requests ended before."""
         return max(0.0, amount(self.last) - amount(self._answers[-2][1])) if len(self._answers) > 1 else 0
 
-    def rate(self, amount: Callable[[Demand], float]) -> float:
-        """Returns the growth of a sum a second over RATE_S; 0.0 after one answer."""
+    def rate(self, amount: Callable[[Demand], float], over_s: float) -> float:
+        """Returns the growth of a sum a second over a time; 0.0 after one answer."""
         now_s, last = self._answers[-1]
-        at_s, one = next((one for one in self._answers if one[0] >= now_s - RATE_S), self._answers[0])
+        at_s, one = next((one for one in self._answers if one[0] >= now_s - over_s), self._answers[0])
         return max(0.0, amount(last) - amount(one)) / (now_s - at_s) if now_s > at_s else 0.0
 
     def bound(self, amount: Callable[[Demand], float], limit_s: float) -> float:
         """Returns the rate at which a sum's growth must be served so that all of it is served in time.
 
-        What came in a time t must be served within t and the limit: the greatest such rate over the window.
+        What came in a time t must be served within t and the limit: the greatest such rate over the window; 0.0 when
+        nothing comes or waits.
         """
+        if not self.news(amount) and not self.last.waiting_tokens:
+            return 0.0
         now_s, last = self._answers[-1]
         return max((amount(last) - amount(one)) / (now_s - at_s + limit_s) for at_s, one in self._answers)
 
@@ -109,9 +115,11 @@ class Loads:
         return PoolLoad(
             prefill_tokens_s=sum(one.bound(lambda demand: demand.prompt_tokens, self._limit_s) for one in windows)
             * self._uncached,
+            arriving_tokens_s=sum(one.rate(lambda demand: demand.prompt_tokens, START_S) for one in windows)
+            * self._uncached,
             waiting_tokens=sum(one.last.waiting_tokens for one in windows) * self._uncached,
             prompt_len=tokens / prompts if prompts else 0.0,
-            decode_tokens_s=sum(one.rate(lambda demand: demand.gaps) for one in windows),
+            decode_tokens_s=sum(one.rate(lambda demand: demand.gaps, RATE_S) for one in windows),
             num_streams=sum(one.last.num_streams for one in windows),
             streams_beside=max(beside, default=0.0),
             itl_s=gaps_s / gaps if gaps else None,

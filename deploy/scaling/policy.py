@@ -4,7 +4,8 @@
 
 The work of prefill is the part of a worker's time that arriving tokens and a backlog take; the work of decode is the
 number of streams over the number that a worker carries within `slo.itl_ms`. The margin grows with the square root of
-the work, as the chance of waiting for many servers does, by a factor that late requests raise and others lower.
+the work, as the chance of waiting for many servers does, by a factor that late requests raise and others lower. The
+reserve, the size that stays between bursts, is learned in the same way.
 """
 
 import math
@@ -13,19 +14,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deploy.plan.config import SloSettings
-from deploy.scaling.demand import PoolLoad
+from deploy.scaling.demand import START_S, PoolLoad
 from router.observe.demand import LEAST_S
 from wire.pools import PoolSizes, Role
 
 REVERSE_S = 60.0
 """Least time between two orders of a pool in opposite directions."""
-CLEAR_S = 15.0
-"""Time in which a backlog of prompts is to be gone, beside what arrives."""
-LEAST_FACTOR, FIRST_FACTOR, MOST_FACTOR = 0.0, 2.0, 4.0
-PATIENCE = 4.0
-"""Growth of the dwell time, as a multiple of its setting, by a factor that late requests have raised by one."""
-GAIN = 0.02
-"""Growth of the factor for a late request beyond the allowed share."""
+CLEAR_S = 10.0
+"""Time in which a backlog of prompts is to be gone, or `slo.ttft_ms` if that is longer."""
+MOST_FACTOR = 2.0
+GAIN, RESERVE_GAIN = 0.02, 0.03
+"""Growth of the factor, and of the reserve in workers, for a late request beyond the allowed share."""
+RESERVE_DWELLS, IDLE_DWELLS = 10.0, 3.0
+"""Dwell times for which a size that was wanted bounds the reserve, and after which there is none without load."""
 KEPT = 0.97
 """Weight of earlier observations of decode over the next."""
 PRIOR = 0.01
@@ -95,21 +96,24 @@ class PoolWork:
 
 
 class Margin:
-    """The margin of a pool, in workers, beyond its work."""
+    """The workers of a pool beyond its work: a margin by a factor, and a reserve; late requests raise both."""
 
-    def __init__(self, allowed: float) -> None:
-        """allowed: the share of requests that may be late."""
-        self.factor = FIRST_FACTOR
+    def __init__(self, allowed: float, most: int) -> None:
+        """allowed: the share of requests that may be late. most: bound of the reserve."""
+        self.factor = MOST_FACTOR
+        self.reserve: float | None = None
         self._allowed = allowed
+        self._most = most
 
-    def learn(self, judged: float, late: float) -> None:
-        grown = self.factor + GAIN * (late - self._allowed * judged)
-        self.factor = min(max(grown, LEAST_FACTOR), MOST_FACTOR)
+    def learn(self, judged: float, late: float, late_elsewhere: float, size: int) -> None:
+        """Takes ended requests. late_elsewhere: requests late by another pool, which use up the allowed share.
 
-    @property
-    def patience(self) -> float:
-        """The dwell time over its setting: more where late requests have raised the factor, for the load comes back."""
-        return 1.0 + PATIENCE * max(0.0, self.factor - FIRST_FACTOR)
+        size: the pool's size, which is the reserve at first.
+        """
+        beyond = late - max(0.0, self._allowed * judged - late_elsewhere)
+        self.factor = min(max(0.0, self.factor + GAIN * beyond), MOST_FACTOR)
+        known = size if self.reserve is None else self.reserve
+        self.reserve = min(max(0.0, known + RESERVE_GAIN * beyond), self._most)
 
     def beyond(self, work: PoolWork) -> float:
         return self.factor * math.sqrt(work.mean * work.each)
@@ -118,16 +122,17 @@ class Margin:
 class PoolOrders:
     """The orders of one pool: up at once, down to what sufficed within the dwell time, and never back in REVERSE_S.
 
-    A size that another ordered (`baton scale`, `baton drain`, an order given up) holds for the dwell time.
+    The reserve stays, up to the most that was wanted lately, until the pool has been idle for IDLE_DWELLS. A size that
+    another ordered (`baton scale`, `baton drain`, an order given up) holds for the dwell time.
     """
 
     def __init__(self, bounds: tuple[int, int], share: float, dwell_s: float) -> None:
         self._least, self._most = bounds
         self._share = share
-        self.dwell_s = dwell_s
+        self._dwell_s = dwell_s
         self._wanted: deque[tuple[float, int, float]] = deque()
         self._size: int | None = None
-        self._held_until_s = self._grown_s = self._shrunk_s = -math.inf
+        self._held_until_s = self._grown_s = self._shrunk_s = self._busy_s = -math.inf
 
     def resume(self, order: SizeOrder) -> None:
         """Takes the last order of an earlier policy."""
@@ -136,33 +141,41 @@ class PoolOrders:
         else:
             self._shrunk_s = order.at_s
 
-    def decide(self, wanted: float, weight: float, size: int, now_s: float) -> int | None:
+    def decide(self, wanted: float, weight: float, size: int, now_s: float, reserve: float = 0.0) -> int | None:
         """Returns the size to order, or None. `now_s` is a reading of one monotonic clock; wanted: in workers."""
+        if self._size is None:
+            self._wanted.append((now_s, size, 0.0))
         if size != self._size:
-            self._held_until_s = now_s + (0.0 if self._size is None else self.dwell_s)
+            self._held_until_s = now_s + (0.0 if self._size is None else self._dwell_s)
             self._size = size
-        now_wanted = min(max(math.ceil(min(wanted, self._most)), self._least), self._most)
+        self._busy_s = now_s if wanted else self._busy_s
+        now_wanted = self._within(wanted)
         self._wanted.append((now_s, now_wanted, weight))
-        while len(self._wanted) > 1 and self._wanted[1][0] <= now_s - self.dwell_s:
+        while self._wanted[0][0] <= now_s - RESERVE_DWELLS * self._dwell_s:
             self._wanted.popleft()
-        is_dwelt = self._wanted[0][0] <= now_s - self.dwell_s
+        if now_s < self._busy_s + IDLE_DWELLS * self._dwell_s:
+            now_wanted = max(now_wanted, min(self._within(reserve), max(wanted for _, wanted, _ in self._wanted)))
+        is_dwelt = self._wanted[0][0] <= now_s - self._dwell_s
         if now_s < self._held_until_s:
             return None
         if now_wanted > size and now_s >= self._shrunk_s + REVERSE_S:
             self._size, self._grown_s = now_wanted, now_s
             return now_wanted
-        enough = max(self._enough, now_wanted)
+        enough = max(self._enough(now_s - self._dwell_s), now_wanted)
         if enough < size and is_dwelt and now_s >= self._grown_s + REVERSE_S:
             self._size, self._shrunk_s = enough, now_s
             return enough
         return None
 
-    @property
-    def _enough(self) -> int:
-        """The least size that `share` of the weight within the dwell time wanted."""
-        total = sum(weight for _, _, weight in self._wanted)
+    def _within(self, wanted: float) -> int:
+        return min(max(math.ceil(min(wanted, self._most)), self._least), self._most)
+
+    def _enough(self, since_s: float) -> int:
+        """Returns the least size that `share` of the weight since a time wanted."""
+        lately = [(size, weight) for at_s, size, weight in self._wanted if at_s > since_s]
+        total = sum(weight for _, weight in lately)
         reached = 0.0
-        for size, weight in sorted((size, weight) for _, size, weight in self._wanted):
+        for size, weight in sorted(lately):
             reached += weight
             if reached >= self._share * total and total:
                 return size
@@ -179,7 +192,7 @@ class Policy:
         self._decode = DecodeSpeed()
         self._problems: dict[Role, str] = {}
         self._orders = {role: PoolOrders(slo.bounds(role), slo.share, slo.dwell_s) for role in slo.roles}
-        self._margins = {role: Margin((1 - slo.share) / len(slo.roles)) for role in slo.roles}
+        self._margins = {role: Margin(1 - slo.share, slo.bounds(role)[1]) for role in slo.roles}
         for order in last:
             if order.role in self._orders:
                 self._orders[order.role].resume(order)
@@ -190,12 +203,13 @@ class Policy:
         if load.itl_s:
             self._decode.learn(load.streams_beside, load.itl_s)
         self._judge(load, sizes)
+        late = {Role.PREFILL: load.late_first, Role.DECODE: load.late_next}
         for role, orders in self._orders.items():
-            self._margins[role].learn(load.judged, load.late_first if role is Role.PREFILL else load.late_next)
-            work = self._prefill_work(load) if role is Role.PREFILL else self._decode_work(load)
-            orders.dwell_s = self._slo.dwell_s * self._margins[role].patience
-            wanted = work.mean + work.backlog + self._margins[role].beyond(work)
-            if (size := orders.decide(wanted, work.mean, sizes[role], now_s)) is not None:
+            margin = self._margins[role]
+            margin.learn(load.judged, late[role], sum(late.values()) - late[role], sizes[role])
+            work = self._prefill_work(load, sizes.prefill) if role is Role.PREFILL else self._decode_work(load)
+            wanted = work.mean + work.backlog + margin.beyond(work)
+            if (size := orders.decide(wanted, work.mean, sizes[role], now_s, margin.reserve or 0.0)) is not None:
                 reason = f"{role.value} {sizes[role]} to {size}: {work.reason}"
                 yield SizeOrder(role, sizes[role], size, reason, now_s)
 
@@ -219,10 +233,11 @@ class Policy:
             told = f"the fastest tokens so far took {token_ms:.1f} ms, with slo.max_decode workers"
             self._problems[Role.DECODE] = f"slo.itl_ms is {slo.itl_ms:g}: {told}" if is_beyond else ""
 
-    def _prefill_work(self, load: PoolLoad) -> PoolWork:
+    def _prefill_work(self, load: PoolLoad, size: int) -> PoolWork:
         token_s, limit_s = self._prefill.token_s or 0.0, (self._slo.ttft_ms or math.inf) / 1000
         mean = load.prefill_tokens_s * token_s
-        backlog = max(0.0, load.waiting_tokens * token_s / max(CLEAR_S, limit_s) - mean)
+        queued_s = load.waiting_tokens * token_s + max(0.0, load.arriving_tokens_s * token_s - size) * START_S
+        backlog = max(0.0, queued_s / max(CLEAR_S, limit_s) - mean)
         told = f"{load.prefill_tokens_s:.0f} uncached tokens/s arrive, {load.waiting_tokens:.0f} wait"
         reason = f"{told}, and a worker computes {1 / token_s if token_s else 0:.0f}/s"
         return PoolWork(mean, load.prompt_len * token_s / limit_s, backlog, reason)

@@ -202,9 +202,14 @@ inline __m256i narrow(__m256 a) {
     const __m256i of_number = _mm256_blendv_epi8(nearest, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_small);
     return _mm256_blendv_epi8(of_number, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
 }
-inline void store(bf16* p, Floats a) {
-    const __m256i in_turns = _mm256_packus_epi32(narrow(a.lo), narrow(a.hi));  // four of each half
+inline void store_words(bf16* p, __m256i lo, __m256i hi) {
+    const __m256i in_turns = _mm256_packus_epi32(lo, hi);  // four of each half
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(in_turns, 0b11011000));
+}
+inline void store(bf16* p, Floats a) { store_words(p, narrow(a.lo), narrow(a.hi)); }
+// Numbers that bf16 can hold.
+inline void store_high(bf16* p, Floats a) {
+    store_words(p, _mm256_srli_epi32(_mm256_castps_si256(a.lo), 16), _mm256_srli_epi32(_mm256_castps_si256(a.hi), 16));
 }
 #else
 inline void store(bf16* p, Floats a) {

@@ -7,12 +7,15 @@
 namespace {
 
 // Rows up to which weights are widened in registers; 0 where that is slower than a tile. Each count is compiled for each format.
-#if defined(__AVX512F__)
+#if defined(BATON_BLOCKS)
 template <class F, class R, CodeType CODES>
-constexpr int FEW = IN_TILES<F> ? 0 : std::is_same_v<F, bf16> ? 8 : 1;
+constexpr int FEW = CODES == CodeType::E4M3 && IN_TILES<F> ? 0 : 1;  // to chains such codes would be subnormal numbers
+#elif defined(__AVX512F__)
+template <class F, class R, CodeType CODES>
+constexpr int FEW = std::is_same_v<F, bf16> ? 8 : 1;
 #elif defined(__AVX2__)
 template <class F, class R, CodeType CODES>
-constexpr int FEW = IN_TILES<F> || std::is_same_v<R, f16> ? 0 : 2;
+constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
 #else
 template <class F, class R, CodeType CODES>
 constexpr int FEW = 0;
@@ -85,6 +88,44 @@ __attribute__((noinline)) void add_few(Groups& from, const F* rows, int64_t row_
         for (int half = 0; half < 2; ++half) store(sums + row * PANEL + half * LANES, of[row][half]);
 }
 
+#if defined(BATON_BLOCKS)
+// The same for one row in blocks (tiles.h), which end inside a group or behind it.
+template <class F, class R, CodeType CODES>
+__attribute__((noinline)) void add_one(Groups& from, const F* row, int64_t depth, float* sums) {
+    using P = Product<F>;
+    const WithoutSubnormals mode;
+    alignas(64) float wide[CHUNK<F>];
+    for (int64_t k = 0; k < depth; k += BLOCK_DEPTH) widen_block(row + k, wide + k);
+    Floats chains[2][2] = {{splat(0), splat(0)}, {splat(0), splat(0)}};  // of even and odd places, of each half of the panel
+    const auto end_block = [&]() __attribute__((always_inline)) {
+        for (int half = 0; half < 2; ++half) {
+            store(sums + half * LANES, load(sums + half * LANES) + (chains[half][0] + chains[half][1]));
+            chains[half][0] = chains[half][1] = splat(0);
+        }
+    };
+    Groups groups = from;  // in registers
+    const int group = groups.format().group;
+    GroupScales scales;
+    for (int64_t k = 0; k < depth; k += group) {
+        const char* codes = groups.next(scales);
+        const int first = k & 16;  // place in a block, which only a group of 16 does not begin
+        widen<F, R, CODES>(codes, group, scales, [&](int step, const typename P::Weights& weights) __attribute__((always_inline)) {
+            const float* pair = wide + k + 2 * step;
+            for (int half = 0; half < 2; ++half) {
+                chains[half][0] = fma(splat(pair[0]), P::first(weights, half), chains[half][0]);
+                chains[half][1] = fma(splat(pair[1]), P::second(weights, half), chains[half][1]);
+            }
+            if ((first + 2 * step) % BLOCK_DEPTH == BLOCK_DEPTH - 2) end_block();
+        });
+    }
+    if (depth % BLOCK_DEPTH) end_block();
+    from = groups;
+}
+#else
+template <class F, class R, CodeType CODES>
+void add_one(auto&&...);  // where IN_TILES holds
+#endif
+
 // Adds to kept[row][column] the products of rows with a chunk.
 template <class F, int ROWS>
 __attribute__((noinline)) void add_chunk(const F* rows, int64_t row_stride, int64_t step_stride, const F* tile, int64_t num_steps, float* kept) {
@@ -124,7 +165,11 @@ struct PackedLinear {
     void few(const Panel& panel) const {
         float sums[MAX_ROWS * PANEL] = {};
         Groups groups(matrix, panel);
-        add_rows<R, CODES>(groups, 0, int(num_rows), 0, depth, NoTile{}, sums);
+        if constexpr (IN_TILES<F>) {
+            for (int64_t k = 0; k < depth; k += CHUNK<F>) add_one<F, R, CODES>(groups, rows.tile(0) + k, padded_chunk(groups, k), sums);
+        } else {
+            add_rows<R, CODES>(groups, 0, int(num_rows), 0, depth, NoTile{}, sums);
+        }
         for (int64_t row = 0; row < num_rows; ++row) put(panel, sums + row * PANEL, row);
     }
 
@@ -136,9 +181,9 @@ struct PackedLinear {
         Groups groups(matrix, panel);
         Tiles<F> tiles;
         std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
-        const int64_t rest = (end - begin) % MAX_ROWS, whole = rest <= FEW<F, R, CODES> ? end - rest : end;
+        const int64_t rest = (end - begin) % MAX_ROWS, whole = !IN_TILES<F> && rest <= FEW<F, R, CODES> ? end - rest : end;
         for (int64_t k = 0; k < depth; k += CHUNK<F>) {
-            const int64_t padded = std::min<int64_t>(CHUNK<F>, groups.format().num_groups(depth - k) * groups.format().group);
+            const int64_t padded = padded_chunk(groups, k);
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
             if constexpr (IN_TILES<F>) {
                 std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
@@ -154,14 +199,20 @@ struct PackedLinear {
         for (int64_t row = begin; row < end; ++row) put(panel, sums + (row - begin) * PANEL, row);
     }
 
+    // The depth of the chunk at k, in whole groups.
+    int64_t padded_chunk(const Groups& groups, int64_t k) const {
+        return std::min<int64_t>(CHUNK<F>, groups.format().num_groups(depth - k) * groups.format().group);
+    }
+
     // `add_few` of `count` rows from `row` on, at k of the depth.
     template <class R, CodeType CODES, class Kept>
     void add_rows(Groups& groups, int64_t row, int count, int64_t k, int64_t length, Kept kept, float* sums) const {
         if (count == 0) return add_few<F, R, CODES, 0>(groups, nullptr, 0, 0, length, kept, sums);
-        for_rows<FEW<F, R, CODES>>(count, [&]<int ROWS>() {
-            const int64_t step_stride = rows.step_stride(ROWS);
-            add_few<F, R, CODES, ROWS>(groups, rows.tile(row) + k / Product<F>::DEPTH * step_stride, rows.row_stride(), step_stride, length, kept, sums);
-        });
+        if constexpr (!IN_TILES<F>)
+            for_rows<FEW<F, R, CODES>>(count, [&]<int ROWS>() {
+                const int64_t step_stride = rows.step_stride(ROWS);
+                add_few<F, R, CODES, ROWS>(groups, rows.tile(row) + k / Product<F>::DEPTH * step_stride, rows.row_stride(), step_stride, length, kept, sums);
+            });
     }
 
     void put(const Panel& panel, const float* sums, int64_t row) const {

@@ -168,8 +168,7 @@ inline __attribute__((always_inline)) void use_each(int at, const Floats* weight
     }
 #else
     if constexpr (PLACES<F> == 2) {
-        const auto pairs = [&](int half) { return Product<F>::pairs(nearest<R>(weights[half]), nearest<R>(weights[2 + half])); };
-        use(at / 2, {pairs(0), pairs(1)});
+        use(at / 2, {{nearest<R>(weights[0]), nearest<R>(weights[1])}, {nearest<R>(weights[2]), nearest<R>(weights[3])}});
     } else {
         use(at, {nearest<R>(weights[0]), nearest<R>(weights[1])});
     }

@@ -61,6 +61,8 @@ struct Product<bf16> {
         _mm512_storeu_si512(step, (__m512i)weights.of[0]);
         _mm512_storeu_si512(step + 2 * LANES, (__m512i)weights.of[1]);
     }
+    static Floats first(const Weights& weights, int half) { return as_floats(shifted(Ints{(__m512i)weights.of[half]}, 16)); }
+    static Floats second(const Weights& weights, int half) { return as_floats(Ints{(__m512i)weights.of[half]} & int(0xffff0000)); }
     static __m512bh row(const bf16* p, int64_t = 0) {
         int pair;
         std::memcpy(&pair, p, sizeof pair);
@@ -72,17 +74,18 @@ struct Product<bf16> {
 #elif defined(BATON_BLOCKS)  // multiplied by tiles.h alone
     using Row = bf16;
     static constexpr int ROW_STEPS = 1;
-    struct Weights {
-        Ints of[2];
+    struct Weights {  // numbers that bf16 can hold
+        Floats of_first[2], of_second[2];
     };
+    static Floats first(const Weights& weights, int half) { return weights.of_first[half]; }
+    static Floats second(const Weights& weights, int half) { return weights.of_second[half]; }
     static void keep(const Weights& weights, bf16* step) {
         for (int half = 0; half < 2; ++half) {
-            _mm256_storeu_si256((__m256i*)(step + half * PANEL), weights.of[half].lo);
-            _mm256_storeu_si256((__m256i*)(step + half * PANEL + LANES), weights.of[half].hi);
+            const Ints pairs = shifted(as_ints(first(weights, half)), -16) | as_ints(second(weights, half));
+            _mm256_storeu_si256((__m256i*)(step + half * PANEL), pairs.lo);
+            _mm256_storeu_si256((__m256i*)(step + half * PANEL + LANES), pairs.hi);
         }
     }
-    // Pairs of numbers that bf16 can hold.
-    static Ints pairs(Floats first, Floats second) { return shifted(as_ints(first), -16) | as_ints(second); }
 #else
     using Row = float;  // widened before: a number from memory is in all lanes by one instruction
     static constexpr int ROW_STEPS = 2;
@@ -141,6 +144,10 @@ inline void convert(const T* from, F* to, int64_t count) {
     if constexpr (std::is_same_v<F, bf16>)  // whole vectors: two halves could not be read again at once
         for (; i + PANEL <= count; i += PANEL)
             _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(load(from + i + LANES).v, load(from + i).v));
+#endif
+#if defined(BATON_BLOCKS) && !defined(__AVX512F__)
+    if constexpr (std::is_same_v<F, bf16> && sizeof(T) == 1)  // codes, which bf16 can hold
+        for (; i + LANES <= count; i += LANES) store_high(to + i, load(from + i));
 #endif
     for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
     for (; i < count; ++i) from_float(to_float(from[i]), to + i);

@@ -76,15 +76,17 @@ class Admission:
         use.weight = weight
         use.num_open, use.num_queued, use.num_bytes = use.num_open + 1, use.num_queued + 1, use.num_bytes + num_bytes
 
-    def started(self, request_id: QualifiedId) -> None:
-        """Takes a request out of the queue at its first token."""
+    def started(self, request_id: QualifiedId) -> bool:
+        """Takes a request out of the queue at its first token; returns whether it was there."""
         num_bytes = self._queued_bytes.get(request_id)
-        if num_bytes is not None:
-            self._bytes.release(num_bytes)
-            self._queued.release()
-            self._queued_bytes[request_id] = None
-            use = self._uses[tenant_of(request_id)]
-            use.num_queued, use.num_bytes = use.num_queued - 1, use.num_bytes - num_bytes
+        if num_bytes is None:
+            return False
+        self._bytes.release(num_bytes)
+        self._queued.release()
+        self._queued_bytes[request_id] = None
+        use = self._uses[tenant_of(request_id)]
+        use.num_queued, use.num_bytes = use.num_queued - 1, use.num_bytes - num_bytes
+        return True
 
     def leave(self, request_id: QualifiedId) -> None:
         """Ends a request."""

@@ -299,9 +299,8 @@ class Dispatcher:
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        opened = OpenRequest(
-            admitted, services, outbox, self._admission.started, partial(self._leave, caller, version, root)
-        )
+        started, leave = partial(self._started, root), partial(self._leave, caller, version, root)
+        opened = OpenRequest(admitted, services, outbox, started, leave)
         self._quotas.enter(caller, now_s)
         services.shares.enter(root)
         version.num_open += 1
@@ -315,12 +314,18 @@ class Dispatcher:
         placement = services.placement.among(version.members)
         return replace(services, placement=placement, prompts=replace(prompts, prefixes=prefixes))
 
+    def _started(self, root: NamespaceRoot, request_id: QualifiedId) -> None:
+        """Ends a request's wait in the queue."""
+        if self._admission.started(request_id):
+            self._services.shares.begin_stream(root)
+
     def _leave(
         self, caller: Key, version: ModelVersion, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int
     ) -> None:
+        self._started(root, request_id)
         self._admission.leave(request_id)
         version.num_open -= 1
-        self._services.shares.leave(root)
+        self._services.shares.end_stream(root)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
 

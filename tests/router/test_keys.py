@@ -17,6 +17,7 @@ from tests.harness.cluster import until
 from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_unary, info_of, read, serving
 from tests.wire.test_key_ring import WRONG
+from wire.load.fairness import BURST
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -188,6 +189,27 @@ async def test_a_tenant_that_fills_the_router_leaves_others_their_part() -> None
         service.cluster.workers["p0"].may_go.set()
         for responses in await asyncio.gather(*readings):
             assert responses[-1].WhichOneof("event") == "complete"
+
+
+async def test_a_tenant_whose_stream_goes_on_saves_no_more_than_an_idle_one(service: Service) -> None:
+    router, workers = service.cluster.router, service.cluster.workers
+    shares, acme, beta = router.shares, *(router.dispatcher.root_of(tenant) for tenant in ("acme", "beta"))
+    workers["d0"].may_go.clear()
+    stream = service.inference.Generate(request(max_tokens=3), metadata=shows(ACME_TEXT))
+    await anext(aiter(stream))
+    workers["p0"].may_go.clear()
+    readings = []
+    for text, root in ((BETA_TEXT, beta), (ACME_TEXT, acme)):
+        call = service.inference.Generate(request(max_tokens=3), metadata=shows(text))
+        readings.append(asyncio.create_task(read(call)))
+        await until(lambda: router.dispatcher.num_queued == len(readings))
+        shares.charge(root, 10 * BURST)
+    ahead = shares.spent(beta) + 9 * BURST
+    assert ahead <= shares.spent(acme) < ahead + 100, "it began a burst below the other"
+    for worker in workers.values():
+        worker.may_go.set()
+    for responses in await asyncio.gather(*readings, read(stream)):
+        assert responses[-1].WhichOneof("event") == "complete"
 
 
 def test_the_workers_service_is_not_at_these_ports() -> None:

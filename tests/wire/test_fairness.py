@@ -80,6 +80,22 @@ def test_tenants_that_come_one_after_another_begin_alike() -> None:
     assert [shares.spent(tenant) for tenant in ("a", "b", "c")] == [3 * BURST] * 3
 
 
+def test_a_tenant_with_streams_alone_counts_as_idle_and_is_charged() -> None:
+    shares = FairShares()
+    for tenant in ("streams", "heavy"):
+        shares.enter(tenant)
+    shares.begin_stream("streams")
+    shares.charge_output("streams", 10)
+    shares.charge("heavy", 9 * BURST)
+    shares.enter("streams")
+    assert (shares.spent("streams"), shares.output_cost("streams")) == (7 * BURST, 10)
+    for tenant in ("streams", "heavy"):
+        shares.leave(tenant)
+    assert shares.check() == ["1 requests are counted for tenants"]
+    shares.end_stream("streams")
+    assert shares.check() == []
+
+
 def test_the_second_of_a_burst_of_a_light_tenant_is_before_a_backlog() -> None:
     shares, costs = FairShares(), {"heavy": 1000.0, "light": 1000.0}
     shares.enter("heavy")

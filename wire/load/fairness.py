@@ -61,13 +61,14 @@ ALONE = Standing()
 class _Account:
     """A tenant's counter. output_cost: its part for generated tokens. num_open: begun and unfinished requests.
 
-    pending: the cost of prompts under way that `spent` lacks.
+    num_streams: further requests, which wait for nothing. pending: the cost of prompts under way that `spent` lacks.
     """
 
     spent: float
     pending: float = 0.0
     output_cost: float = 0.0
     num_open: int = 0
+    num_streams: int = 0
 
 
 class FairShares:
@@ -87,6 +88,15 @@ class FairShares:
     def leave(self, tenant: Hashable) -> None:
         """Counts the end of a request."""
         self._accounts[tenant].num_open -= 1
+
+    def begin_stream(self, tenant: Hashable) -> None:
+        """Counts a request as a stream, which waits for nothing; a tenant with streams alone counts as idle."""
+        self._accounts[tenant].num_open -= 1
+        self._accounts[tenant].num_streams += 1
+
+    def end_stream(self, tenant: Hashable) -> None:
+        """Counts the end of a stream."""
+        self._accounts[tenant].num_streams -= 1
 
     def defer(self, tenant: Hashable, cost: float) -> None:
         """Charges a part of a prompt once that is over, or has taken a quantum."""
@@ -133,17 +143,22 @@ class FairShares:
 
     def check(self) -> list[str]:
         """Lists tenants with open requests; empty if no request is open."""
-        num_open = sum(account.num_open for account in self._accounts.values())
+        num_open = sum(account.num_open + account.num_streams for account in self._accounts.values())
         return [f"{num_open} requests are counted for tenants"] if num_open else []
 
     def _begin(self, tenant: Hashable) -> _Account:
-        """Opens an account. Forgets idle tenants a burst below the virtual time; without active tenants, all."""
-        active = [account.spent for account in self._accounts.values() if account.num_open]
-        self._virtual_time = max(self._virtual_time, min(active)) if active else 0.0
+        """Opens an account. Forgets idle tenants a burst below the virtual time; without open requests, all."""
+        busy = [account for account in self._accounts.values() if account.num_open or account.num_streams]
+        spent = [account.spent for account in busy if account.num_open] or [account.spent for account in busy]
+        self._virtual_time = max(self._virtual_time, min(spent)) if spent else 0.0
         start = self._virtual_time - BURST
-        kept = ((one, account) for one, account in self._accounts.items() if account.num_open or account.spent > start)
-        self._accounts = dict(kept) if active else {}
-        return self._accounts.setdefault(tenant, _Account(start))
+        items = self._accounts.items() if busy else ()
+        self._accounts = {
+            one: account for one, account in items if account.num_open or account.num_streams or account.spent > start
+        }
+        account = self._accounts.setdefault(tenant, _Account(start))
+        account.spent = max(account.spent, start)
+        return account
 
 
 class Queued(Protocol):

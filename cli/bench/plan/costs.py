@@ -29,7 +29,7 @@ MIN_SPANS, MAX_SPANS = 8, 2000
 """The least number of spans that tell what their work costs, and the most that are looked at."""
 COMPUTE, GENERATE = (*Kind.COMPUTE.names, *Kind.RECOMPUTE.names), Kind.GENERATE.names
 PUBLISH, FETCH, NETWORK = Kind.PUBLISH.names, Kind.FETCH.names, Kind.NETWORK.names
-MODELLED = (*COMPUTE, *PUBLISH, *FETCH, *NETWORK)
+MODELLED = (*COMPUTE, *PUBLISH, *FETCH)
 QUANTILES = np.linspace(0.025, 0.975, 20)
 Floats = npt.NDArray[np.float64]
 
@@ -150,7 +150,8 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
     transfer_s, block_s = _fit([np.ones_like(published.num), published.num], published.took_s)
     [fetch_s] = _fit([np.ones_like(fetched.num)], (fetched.took_s - block_s * fetched.num).clip(0.0))
     rests_s, gates_s = np.array([*map(_unmodelled_s, ended)]).T
-    rests_s += gates_s.min()  # the gates of a request that waited at none
+    message_s = median(one.duration_ms / 1000 for one in networks) if networks else 0.0
+    rests_s += gates_s.min() - message_s  # the gates of a request that waited at none; the message with the token
     costs = WorkCosts(
         step_s=step_s,
         prompt_s=max(0.0, first_s - step_s),
@@ -161,7 +162,7 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
         transfer_s=transfer_s,
         fetch_s=fetch_s,
         block_s=block_s,
-        message_s=median(one.duration_ms / 1000 for one in networks) if networks else 0.0,
+        message_s=message_s,
         request_s=tuple(np.quantile(rests_s, QUANTILES).clip(0.0).tolist()),
     )
     sources = {
@@ -210,7 +211,7 @@ def _fit_squares(matrix: Floats, wanted: Floats) -> Floats:
 
 
 def _unmodelled_s(record: Record) -> tuple[float, float]:
-    """Returns the time to the first token that no worker, message or gate took, and that of the gates."""
+    """Returns the time to the first token that no work or gate took, and that of the gates."""
     publishes = bool(_of(record.spans, PUBLISH))
     last = _of(record.spans, Kind.WAIT_DECODE.names if publishes else GENERATE)
     first_ms = min((span.start_ms for span in last), default=math.inf)

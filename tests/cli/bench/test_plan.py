@@ -69,6 +69,12 @@ def test_costs_are_learned_from_a_run(run: list[Record]) -> None:
     assert median(learned.costs.request_s) == pytest.approx(COSTS.request_s[0], rel=0.1)
 
 
+def test_the_message_of_a_first_token_counts_once() -> None:
+    """Where a decode worker computes the prompt, its only span of network ends the answer."""
+    records = play(mixed(2.0, 10.0), PoolSizes(0, 1), TwinSettings(costs=COSTS))
+    assert median(learn([records]).costs.request_s) == pytest.approx(COSTS.request_s[0], rel=0.1)
+
+
 def test_a_run_foretells_another(run: list[Record]) -> None:
     """A load of twice the rate takes as long with the costs that a run has told as with the true ones."""
     load = mixed(4.0, 10.0)

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,15 @@ from hypothesis import strategies as st
 
 from deploy.plan.config import SloSettings
 from deploy.scaling.demand import PoolLoad
-from deploy.scaling.policy import REVERSE_S, Margin, Policy, PoolOrders
+from deploy.scaling.policy import (
+    IDLE_DWELLS,
+    MOST_FACTOR,
+    RESERVE_DWELLS,
+    REVERSE_S,
+    Margin,
+    Policy,
+    PoolOrders,
+)
 from wire.pools import PoolSizes, Role
 
 EVERY_S = 2.0
@@ -103,7 +112,7 @@ def test_streams_are_sized_by_the_learned_time_of_a_token() -> None:
 def test_quick_workers_with_few_streams_are_not_taken_for_idle() -> None:
     night = Night(sizes=PoolSizes(1, 4))
     load = PoolLoad(decode_tokens_s=4000.0, num_streams=60.0, streams_beside=15.0, itl_s=0.015, prefill_token_s=0.001)
-    night.pass_by(10 * DWELL_S, load)
+    night.pass_by((RESERVE_DWELLS + 1) * DWELL_S, load)
     assert night.sizes.decode == 3, "200 streams at 50 ms a token, of which a worker carries 85"
 
 
@@ -136,24 +145,73 @@ def test_a_size_by_hand_holds_for_the_dwell_time() -> None:
     assert night.pass_by(2 * EVERY_S, prompts(5.5)).prefill == 6
 
 
-def test_late_requests_raise_the_margin_and_punctual_ones_lower_it() -> None:
-    margin = Margin(allowed=0.05)
-    before = margin.factor
-    margin.learn(judged=100, late=50)
-    raised = margin.factor
-    assert raised > before
+def test_late_requests_raise_the_margin_and_the_reserve_and_punctual_ones_lower_them() -> None:
+    margin = Margin(allowed=0.05, most=8)
+    margin.learn(judged=1000, late=0, late_elsewhere=0, size=2)
+    assert (margin.factor, margin.reserve) == (1.0, 0.5)
+    margin.learn(judged=100, late=40, late_elsewhere=0, size=2)
+    raised = margin.factor, margin.reserve
+    assert raised == pytest.approx((1.7, 1.55))
+    margin.learn(judged=100, late=0, late_elsewhere=5, size=2)
+    assert (margin.factor, margin.reserve) == raised, "the other pool has used up what may be late"
+    margin.learn(judged=100, late=1e9, late_elsewhere=0, size=2)
+    assert (margin.factor, margin.reserve) == (MOST_FACTOR, 8)
     for _ in range(1000):
-        margin.learn(judged=100, late=0)
-    assert margin.factor == 0.0
+        margin.learn(judged=100, late=0, late_elsewhere=0, size=2)
+    assert (margin.factor, margin.reserve) == (0.0, 0.0)
 
 
-def test_late_requests_make_a_pool_wait_longer_before_it_shrinks() -> None:
+def late_bursts(now_s: float) -> PoolLoad:
+    """Bursts of 20 s every 3 dwell times less a bit, all of whose requests are late; one request between them."""
+    is_burst = now_s % (3 * DWELL_S - 30.0) < 20
+    return replace(prompts(5.5 if is_burst else 0.1), judged=20.0 * is_burst, late_first=20.0 * is_burst)
+
+
+def test_late_requests_keep_a_reserve_between_bursts() -> None:
     night = Night()
-    late = PoolLoad(prefill_tokens_s=3500.0, prompt_len=1.0, prefill_token_s=0.001, judged=20, late_first=20)
-    night.pass_by(60.0, late)
-    before = night.sizes.prefill
-    assert night.pass_by(3 * DWELL_S, QUIET).prefill == before, "it would have shrunk after one dwell time"
-    assert night.pass_by(7 * DWELL_S, QUIET).prefill == 1
+    night.pass_by(1200.0, late_bursts)
+    seen: list[int] = []
+    for _ in range(300):
+        seen.append(night.pass_by(EVERY_S, late_bursts).prefill)
+    assert min(seen) >= 6, "a dwell time alone is shorter than the time between two bursts"
+    assert reversed_soon(night.orders) == []
+
+
+def test_without_traffic_the_pools_are_at_the_minimum_in_a_bounded_time_whatever_was_late() -> None:
+    night = Night()
+    night.pass_by(1200.0, late_bursts)
+    assert night.sizes.prefill > 1
+    assert night.pass_by(IDLE_DWELLS * DWELL_S + EVERY_S, QUIET) == PoolSizes(1, 1)
+
+
+def test_a_trickle_does_not_keep_the_reserve_for_long() -> None:
+    night = Night()
+    night.pass_by(1200.0, late_bursts)
+    assert night.pass_by((RESERVE_DWELLS + 1) * DWELL_S, prompts(0.1)).prefill <= 2
+
+
+def test_a_burst_that_the_queue_takes_within_the_limit_is_no_reason_to_grow() -> None:
+    night = Night(SloSettings(ttft_ms=20_000.0, max_prefill=8), PoolSizes(3, 1))
+    burst = PoolLoad(prefill_tokens_s=1500.0, arriving_tokens_s=8000.0, waiting_tokens=12_000.0, prefill_token_s=0.001)
+    assert night.pass_by(EVERY_S, burst).prefill == 3, "8 s at 5 beyond 3, and 12 s of backlog, are 52 s: 3 in 20 s"
+    assert night.pass_by(EVERY_S, replace(burst, waiting_tokens=60_000.0)).prefill == 5
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        lambda now_s: 6.5 if now_s % 90 < 20 else 0.0,
+        lambda now_s: 3.5 + 3.0 * math.sin(now_s / 600.0),
+        lambda now_s: 5.5 if now_s > 900.0 else 1.5,
+    ],
+    ids=["bursts", "a curve of the day", "a step"],
+)
+def test_no_load_makes_a_pool_oscillate(wanted: Callable[[float], float]) -> None:
+    night = Night()
+    night.pass_by(7200.0, lambda now_s: prompts(wanted(now_s)))
+    assert reversed_soon(night.orders) == []
+    prefill = [after > before for _, role, before, after in night.orders if role is Role.PREFILL]
+    assert sum(one is not two for one, two in pairwise(prefill)) <= 4, "a turn for each rise and fall of the load"
 
 
 @pytest.mark.parametrize("slo", [SLO, SloSettings(itl_ms=5.0, max_decode=2)])

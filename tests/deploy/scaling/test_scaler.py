@@ -92,6 +92,9 @@ def test_sizes_follow_a_load_that_comes_and_goes_and_events_say_why() -> None:
         assert any(text.startswith("prefill 1 to 2: ") for text in world.texts)
         world.host.tokens_s = dict.fromkeys(world.host.tokens_s, 0)
         assert await world.pass_by(400.0) == PoolSizes(1, 1)
+        assert [sizes.prefill for _, sizes in world.orders][-2:] == [4, 1], (
+            "not one by one: each bars growth for a minute"
+        )
         assert world.texts[-1].startswith("prefill ")
         assert " to 1: 0 uncached tokens/s arrive, 0 wait" in world.texts[-1]
 
