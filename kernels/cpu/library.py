@@ -52,7 +52,7 @@ IN_BLOCKS = ("amx", "reproducible_avx512", "reproducible_avx2")
 """Instruction sets, best first, with that order of sums: they are taken by name alone."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """The system call, on x86-64, by which a process asks for the tile registers of AMX."""
-COMPILE_TIMEOUT_S = 300.0
+COMPILE_TIMEOUT_S = 900.0
 MAX_REASON_CHARS = 200
 SEAL = "SHA-256 at the end"
 """A part of a library's name that changes with the format of its last bytes."""
