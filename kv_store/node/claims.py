@@ -89,12 +89,12 @@ class Holds:
         return Counter(slot for _, held in self._held.items() for slot in held.slots)
 
     def keep(self, hold: Hold, slots: Iterable[SlotId]) -> None:
-        """Adds slots to an attempt's hold, and prolongs it."""
+        """Adds slots to an attempt's hold, which does not move then until it is told again, and prolongs it."""
         held = self._held.get(hold.attempt_id) or _Held()
         for slot in slots:
             if slot not in held.slots:
                 self._ledger.acquire(slot)
-                held.slots[slot] = None
+                held.slots[slot], held.to_move = None, None
         if held.slots:
             self._held.put(hold.attempt_id, held, hold.ttl_s)
 

@@ -387,6 +387,15 @@ def test_a_hold_beyond_a_quarter_of_the_arena_ends_once_its_blocks_are_in_a_cold
     assert directory.records.check() == []
 
 
+def test_a_hold_that_gets_a_block_stays_until_that_has_a_copy_too() -> None:
+    directory, names = crowded()
+    directory.records.mark_cold(Tier.REDIS, keys(names[:3]), [])
+    directory.delete(keys(names))  # the arena is not crowded any more when the next block comes
+    Served(directory, directory, FakeClock()).publish(names_of(4, first=1000), hold())
+    assert directory.renew([REQUEST], 10.0) == []
+    assert directory.records.check() == []
+
+
 def test_a_hold_stays_where_no_cold_tier_answers() -> None:
     directory, names = crowded("broken")
     assert written_next(directory, Tier.REDIS) == []
