@@ -149,7 +149,7 @@ struct PackedLinear {
     int64_t num_rows, columns, depth;
 
     void run() const {
-        parallel(matrix.num_panels(), [&](int64_t index) { one(matrix.panels()[index]); });
+        if (num_rows) parallel(matrix.num_panels(), [&](int64_t index) { one(matrix.panels()[index]); });
     }
 
     void one(const Panel& panel) const {

@@ -47,13 +47,20 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// Subnormal numbers are zeros to the thread until the object's end, as they always are to tiles.
+// Subnormal numbers are zeros to the thread until the object's end, as they always are to tiles. No load or store crosses either end, nor thus
+// a sum of what was loaded behind the first and is stored before the last: to compilers arithmetic does not depend on this register.
 class WithoutSubnormals {
    public:
-    WithoutSubnormals() { _mm_setcsr(before_ | 0x8040); }
-    ~WithoutSubnormals() { _mm_setcsr(before_); }
+    WithoutSubnormals() { set(before_ | 0x8040); }
+    ~WithoutSubnormals() { set(before_); }
 
    private:
+    static void set(unsigned mode) {
+        asm volatile("" ::: "memory");
+        _mm_setcsr(mode);
+        asm volatile("" ::: "memory");
+    }
+
     const unsigned before_ = _mm_getcsr();
 };
 

@@ -75,6 +75,14 @@ def test_every_number_of_rows_has_them(isa: str, dtype: torch.dtype, name: str) 
 
 
 @each_isa
+def test_a_product_without_rows_reads_none(isa: str) -> None:
+    """As of a step of chunks of which none ends a prompt: its rows are at address 0."""
+    backend, rows = make(isa), torch.empty(0, 288, dtype=torch.bfloat16)
+    weight = backend.pack_codes([DRAWS["Q5_1"](33, 288)], torch.bfloat16)
+    assert backend.logits(rows, weight).shape == backend.linear(rows, weight, None).shape == (0, 33)
+
+
+@each_isa
 def test_a_long_prompt_goes_in_blocks_of_rows(isa: str) -> None:
     assert_products_are_of(make(isa), [DRAWS["Q6_K"](40, 256)], torch.bfloat16, 1200)
 
