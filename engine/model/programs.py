@@ -79,7 +79,10 @@ class ProgramSize:
 
 
 RECORDED_CHUNKS = ProgramSize(0, 0, 512)
-"""Steps with chunks of prompts that a CPU runs as a program. Of 2,000 tokens Python is 2 % at most."""
+"""Steps with chunks of prompts that a CPU runs as a program.
+
+Longer steps are not recorded: Python is at most 2 % of one of 2,000 tokens.
+"""
 
 
 class StepProgram(Protocol):
