@@ -27,6 +27,8 @@ _SETTINGS = {
     "layout_hex": "KV layout (model.path, model.dtype, model.kv_dtype, model.block_size)",
     "kv_policies": "KV policies (model.kv_policy, model.allowed_kv_policies)",
     "max_context_len": "context",
+    "vocab_size": "vocabulary size (model.path)",
+    "batch_invariant": "batch invariance (model.path, model.exact, speculation.proposer)",
 }
 """The settings that determine a part of the served model."""
 

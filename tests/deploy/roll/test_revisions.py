@@ -63,7 +63,9 @@ def test_any_other_setting_is_refused_by_name(tables: dict[str, Any], words: str
         ({"text_hex": "ab" * 32}, r"the model's tokenizer or chat template \(model.path\): `baton down` and"),
         ({"layout_hex": replace(LAYOUT, block_size=32).encode().hex()}, "the model's KV layout"),
         ({"max_context_len": 65}, "the model's context:"),
-        ({"batch_invariant": False, "vocab_size": 7}, "the model's vocab_size and batch_invariant:"),
+        ({"vocab_size": 7}, r"the model's vocabulary size \(model.path\): `baton down` and"),
+        ({"batch_invariant": False}, r"the model's batch invariance \(.*, model.exact, speculation.proposer\):"),
+        ({"max_context_len": 65, "vocab_size": 7}, "the model's context and vocabulary size"),
         ({"kv_policies": ("full", "snapkv")}, "the model's KV policies"),
     ],
 )
