@@ -179,9 +179,9 @@ class Fleet:
         return self.revisions.plan_of(self.pools.roll.wanted)
 
     def _models(self) -> tuple[ServedModel, ...]:
-        """Lists the versions of the model that workers have, the wanted one first."""
+        """Lists the versions of the model that workers have, the wanted one first; none before the first roll."""
         roll = self.pools.roll
-        numbers = roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted
+        numbers = (roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted) if roll.last else ()
         served = (self.revisions[number].model.served for number in numbers)
         return tuple({one.namespace: one for one in served}.values())
 
