@@ -30,7 +30,8 @@ class Buffers:
     logits: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, config: ModelConfig, num_rows: int, dtype: torch.dtype) -> "Buffers":
+    def make(cls, config: ModelConfig, num_rows: int, num_samples: int, dtype: torch.dtype) -> "Buffers":
+        """Makes the tensors of a step. num_samples: the rows of logits."""
         attention, hidden, mlp = config.attention, config.hidden_size, config.intermediate_size
         num_heads, size = attention.num_heads, attention.head_dim
 
@@ -44,7 +45,7 @@ class Buffers:
             attended=empty(num_heads, size),
             gate_up=empty(2 * mlp),
             gated=empty(mlp),
-            logits=torch.empty(num_rows, config.vocab_size),
+            logits=torch.empty(num_samples, config.vocab_size),
         )
         if (mixture := config.mixture) is None:
             return buffers

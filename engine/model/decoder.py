@@ -208,8 +208,10 @@ class Decoder:
         if self.device.type == "cpu":
             if batch.samples_all:
                 return self._find_program(size, kv)
-            most = max(num_rows, len(batch.sample_rows))
-            return self._find_program(RECORDED_CHUNKS, kv) if most <= RECORDED_CHUNKS.num_tokens else None
+            is_small = (
+                num_rows <= RECORDED_CHUNKS.num_tokens and len(batch.sample_rows) <= RECORDED_CHUNKS.num_sequences
+            )
+            return self._find_program(RECORDED_CHUNKS, kv) if is_small else None
         if not batch.positions.is_cpu:
             return None  # columns that are on the device already are not captured
         if batch.samples_all and batch.num_decodes == num_rows:
@@ -227,7 +229,7 @@ class Decoder:
             num_blocks = 0 if on_cpu else padded(size.num_blocks, MIN_BLOCKS, 4)
             size = ProgramSize(padded(size.num_rows, MIN_ROWS), num_blocks)
         if size not in made:
-            made[size] = self._record(kv, size.num_tokens) if on_cpu else self._capture(kv, size)
+            made[size] = self._record(kv, size) if on_cpu else self._capture(kv, size)
         return made[size]
 
     def _programs_on(self, kv: KVPages) -> dict[ProgramSize, StepProgram | None]:
@@ -236,19 +238,19 @@ class Decoder:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         return self._programs
 
-    def _record(self, kv: KVPages, num_rows: int) -> StepProgram | None:
+    def _record(self, kv: KVPages, size: ProgramSize) -> StepProgram | None:
         """Records a step of rows, or guesses, of any number of blocks."""
         recorder = self._backend.record()
         if recorder is None:
             return None
-        buffers = Buffers.make(self.config, num_rows, self.weights.embedding.dtype)
+        buffers = Buffers.make(self.config, size.num_tokens, size.num_sequences, self.weights.embedding.dtype)
         return RecordedProgram(
             recorder,
             lambda batch, angles: self.run_layers(recorder, batch, angles, kv, buffers),
             lambda sampled: self.run_head(recorder, sampled, buffers),
             self.angles_for(kv),
             len(self.config.ropes) * (self.config.attention.head_dim // 2),
-            num_rows,
+            size,
             self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len)),
             self.layout.block_size,
         )

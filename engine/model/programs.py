@@ -78,8 +78,12 @@ class ProgramSize:
         )
 
 
-RECORDED_CHUNKS = ProgramSize(0, 0, 512)
-"""Steps with chunks of prompts that a CPU runs as a program. Of 2,000 tokens Python is 2 % at most."""
+RECORDED_CHUNKS = ProgramSize(56, 0, 456)
+"""Steps with chunks of prompts that a CPU runs as a program, up to 512 tokens and 64 rows of logits.
+
+Longer steps are not recorded: Python is at most 2 % of one of 2,000 tokens. A program keeps its logits: 512 rows of
+150,000 would take 300 MB.
+"""
 
 
 class StepProgram(Protocol):
@@ -99,11 +103,12 @@ class RecordedProgram:
         head: Head,
         all_angles: Angles | FarAngles,
         num_columns: int,
-        num_rows: int,
+        size: ProgramSize,
         num_blocks: int,
         block_size: int,
     ) -> None:
         """all_angles: finds the angles of any position. num_columns: numbers in a row of angles."""
+        num_rows = size.num_tokens
         ids, lens = torch.zeros(4, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
@@ -123,7 +128,8 @@ class RecordedProgram:
             recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
             recorder.pick(all_angles.sines, batch.positions, angles.sines)
         states = layers(batch, angles)
-        recorder.sample(states, batch.sample_rows, sampled := torch.empty_like(states))
+        sampled = torch.empty_like(states[: size.num_sequences])
+        recorder.sample(states, batch.sample_rows, sampled)
         self._logits = head(sampled)
         self._program = recorder.finish()
         recorder.advance(self._logits, block_size, batch)

@@ -167,8 +167,9 @@ class Dispatcher:
 
     @property
     def needed(self) -> tuple[WorkerId, ...]:
-        """The workers that alone can decode for a version with open requests."""
-        busy = [one for one in self._versions if one.num_ready == 1 and one.num_open]
+        """The workers that alone can decode for a version with open requests, and that no worker to come will have."""
+        _, *ending = self._versions
+        busy = [one for one in ending if one.num_ready == 1 and one.num_open]
         return tuple(member.id for version in busy for member in version.members.ready(Role.DECODE))
 
     @property

@@ -99,7 +99,8 @@ class Member:
 class Members:
     """The workers of the cluster. Each has a version of the model that the router serves; two of one can be paired.
 
-    sizes: the pools' sizes that the controller told last. versions: the wanted one first, which more workers will have.
+    sizes: the pools' sizes that the controller told last. versions: the wanted version first, which all
+    workers have in the end.
     """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.model.decoder import Decoder, check_kv_dtype
+from engine.model.programs import RECORDED_CHUNKS
 from kernels.backend import KVPages
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import best_isa
@@ -270,3 +271,18 @@ def test_a_step_with_chunks_is_a_program_with_the_bits_of_single_kernels(
     run.step(1)
     monkeypatch.setattr(CpuBackend, "_call", None)
     run.step(24)
+
+
+def test_a_program_of_chunks_keeps_the_logits_of_few_rows(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with logits of more rows, as of a scored prompt, gives its memory back."""
+    model, by_kernel = (Decoder.load(checkpoint("qwen3"), None, CPU, 16, make_backend(best_isa())) for _ in range(2))
+    monkeypatch.setattr(by_kernel, "_program_for", lambda batch, kv: None)
+    run = PagedRun(model, [range(100)], 1)
+    step, kv, num_kept = run.batch([(run.rows[0], 100)]), KVPages(run.kv), RECORDED_CHUNKS.num_sequences
+    for num_rows in (1, num_kept, num_kept + 1):
+        batch = replace(step, sample_rows=torch.arange(100 - num_rows, 100), num_scored=num_rows - 1)
+        logits = model.forward(batch, kv)
+        assert torch.equal(logits, by_kernel.forward(batch, kv))
+        assert logits.untyped_storage().nbytes() == max(num_rows, num_kept) * VOCAB_SIZE * 4

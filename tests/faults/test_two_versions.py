@@ -72,6 +72,24 @@ async def test_answers_and_blocks_are_of_one_version() -> None:
         await at_rest(cluster)
 
 
+async def test_no_worker_is_needed_for_the_version_that_workers_to_come_will_have() -> None:
+    async with Versions.running(OLD, 0, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        assert cluster.needed == []
+        await cluster.roll("d1")
+        assert cluster.needed == ["d0"]
+        new = cluster.open(ask(max_tokens=200))
+        await cluster.serves("d1")
+        assert cluster.needed == ["d0"], "d1 is the only worker of the wanted version"
+        cluster.models["d0"].go_on()
+        await begun.read_all()
+        await new.read_all()
+        assert cluster.needed == []
+        await at_rest(cluster)
+
+
 async def test_a_stream_whose_worker_dies_goes_on_at_another_of_its_version() -> None:
     async with Versions.running(OLD, 1, 2, Sizes()) as cluster:
         begun = cluster.open(ask(max_tokens=200))
