@@ -55,6 +55,7 @@ class ModelVersions:
         self._secret = config.cluster.secret
         self._members = members
         self._are_told = False
+        self._busy: list[ModelVersion] = []
         self._versions: tuple[ModelVersion, ...] = (self._make(config.model),)
 
     def __iter__(self) -> Iterator[ModelVersion]:
@@ -65,11 +66,15 @@ class ModelVersions:
         return self._versions[0]
 
     def replace(self, models: Sequence[ServedModel]) -> None:
-        """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are."""
+        """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are.
+
+        A version with open requests that has no workers now is the same one if it comes back.
+        """
         self._are_told = True
         if models:
-            known = {version_of(one.model): one for one in self}
+            known = {version_of(one.model): one for one in (*self._busy, *self)}
             self._versions = tuple(known.get(version_of(model)) or self._make(model) for model in models)
+            self._busy = [one for one in known.values() if one.num_open]
             self._members.versions[:] = map(version_of, models)
         for version, model in zip(self, models, strict=False):
             version.model = model

@@ -153,6 +153,23 @@ async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
         assert [(one.tenant, one.model) for one in rows if one.tier == "host"] == [("default", "twin")] * 2
 
 
+async def test_a_version_that_comes_back_still_has_its_open_requests() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        await cluster.roll("p1", "d1")
+        new, old = [one.model for one in cluster.router.versions]
+        cluster.router.versions.replace((new,))
+        assert cluster.needed == []
+        cluster.router.versions.replace((new, old))
+        assert cluster.needed == ["d0"]
+        cluster.models["d0"].go_on()
+        await begun.read_all()
+        assert cluster.needed == []
+        await at_rest(cluster)
+
+
 async def test_a_router_that_has_just_started_sends_an_answer_of_another_version_to_another_router() -> None:
     async with Versions.running(OLD, 0, 1, Sizes()) as cluster:
         request = ask(seed=7)
