@@ -37,6 +37,7 @@ class RouterActor:
     def __init__(self, config_json: str) -> None:
         """Reads the configuration. Raises ConfigError."""
         self._config = from_json(RouterConfig, config_json, "router")
+        self._setting = asyncio.Lock()
         self._server: RouterServer | None = None
         self._router: Router | None = None
 
@@ -68,11 +69,16 @@ class RouterActor:
         return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Replaces the members by a MemberList. Returns RefusedWorkers."""
+        """Replaces the members by a MemberList. Returns RefusedWorkers.
+
+        A list waits for the one before, whose caller may have given up: it is taken with the versions that it names.
+        """
         router, members = self._started, from_json(MemberList, members_json, "members")
-        router.members.sizes = members.sizes
-        router.versions.replace(members.models)
-        return to_message(RefusedWorkers(await router.membership.set(members.workers), router.dispatcher.needed))
+        async with self._setting:
+            router.members.sizes = members.sizes
+            router.versions.replace(members.models)
+            refused = await router.membership.set(members.workers)
+            return to_message(RefusedWorkers(refused, router.dispatcher.needed))
 
     async def demand(self) -> str:
         """Returns the Demand."""

@@ -47,6 +47,11 @@ class Fleet:
         self._changed = asyncio.Event()
 
     @property
+    def model(self) -> ServedModel:
+        """The model that workers have, or are rolled to."""
+        return self._plan_now.model.served
+
+    @property
     def is_settled(self) -> bool:
         """Whether both pools have their requested sizes, and the router has all of their workers."""
         return self.pools.are_as_asked and self._members.are_announced
