@@ -81,7 +81,7 @@ class HeadAnswer:
 class MemberList:
     """The sizes of the pools, and the workers that the router may use.
 
-    models: the versions of the model that these workers have, the wanted one first; none for that of `baton up`.
+    models: the versions of the model that these workers have, the wanted one first; none before the first roll.
     """
 
     sizes: PoolSizes

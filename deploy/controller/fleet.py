@@ -47,6 +47,11 @@ class Fleet:
         self._changed = asyncio.Event()
 
     @property
+    def model(self) -> ServedModel:
+        """The model that workers have, or are rolled to."""
+        return self._plan_now.model.served
+
+    @property
     def is_settled(self) -> bool:
         """Whether both pools have their requested sizes, and the router has all of their workers."""
         return self.pools.are_as_asked and self._members.are_announced
@@ -179,9 +184,9 @@ class Fleet:
         return self.revisions.plan_of(self.pools.roll.wanted)
 
     def _models(self) -> tuple[ServedModel, ...]:
-        """Lists the versions of the model that workers have, the wanted one first."""
+        """Lists the versions of the model that workers have, the wanted one first; none before the first roll."""
         roll = self.pools.roll
-        numbers = roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted
+        numbers = (roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted) if roll.last else ()
         served = (self.revisions[number].model.served for number in numbers)
         return tuple({one.namespace: one for one in served}.values())
 

@@ -16,7 +16,7 @@ from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState
 from wire.served_model import ServedModel
-from wire.typed_reader import to_json
+from wire.typed_reader import to_json, to_message
 
 DRAIN_MARGIN_S = 10.0
 CHANGE_GRACE_S = {Role.DECODE: 1, Role.PREFILL: 0}
@@ -68,7 +68,7 @@ class RouterMembers:
                 for worker in self._pools
                 if worker.address
             )
-            members = to_json(MemberList(self._pools.sizes, serving, self._models()))
+            members = to_message(MemberList(self._pools.sizes, serving, self._models()))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.reasons.items()}
             self.needed = {worker_id for one in answers for worker_id in one.needed}

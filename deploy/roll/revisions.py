@@ -116,8 +116,9 @@ def rolled(present: Revision, config: ClusterConfig, model: ModelFacts) -> Revis
             way = "`baton scale` changes it" if table == "pools" else "`baton down` and `baton up` do"
             raise ConfigError(f"{name}: a roll does not change it: {way}")
     was = present.model.served
-    model = replace(model, served=replace(model.served, name=was.name, aliases=was.aliases))
-    _require_alike(was, model.served)
+    text_hex = model.served.text_hex or was.text_hex
+    model = replace(model, served=replace(model.served, name=was.name, aliases=was.aliases, text_hex=text_hex))
+    _require_alike(replace(was, text_hex=was.text_hex or text_hex), model.served)
     return Revision(config=config, model=model)
 
 

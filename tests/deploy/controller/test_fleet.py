@@ -1,4 +1,5 @@
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -52,11 +53,13 @@ class FakeRouter:
         self.refused: dict[WorkerId, str] = {}
         self.needed: tuple[WorkerId, ...] = ()
         self.models: list[ServedModel] = []
+        self.fields: set[str] = set()
         self.away = False
 
     def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
+        self.fields = set(json.loads(members_json))
         members = from_json(MemberList, members_json, "members")
         self.sizes = members.sizes
         self.models = list(members.models)
@@ -1183,7 +1186,7 @@ OTHER_WEIGHTS = replace(BEFORE.model, served=replace(BEFORE.model.served, finger
 async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wanted_one_first() -> None:
     async with rollable(1, 1) as world:
         before, after = BEFORE.model.served, OTHER_WEIGHTS.served
-        assert world.router.models == [before]
+        assert world.router.models == []
         number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
         await until(lambda: P1 in world.router.known)
         assert world.router.models == [after, before]
@@ -1192,6 +1195,11 @@ async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wante
         world.fleet.introduce()
         await until(lambda: world.fleet.is_settled)
         assert world.router.models == [after], "a new router hears it, too"
+
+
+async def test_before_a_roll_a_router_of_a_release_without_versions_can_read_the_members() -> None:
+    async with rollable(1, 1) as world:
+        assert world.router.fields == {"sizes", "workers"}
 
 
 async def test_the_last_decode_worker_of_a_version_stays_while_a_router_needs_it() -> None:
