@@ -23,7 +23,7 @@ from text.template.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import MemberList, PoolSizes, RefusedWorkers, SizesAsked
+from wire.pools import MemberList, MembersAnswer, PoolSizes, SizesAsked
 from wire.trust.key_ring import KeyList
 from wire.typed_reader import from_json, to_json
 
@@ -68,11 +68,11 @@ class RouterActor:
         return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Replaces the members by a MemberList. Returns RefusedWorkers."""
+        """Replaces the members by a MemberList. Returns MembersAnswer."""
         router, members = self._started, from_json(MemberList, members_json, "members")
         router.members.sizes = members.sizes
         router.versions.replace(members.models)
-        return to_json(RefusedWorkers(await router.membership.set(members.workers), router.dispatcher.needed))
+        return to_json(MembersAnswer(await router.membership.set(members.workers), router.dispatcher.needed))
 
     async def demand(self) -> str:
         """Returns the Demand."""

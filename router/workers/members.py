@@ -170,7 +170,7 @@ class Members:
         return members
 
     @property
-    def are_gone(self) -> bool:
+    def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
         return self._shown not in (None, self.versions[0]) and all(one.role is Role.PREFILL for one in self)
 
