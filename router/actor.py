@@ -23,7 +23,7 @@ from text.template.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import MemberList, PoolSizes, RefusedWorkers, SizesAsked
+from wire.pools import MemberList, MembersAnswer, PoolSizes, SizesAsked
 from wire.trust.key_ring import KeyList
 from wire.typed_reader import from_json, to_json, to_message
 
@@ -69,7 +69,7 @@ class RouterActor:
         return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Replaces the members by a MemberList. Returns RefusedWorkers.
+        """Replaces the members by a MemberList. Returns MembersAnswer.
 
         A list waits for the one before, whose caller may have given up: it is taken with the versions that it names.
         """
@@ -77,8 +77,8 @@ class RouterActor:
         async with self._setting:
             router.members.sizes = members.sizes
             router.versions.replace(members.models)
-            refused = await router.membership.set(members.workers)
-            return to_message(RefusedWorkers(refused, router.dispatcher.needed))
+            reasons = await router.membership.set(members.workers)
+            return to_message(MembersAnswer(reasons, router.dispatcher.needed))
 
     async def demand(self) -> str:
         """Returns the Demand."""

@@ -185,10 +185,12 @@ class Fleet:
 
     def _models(self) -> tuple[ServedModel, ...]:
         """Lists the versions of the model that workers have, the wanted one first; none before the first roll."""
-        roll = self.pools.roll
-        numbers = (roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted) if roll.last else ()
-        served = (self.revisions[number].model.served for number in numbers)
-        return tuple({one.namespace: one for one in served}.values())
+        if not self.pools.roll.last:
+            return ()
+        wanted = self.revisions[self.pools.roll.wanted].model.served
+        served = (self.revisions[self.pools.roll.of(one.id)].model.served for one in self.pools)
+        others = {one.namespace: one for one in served if one.namespace != wanted.namespace}
+        return wanted, *others.values()
 
     def _plan_of(self, worker_id: WorkerId) -> ClusterPlan:
         return self.revisions.plan_of(self.pools.roll.of(worker_id))

@@ -14,7 +14,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import RayNode, require_node, service_of
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState
+from wire.pools import Drained, MemberList, MembersAnswer, Role, Worker, WorkerState
 from wire.served_model import ServedModel
 from wire.typed_reader import to_json, to_message
 
@@ -77,15 +77,15 @@ class RouterMembers:
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self.refused = refused
 
-    async def _tell(self, router: str, members: str) -> RefusedWorkers:
+    async def _tell(self, router: str, members: str) -> MembersAnswer:
         """Sends the members to a router; returns its answer, an empty one if it does not answer."""
         try:
-            answers, timeout_s = RefusedWorkers, SET_MEMBERS_TIMEOUT_S
+            answers, timeout_s = MembersAnswer, SET_MEMBERS_TIMEOUT_S
             return await ask(self._host, router, "set_members", members, answers=answers, timeout_s=timeout_s)
         except BatonError as error:
             log.info("the %s does not know the workers yet: %s", router, error.message)
             self.are_announced = False
-            return RefusedWorkers({})
+            return MembersAnswer({})
 
 
 class Workers:

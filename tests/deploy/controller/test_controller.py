@@ -22,7 +22,7 @@ from tests.deploy.plan.test_cluster_plan import planned
 from tests.harness.cluster import until
 from wire.block_names import digest_of
 from wire.errors import ConfigError, Unavailable
-from wire.pools import Addresses, OrderNumbers, RefusedWorkers, Shares
+from wire.pools import Addresses, MembersAnswer, OrderNumbers, Shares
 from wire.trust.identity import ROUTER
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
 from wire.typed_reader import from_json, to_json
@@ -51,7 +51,7 @@ class KeysHost(LocalHost):
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         if method == "set_members":
-            return to_json(RefusedWorkers({}))
+            return to_json(MembersAnswer({}))
         if name in self.deaf or name not in self.actors:
             raise Unavailable(f"{name} died")
         if method == "set_keys" and name == "gateway-0" and self.gate is not None:

@@ -34,7 +34,7 @@ from wire.errors import (
     WorkerNotFound,
 )
 from wire.ids import WorkerId
-from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Role, Worker, WorkerState
+from wire.pools import Drained, MemberList, MembersAnswer, PoolSizes, Role, Worker, WorkerState
 from wire.served_model import ServedModel
 from wire.typed_reader import from_json, to_json
 from worker.config import WorkerConfig
@@ -64,7 +64,7 @@ class FakeRouter:
         self.sizes = members.sizes
         self.models = list(members.models)
         self.told.append(list(members.workers))
-        return to_json(RefusedWorkers(self.refused, self.needed))
+        return to_json(MembersAnswer(self.refused, self.needed))
 
     @property
     def known(self) -> set[str]:
