@@ -117,7 +117,7 @@ class Controller:
         is_known, self._revisions = bool(read_revisions(file)), Revisions(plan, file)
         self._plan = plan = replace(plan.with_keys(self._keys.first()), versions=self._revisions.models)
         self._means = means = Supervision(host, folder, self._events)
-        self._nodes = Nodes(plan, means, self._ray_drains)
+        self._nodes = Nodes(plan, means, lambda: self._fleet.model, self._ray_drains)
         self._frontends = Frontends(plan, host.own_node, means, lambda: self._fleet.model)
         record, revisions = self._predecessor.pools_record, self._revisions
         pools = self._predecessor.pools(plan.config.pools, revisions.recovered)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
+from router.requests.versions import ModelVersions
 from router.workers.controller_port import ControllerEvent, ControllerReport
 from router.workers.membership import Membership
 from tests.harness.fake_cluster import CONFIG
@@ -26,6 +27,7 @@ from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.pools import MemberList, PoolSizes, Role
 from wire.rpc import TOKEN_METADATA
+from wire.served_model import ServedModel
 from wire.typed_reader import to_json
 
 
@@ -69,14 +71,19 @@ async def test_a_later_list_of_members_waits_for_the_one_before_with_its_version
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_folder(tmp_path, byte_level())
-    actor, may_end, seen = RouterActor(config_json(tmp_path)), asyncio.Event(), []
+    actor, may_end = RouterActor(config_json(tmp_path)), asyncio.Event()
+    seen: list[str] = []
 
-    async def slow(membership: Membership, _: object) -> dict[WorkerId, str]:
+    def note(_: object, models: Sequence[ServedModel]) -> None:
+        seen.extend(one.fingerprint_hex for one in models)
+
+    async def slow(*_: object) -> dict[WorkerId, str]:
         await may_end.wait()
-        seen.append(membership._members.versions[0][0].hex())
+        seen.append("members")
         return {}
 
     await actor.start()
+    monkeypatch.setattr(ModelVersions, "replace", note)
     monkeypatch.setattr(Membership, "set", slow)
     fingerprints = ["aa" * 32, "bb" * 32]
     models = [(replace(CONFIG.model, fingerprint_hex=one),) for one in fingerprints]
@@ -85,7 +92,7 @@ async def test_a_later_list_of_members_waits_for_the_one_before_with_its_version
     await asyncio.sleep(0.01)
     may_end.set()
     await setting
-    assert seen == fingerprints
+    assert seen == [fingerprints[0], "members", fingerprints[1], "members"]
     monkeypatch.undo()
     await actor.stop()
 
