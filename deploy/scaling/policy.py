@@ -144,13 +144,13 @@ class PoolOrders:
     def decide(self, wanted: float, weight: float, size: int, now_s: float, reserve: float = 0.0) -> int | None:
         """Returns the size to order, or None. `now_s` is a reading of one monotonic clock; wanted: in workers."""
         if self._size is None:
-            self._wanted.append((now_s, size, 0.0))
+            self._note(size, 0.0, now_s)
         if size != self._size:
             self._held_until_s = now_s + (0.0 if self._size is None else self._dwell_s)
             self._size = size
         self._busy_s = now_s if wanted else self._busy_s
         now_wanted = self._within(wanted)
-        self._wanted.append((now_s, now_wanted, weight))
+        self._note(now_wanted, weight, now_s)
         while self._wanted[0][0] <= now_s - RESERVE_DWELLS * self._dwell_s:
             self._wanted.popleft()
         if now_s < self._busy_s + IDLE_DWELLS * self._dwell_s:
@@ -166,6 +166,12 @@ class PoolOrders:
             self._size, self._shrunk_s = enough, now_s
             return enough
         return None
+
+    def _note(self, wanted: int, weight: float, now_s: float) -> None:
+        """Adds a wanted size; sizes of a hundredth of the dwell time are one entry, with the largest."""
+        is_new = not self._wanted or self._wanted[-1][0] <= now_s - self._dwell_s / 100
+        since_s, most, total = (now_s, wanted, 0.0) if is_new else self._wanted.pop()
+        self._wanted.append((since_s, max(most, wanted), total + weight))
 
     def _within(self, wanted: float) -> int:
         return min(max(math.ceil(min(wanted, self._most)), self._least), self._most)

@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -236,6 +237,28 @@ def test_the_nonsense_of_one_worker_moves_no_pool() -> None:
     night.pass_by(60.0, prompts(0.5))
     lie = PoolLoad(prefill_tokens_s=500.0, prompt_len=1.0, prefill_token_s=60.0)
     assert night.pass_by(EVERY_S, lie) == PoolSizes(1, 1)
+
+
+def test_a_dwell_time_of_a_day_takes_little_memory() -> None:
+    orders = PoolOrders((1, 8), 0.95, 86400.0)
+    tracemalloc.start()
+    try:
+        assert {orders.decide(1.0, 1.0, 1, EVERY_S * number) for number in range(10_000)} == {None}
+        assert tracemalloc.get_traced_memory()[0] < 50_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_peak_within_a_long_dwell_time_is_wanted_to_its_end() -> None:
+    orders, size, given_orders, dwell_s = PoolOrders((1, 8), 0.95, 86400.0), 1, list[tuple[float, int]](), 86400.0
+    for minute in range(3000):
+        load = 6.0 if minute == 33 else 1.0
+        if (ordered := orders.decide(load, load**9, size, 60.0 * minute)) is not None:
+            given_orders.append((60.0 * minute, ordered))
+            size = ordered
+    (grown_s, most), (shrunk_s, least) = given_orders
+    assert (most, least) == (6, 1)
+    assert 0.98 * dwell_s < shrunk_s - grown_s < 1.02 * dwell_s
 
 
 AMOUNTS = st.floats(0, 1e15)
