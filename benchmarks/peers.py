@@ -12,8 +12,8 @@ of each token. A figure whose rounds differ by more than a fifth is refused: its
 1, and there is no ratio with it. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for
 CPUs if they shall have no CUDA libraries. A peer that fails is named and left out.
 
---cpu-kernels names the instruction set of Baton's kernels, as the setting `worker.cpu_kernels`; avx2 also keeps torch
-and oneDNN of the peers (vLLM, transformers) to it. llama.cpp and OpenVINO take what the machine has.
+--cpu-kernels is the name of a library in kernels/cpu/library.py, or auto; avx2 also keeps torch and oneDNN of the peers
+(vLLM, transformers) to it. llama.cpp and OpenVINO take what the machine has.
 
 With --gguf, Baton and llama.cpp run one file, packed as it is; other engines run its weights, dequantized into a plain
 checkpoint, and baton-bfloat16 is Baton on that.

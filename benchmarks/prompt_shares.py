@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/prompt_shares.py --model smollm2 --write
     OMP_NUM_THREADS=1 python benchmarks/prompt_shares.py --model smollm2 --cpu-kernels avx2
 
+--cpu-kernels is the name of a library in kernels/cpu/library.py, or auto.
+
 Processor time of a thread is what other work of the machine changes least. An operation's rate counts products of
 weights as 2 operations a weight and row, attention as 4 a query head, its size and each token that a row sees.
 """

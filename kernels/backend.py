@@ -329,7 +329,10 @@ class Recorder(Backend, Protocol):
         """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
 
     def sample(self, states: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Copies sampled rows int64 [R] of states [T, columns] to `out` [R, columns]; R rows are all that go on."""
+        """Copies sampled rows int64 [R] of states [T, columns] to `out` [R, columns].
+
+        Operations recorded later run on these R rows alone.
+        """
 
     def advance(self, logits: Tensor, block_size: int, batch: StepTensors) -> None:
         """Turns a batch, in place, into that of the likeliest next tokens. logits: a row for each row of the batch."""

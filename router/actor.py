@@ -23,9 +23,9 @@ from text.template.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import MemberList, PoolSizes, RefusedWorkers, SizesAsked
+from wire.pools import MemberList, MembersAnswer, PoolSizes, SizesAsked
 from wire.trust.key_ring import KeyList
-from wire.typed_reader import from_json, to_json
+from wire.typed_reader import from_json, to_json, to_message
 
 PAUSE_S = 0.5
 _NO_ANSWER = "the controller does not answer"
@@ -37,6 +37,7 @@ class RouterActor:
     def __init__(self, config_json: str) -> None:
         """Reads the configuration. Raises ConfigError."""
         self._config = from_json(RouterConfig, config_json, "router")
+        self._setting = asyncio.Lock()
         self._server: RouterServer | None = None
         self._router: Router | None = None
 
@@ -68,15 +69,20 @@ class RouterActor:
         return to_json(addresses)
 
     async def set_members(self, members_json: str) -> str:
-        """Replaces the members by a MemberList. Returns RefusedWorkers."""
+        """Replaces the members by a MemberList. Returns MembersAnswer.
+
+        A list waits for the one before, whose caller may have given up: it is taken with the versions that it names.
+        """
         router, members = self._started, from_json(MemberList, members_json, "members")
-        router.members.sizes = members.sizes
-        router.versions.replace(members.models)
-        return to_json(RefusedWorkers(await router.membership.set(members.workers), router.dispatcher.needed))
+        async with self._setting:
+            router.members.sizes = members.sizes
+            router.versions.replace(members.models)
+            reasons = await router.membership.set(members.workers)
+            return to_message(MembersAnswer(reasons, router.dispatcher.needed))
 
     async def demand(self) -> str:
         """Returns the Demand."""
-        return to_json(self._started.dispatcher.demand)
+        return to_message(self._started.dispatcher.demand)
 
     async def set_keys(self, keys_json: str) -> None:
         """Replaces the accepted keys by this KeyList."""
@@ -108,7 +114,7 @@ class RayController:
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
         async with _answering(ORDER_TIMEOUT_S):
-            order = await self._insist("scale", to_json(SizesAsked(prefill, decode)))
+            order = await self._insist("scale", to_message(SizesAsked(prefill, decode)))
             return from_json(PoolSizes, await self._insist("scaled", order), "sizes")
 
     async def drain(self, worker_id: WorkerId) -> None:

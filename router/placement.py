@@ -200,7 +200,7 @@ class Placement:
         try:
             async with asyncio.timeout(self._wait_s):
                 while (member := self.likely_decode(route)) is None:
-                    if self._members.are_gone:
+                    if self._members.has_lost_decode:
                         raise ModelReplaced("the last worker with the answer's model is gone: ask again")
                     await self._changed.wait()
         except TimeoutError as error:

@@ -199,7 +199,7 @@ class WorkerLeaving(Unavailable):
 
 
 class RouterLeaving(Unavailable):
-    """The router stops, and has nothing against the request: another router goes on with it."""
+    """The router stops, or has just started, and has nothing against the request: another router goes on with it."""
 
 
 class ModelReplaced(Unavailable):

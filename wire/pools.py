@@ -81,7 +81,7 @@ class HeadAnswer:
 class MemberList:
     """The sizes of the pools, and the workers that the router may use.
 
-    models: the versions of the model that these workers have, the wanted one first; none for that of `baton up`.
+    models: the versions of the model that these workers have, the wanted one first; none before the first roll.
     """
 
     sizes: PoolSizes
@@ -90,8 +90,8 @@ class MemberList:
 
 
 @dataclass(frozen=True)
-class RefusedWorkers:
-    """The router's reasons not to use members, by worker id.
+class MembersAnswer:
+    """A router's answer to a MemberList. reasons: why it does not use a worker, by worker id.
 
     needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has.
     """

@@ -87,6 +87,15 @@ def to_json(settings: Any) -> str:
     return json.dumps(asdict(settings), default=attrgetter("value"))
 
 
+def to_message(message: Any) -> str:
+    """Writes a message as `to_json`, without the fields that have their default.
+
+    A peer of an earlier release, which refuses fields that it does not know, can read a message that uses no new one.
+    Records are written whole: another release may have other defaults.
+    """
+    return json.dumps(message, default=_set_fields)
+
+
 def from_json(cls: type[T], text: str, where: str) -> T:
     """Reads settings of a class. Raises ConfigError, with the path, for a missing, unknown, repeated or wrong key."""
     try:
@@ -209,6 +218,20 @@ def located(parts: Mapping[Any, tuple[Read, Any]]) -> dict[Any, Any]:
         except Misfit as misfit:
             raise misfit.within(place) from None
     return values
+
+
+def _set_fields(part: Any) -> Any:
+    """Returns the fields of a dataclass that differ from their defaults, or the value of an enum."""
+    return (
+        {
+            one.name: value
+            for one in fields(part)
+            if (value := getattr(part, one.name))
+            != (one.default if one.default_factory is MISSING else one.default_factory())
+        }
+        if is_dataclass(part)
+        else part.value
+    )
 
 
 def _dict_of(read_item: Read) -> Read:

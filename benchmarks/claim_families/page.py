@@ -70,7 +70,9 @@ def write_page(
 
 def _summary(kept: Mapping[str, Kept]) -> str:
     held = Counter(row["holds"] for one in kept.values() for row in one.rows.values())
-    return f"Of {held.total()} claims {held[True]} hold, {held[False]} do not, and {held[None]} wait."
+    verbs = {True: ("hold", "holds"), False: ("do not", "does not"), None: ("wait", "waits")}
+    hold, fail, wait = (f"{held[key]} {plural if held[key] != 1 else one}" for key, (plural, one) in verbs.items())
+    return f"Of {held.total()} claims {hold}, {fail}, and {wait}."
 
 
 def _to_measure_again(families: Mapping[str, Family], kept: Mapping[str, Kept]) -> list[str]:

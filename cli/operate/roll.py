@@ -12,7 +12,7 @@ from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import FILE, read_revisions, rolled
 from wire.errors import Unavailable
 from wire.pb import cluster_pb2
-from wire.typed_reader import to_json
+from wire.typed_reader import to_message
 
 DESCRIPTION = """\
 Replaces the workers of a cluster that serves, one by one: a worker with the new settings starts, and once it takes
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         guessing, kernels = config.speculation, config.worker.cpu_kernels
         model = inspect_model(config.model, present.model.device, kernels, guessing.draft, guessing.proposer)
         revision = rolled(present, config, model)
-    request = cluster_pb2.RollRequest(revision=to_json(revision))
+    request = cluster_pb2.RollRequest(revision=to_message(revision))
     answer = call_operator(state, "Roll", request, ORDER_IN_COMMAND_S)
     print(f"all workers have revision {answer.revision}")
     return 0

@@ -35,7 +35,7 @@ from router.workers.controller_port import ControllerReport
 from wire.ids import WorkerId
 from wire.pools import OrderNumbers, PoolSizes, SizesAsked
 from wire.trust.key_ring import KeyList
-from wire.typed_reader import from_json, to_json
+from wire.typed_reader import from_json, to_json, to_message
 
 RENEW_EVERY_S = 3600.0
 
@@ -117,8 +117,8 @@ class Controller:
         is_known, self._revisions = bool(read_revisions(file)), Revisions(plan, file)
         self._plan = plan = replace(plan.with_keys(self._keys.first()), versions=self._revisions.models)
         self._means = means = Supervision(host, folder, self._events)
-        self._nodes = Nodes(plan, means, self._ray_drains)
-        self._frontends = Frontends(plan, host.own_node, means)
+        self._nodes = Nodes(plan, means, lambda: self._fleet.model, self._ray_drains)
+        self._frontends = Frontends(plan, host.own_node, means, lambda: self._fleet.model)
         record, revisions = self._predecessor.pools_record, self._revisions
         pools = self._predecessor.pools(plan.config.pools, revisions.recovered)
         if pools.roll.last and not is_known:
@@ -146,12 +146,12 @@ class Controller:
     async def scale(self, sizes_json: str) -> str:
         """Takes an order, SizesAsked; returns the OrderNumbers to pass to `scaled`."""
         asked = from_json(SizesAsked, sizes_json, "sizes")
-        return to_json(OrderNumbers(await self._fleet.resize(asked.prefill, asked.decode)))
+        return to_message(OrderNumbers(await self._fleet.resize(asked.prefill, asked.decode)))
 
     async def scaled(self, order_json: str) -> str:
         """Waits until the order, OrderNumbers, is carried out; returns the present PoolSizes."""
         order = from_json(OrderNumbers, order_json, "order")
-        return to_json(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
+        return to_message(await self._fleet.scaled(order.numbers, ORDER_IN_CONTROLLER_S))
 
     async def roll(self, revision_json: str) -> str:
         """Begins to roll the workers to a Revision; returns its number, to pass to `rolled`."""
@@ -195,7 +195,7 @@ class Controller:
         """Returns a ControllerReport."""
         limits, pools = (self._scaler.problems, self._scaler.pools) if self._scaler is not None else ((), ())
         problems = (self._keys.problem, self._predecessor.problem, *limits)
-        return to_json(ControllerReport(self._events.report(), tuple(filter(None, problems)), pools))
+        return to_message(ControllerReport(self._events.report(), tuple(filter(None, problems)), pools))
 
     async def reload_keys(self) -> None:
         """Waits until router, gateways and nodes use the keys in the file.

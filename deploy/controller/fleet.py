@@ -47,6 +47,11 @@ class Fleet:
         self._changed = asyncio.Event()
 
     @property
+    def model(self) -> ServedModel:
+        """The model that workers have, or are rolled to."""
+        return self._plan_now.model.served
+
+    @property
     def is_settled(self) -> bool:
         """Whether both pools have their requested sizes, and the router has all of their workers."""
         return self.pools.are_as_asked and self._members.are_announced
@@ -179,11 +184,13 @@ class Fleet:
         return self.revisions.plan_of(self.pools.roll.wanted)
 
     def _models(self) -> tuple[ServedModel, ...]:
-        """Lists the versions of the model that workers have, the wanted one first."""
-        roll = self.pools.roll
-        numbers = roll.wanted, *(roll.of(one.id) for one in self.pools), roll.wanted
-        served = (self.revisions[number].model.served for number in numbers)
-        return tuple({one.namespace: one for one in served}.values())
+        """Lists the versions of the model that workers have, the wanted one first; none before the first roll."""
+        if not self.pools.roll.last:
+            return ()
+        wanted = self.revisions[self.pools.roll.wanted].model.served
+        served = (self.revisions[self.pools.roll.of(one.id)].model.served for one in self.pools)
+        others = {one.namespace: one for one in served if one.namespace != wanted.namespace}
+        return wanted, *others.values()
 
     def _plan_of(self, worker_id: WorkerId) -> ClusterPlan:
         return self.revisions.plan_of(self.pools.roll.of(worker_id))

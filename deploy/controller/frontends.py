@@ -18,6 +18,7 @@ from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import GATEWAY
 from wire.errors import BatonError, Unavailable
 from wire.pools import Addresses
+from wire.served_model import ServedModel
 from wire.typed_reader import to_json
 
 ROUTER_TARGET = "router.actor:RouterActor"
@@ -50,8 +51,10 @@ class Standby(KeptActor):
 class Frontends:
     """The routers and the gateways, restarted when lost. A restart takes the earlier port; gateways share a port."""
 
-    def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision) -> None:
+    def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision, model: Callable[[], ServedModel]) -> None:
+        """model: returns the model that workers are to have, with which a router starts."""
         self.plan = plan
+        self._model = model
         self._host: ActorHost = means.host
         self._standby_node = ""
 
@@ -126,7 +129,7 @@ class Frontends:
         known = self._routers[index].answer or Addresses()
         settings = replace(self.plan.router.settings.at(index), **_ports(grpc=known.public, metrics=known.metrics))
         kept = _ports(local=known.local, operator=known.operator)
-        return to_json(replace(self.plan.router, settings=settings, **kept))
+        return to_json(replace(self.plan.router, model=self._model(), settings=settings, **kept))
 
     def _beside(self, door: KeptActor) -> list[KeptActor]:
         """Lists the routers on the node of a frontend."""

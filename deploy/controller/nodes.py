@@ -11,6 +11,7 @@ from deploy.plan.machine import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, Unavailable
 from wire.pools import Shares
+from wire.served_model import ServedModel
 from wire.typed_reader import from_json, to_json
 
 LOOK_EVERY_S = 3.0
@@ -21,16 +22,22 @@ TARGET = "deploy.actors.node:NodeActor"
 class NodeService:
     """The service of one node, kept from `open` or `reopen` to `end`.
 
-    plan: the plan for its next start. opening: the task that opens it. baseline: None until the machine is known; its
-    `block_address` is the address of the last start.
+    plan: the plan for its next start. model: returns the model whose folder it wants then. opening: the task that
+    opens it. baseline: None until the machine is known; its `block_address` is the address of the last start.
     """
 
     opening: "asyncio.Task[None]"
 
     def __init__(
-        self, node: RayNode, plan: ClusterPlan, means: Supervision, baseline: NodeBaseline | None = None
+        self,
+        node: RayNode,
+        plan: ClusterPlan,
+        means: Supervision,
+        model: Callable[[], ServedModel],
+        baseline: NodeBaseline | None = None,
     ) -> None:
         self.node = node
+        self._model = model
         self.plan = plan
         self.baseline = baseline
         self._means = means
@@ -88,7 +95,7 @@ class NodeService:
 
     def _config_json(self) -> str:
         assert self.baseline is not None
-        return to_json(self.plan.node_config(self.baseline))
+        return to_json(replace(self.plan.node_config(self.baseline), model=self._model()))
 
 
 class Nodes:
@@ -98,10 +105,15 @@ class Nodes:
         self,
         plan: ClusterPlan,
         means: Supervision,
+        model: Callable[[], ServedModel],
         on_leaving: Callable[[RayNode], Awaitable[None]] | None = None,
     ) -> None:
-        """on_leaving: drains a node with a service that Ray drains; called again while it raises BatonError."""
+        """model: returns the model that workers are to have.
+
+        on_leaving: drains a node with a service that Ray drains; called again while it raises BatonError.
+        """
         self._plan = plan
+        self._model = model
         self._means = means
         self._events = means.events
         self._on_leaving = on_leaving
@@ -115,7 +127,7 @@ class Nodes:
         Raises ConfigError, naming the node, if nothing fits; Unavailable if the service does not start.
         """
         if node.id not in self._services:
-            service = NodeService(node, self._plan, self._means)
+            service = NodeService(node, self._plan, self._means, self._model)
             self._begin(service, service.open)
         service = self._services[node.id]
         await asyncio.wait([service.opening])
@@ -153,7 +165,7 @@ class Nodes:
         for path in self._means.run_dir.glob(f"*{SUFFIX}"):
             known = AtomicFile(path).recall(lambda text: from_json(NodeBaseline, text, "baseline"))
             if known is not None:  # else the node's next worker makes another
-                service = NodeService(known.node, self._plan, self._means, known)
+                service = NodeService(known.node, self._plan, self._means, self._model, known)
                 self._begin(service, service.reopen)
 
     async def watch(self) -> None:

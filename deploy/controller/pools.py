@@ -245,7 +245,8 @@ class Pools:
         Notes the actions as begun: the next plan is empty unless something changes. roles_are_alike: whether a worker
         can serve either pool.
         """
-        self.roll = self.roll.stepped(self._staying)
+        vacating = [worker for worker in self if worker.id in self._vacating]
+        self.roll = self.roll.stepped(self._staying, vacating)
         pools = {role: self.pool(role) for role in Role}
         may_change = roles_are_alike and not self.outdated
         given = {role: pools[role].given(pools[role.other]) if may_change else [] for role in Role}

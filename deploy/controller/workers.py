@@ -14,9 +14,9 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import RayNode, require_node, service_of
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import Drained, MemberList, RefusedWorkers, Role, Worker, WorkerState
+from wire.pools import Drained, MemberList, MembersAnswer, Role, Worker, WorkerState
 from wire.served_model import ServedModel
-from wire.typed_reader import to_json
+from wire.typed_reader import to_json, to_message
 
 DRAIN_MARGIN_S = 10.0
 CHANGE_GRACE_S = {Role.DECODE: 1, Role.PREFILL: 0}
@@ -68,7 +68,7 @@ class RouterMembers:
                 for worker in self._pools
                 if worker.address
             )
-            members = to_json(MemberList(self._pools.sizes, serving, self._models()))
+            members = to_message(MemberList(self._pools.sizes, serving, self._models()))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.reasons.items()}
             self.needed = {worker_id for one in answers for worker_id in one.needed}
@@ -77,15 +77,15 @@ class RouterMembers:
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self.refused = refused
 
-    async def _tell(self, router: str, members: str) -> RefusedWorkers:
+    async def _tell(self, router: str, members: str) -> MembersAnswer:
         """Sends the members to a router; returns its answer, an empty one if it does not answer."""
         try:
-            answers, timeout_s = RefusedWorkers, SET_MEMBERS_TIMEOUT_S
+            answers, timeout_s = MembersAnswer, SET_MEMBERS_TIMEOUT_S
             return await ask(self._host, router, "set_members", members, answers=answers, timeout_s=timeout_s)
         except BatonError as error:
             log.info("the %s does not know the workers yet: %s", router, error.message)
             self.are_announced = False
-            return RefusedWorkers({})
+            return MembersAnswer({})
 
 
 class Workers:

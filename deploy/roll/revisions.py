@@ -27,6 +27,8 @@ _SETTINGS = {
     "layout_hex": "KV layout (model.path, model.dtype, model.kv_dtype, model.block_size)",
     "kv_policies": "KV policies (model.kv_policy, model.allowed_kv_policies)",
     "max_context_len": "context",
+    "vocab_size": "vocabulary size (model.path)",
+    "batch_invariant": "batch invariance (model.path, model.exact, speculation.proposer)",
 }
 """The settings that determine a part of the served model."""
 
@@ -114,8 +116,9 @@ def rolled(present: Revision, config: ClusterConfig, model: ModelFacts) -> Revis
             way = "`baton scale` changes it" if table == "pools" else "`baton down` and `baton up` do"
             raise ConfigError(f"{name}: a roll does not change it: {way}")
     was = present.model.served
-    model = replace(model, served=replace(model.served, name=was.name, aliases=was.aliases))
-    _require_alike(was, model.served)
+    text_hex = model.served.text_hex or was.text_hex
+    model = replace(model, served=replace(model.served, name=was.name, aliases=was.aliases, text_hex=text_hex))
+    _require_alike(replace(was, text_hex=was.text_hex or text_hex), model.served)
     return Revision(config=config, model=model)
 
 

@@ -60,9 +60,12 @@ class Roll:
         number = self.last + 1
         return replace(self, wanted=number, last=number, before=self.wanted, proven=(), surge=None)
 
-    def stepped(self, workers: Sequence[Worker]) -> "Roll":
-        """Returns the roll as it goes on: without a surge while workers start or drain, or if no worker is outdated."""
-        revisions: dict[str, int] = {one.id: self.of(one.id) for one in workers if self.of(one.id)}
+    def stepped(self, workers: Sequence[Worker], vacating: Sequence[Worker] = ()) -> "Roll":
+        """Returns the roll as it goes on: without a surge while workers start or drain, or if no worker is outdated.
+
+        vacating: workers that go and are replaced without the roll; they serve by their revision to their end.
+        """
+        revisions: dict[str, int] = {one.id: self.of(one.id) for one in (*workers, *vacating) if self.of(one.id)}
         left = Counter(one.role for one in self.outdated(workers))
         are_at_rest = bool(workers) and all(one.state is WorkerState.READY for one in workers)
         if not left:

@@ -24,7 +24,7 @@ CLEAR_S = 10.0
 """Time in which a backlog of prompts is to be gone, or `slo.ttft_ms` if that is longer."""
 MOST_FACTOR = 2.0
 GAIN, RESERVE_GAIN = 0.02, 0.03
-"""Growth of the factor, and of the reserve in workers, for a late request beyond the allowed share."""
+"""Growth of the factor, and of the reserve in workers, for each late request beyond 1 - `slo.share` of all."""
 RESERVE_DWELLS, IDLE_DWELLS = 10.0, 3.0
 """Dwell times for which a size that was wanted bounds the reserve, and after which there is none without load."""
 KEPT = 0.97

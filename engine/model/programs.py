@@ -81,7 +81,8 @@ class ProgramSize:
 RECORDED_CHUNKS = ProgramSize(56, 0, 456)
 """Steps with chunks of prompts that a CPU runs as a program, up to 512 tokens and 64 rows of logits.
 
-Of 2,000 tokens Python is 2 % at most. A program keeps its logits: 512 rows of 150,000 would take 300 MB.
+Longer steps are not recorded: Python is at most 2 % of one of 2,000 tokens. A program keeps its logits: 512 rows of
+150,000 would take 300 MB.
 """
 
 

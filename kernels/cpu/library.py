@@ -176,7 +176,7 @@ def load_units(units: Sequence[Path], flags: Sequence[str], version: str) -> cty
 
 
 def compiled(units: Sequence[Path], flags: Sequence[str], version: str) -> Path:
-    """Returns the library of C++ units in the user's cache, where it is compiled if it lacks. Raises NoKernels."""
+    """Returns the library of C++ units in the user's cache; compiles it if the cache lacks it. Raises NoKernels."""
     compiler = _find_compiler()
     try:
         folder = own_folder("kernels")

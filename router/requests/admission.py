@@ -23,8 +23,8 @@ class TenantUse:
 class Admission:
     """Open requests by id, and the limits on them, which tenants share by weight.
 
-    Where a limit is reached, a tenant below its part of it is admitted nevertheless, and the others are refused; so all
-    tenants together have less than twice the limit.
+    Where a limit is reached, a tenant below its part of it is admitted nevertheless, and the others are refused, until
+    all tenants together have twice the limit.
     """
 
     def __init__(self, bounds: AdmissionBounds) -> None:
@@ -50,7 +50,10 @@ class Admission:
         return self._open.num_used - self._queued.num_used
 
     def require_room(self, tenant: str = DEFAULT_TENANT, weight: float = 1.0, num_bytes: int = 0) -> None:
-        """Raises Overloaded if a limit is reached, and the tenant has its part of it. weight: its key's."""
+        """Raises Overloaded if a limit is reached, and the tenant has its part of it, or all have twice the limit.
+
+        weight: its key's.
+        """
         use = self._uses.get(tenant, TenantUse())
         asked = (
             (self._open, use.num_open, 1),
@@ -59,7 +62,10 @@ class Admission:
         )
         for limit, num_used, num_more in asked:
             is_full = 0 < num_more > limit.num_free
-            if is_full and num_used + num_more > self._part(tenant, weight) * limit.max_units:
+            if is_full and (
+                num_used + num_more > self._part(tenant, weight) * limit.max_units
+                or num_more > limit.num_free + limit.max_units
+            ):
                 raise limit.refusal()
 
     def admit(self, request_id: QualifiedId, num_bytes: int, weight: float = 1.0) -> None:

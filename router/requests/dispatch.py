@@ -6,7 +6,8 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
+from weakref import WeakKeyDictionary
 
 from router.config import StreamBounds
 from router.observe.demand import Demand
@@ -136,7 +137,7 @@ class Dispatcher:
     def __init__(self, services: Services, versions: ModelVersions, admission: Admission, bounds: StreamBounds) -> None:
         self._versions = versions
         self.recent, self._services = services.recent, services
-        self._services_of = lru_cache(self._make_services)
+        self._version_to_services = WeakKeyDictionary[ModelVersion, Services]()
         self._admission = admission
         self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds
@@ -167,8 +168,9 @@ class Dispatcher:
 
     @property
     def needed(self) -> tuple[WorkerId, ...]:
-        """The workers that alone can decode for a version with open requests."""
-        busy = [one for one in self._versions if one.num_ready == 1 and one.num_open]
+        """The workers that alone can decode for a version with open requests, and that no worker to come will have."""
+        _, *ending = self._versions
+        busy = [one for one in ending if one.num_ready == 1 and one.num_open]
         return tuple(member.id for version in busy for member in version.members.ready(Role.DECODE))
 
     @property
@@ -307,12 +309,19 @@ class Dispatcher:
         self._open[qualified_id] = opened
         return opened
 
-    def _make_services(self, version: ModelVersion) -> Services:
-        """Returns the parts for requests of a version: its workers are placed, and public prefixes have its names."""
-        services, prompts = self._services, self._services.prompts
-        prefixes = replace(prompts.prefixes, root=version.root_of(PUBLIC))
-        placement = services.placement.among(version.members)
-        return replace(services, placement=placement, prompts=replace(prompts, prefixes=prefixes))
+    def _services_of(self, version: ModelVersion) -> Services:
+        """Returns the parts for requests of a version: its workers are placed, and public prefixes have its names.
+
+        They last as long as the version.
+        """
+        if version not in self._version_to_services:
+            services, prompts = self._services, self._services.prompts
+            prefixes = replace(prompts.prefixes, root=version.root_of(PUBLIC))
+            placement = services.placement.among(version.members)
+            self._version_to_services[version] = replace(
+                services, placement=placement, prompts=replace(prompts, prefixes=prefixes)
+            )
+        return self._version_to_services[version]
 
     def _started(self, root: NamespaceRoot, request_id: QualifiedId) -> None:
         """Ends a request's wait in the queue."""

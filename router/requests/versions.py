@@ -12,7 +12,7 @@ from functools import lru_cache
 from router.config import RouterConfig
 from router.requests.checks import ServingLimits
 from router.workers.members import Members, version_of
-from wire.errors import ModelReplaced
+from wire.errors import ModelReplaced, RouterLeaving
 from wire.ids import NamespaceRoot
 from wire.layout import Window
 from wire.pools import Role
@@ -54,6 +54,8 @@ class ModelVersions:
     def __init__(self, config: RouterConfig, members: Members) -> None:
         self._secret = config.cluster.secret
         self._members = members
+        self._are_told = False
+        self._busy: list[ModelVersion] = []
         self._versions: tuple[ModelVersion, ...] = (self._make(config.model),)
 
     def __iter__(self) -> Iterator[ModelVersion]:
@@ -64,10 +66,15 @@ class ModelVersions:
         return self._versions[0]
 
     def replace(self, models: Sequence[ServedModel]) -> None:
-        """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are."""
+        """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are.
+
+        A version with open requests that has no workers now is the same one if it comes back.
+        """
+        self._are_told = True
         if models:
-            known = {version_of(one.model): one for one in self}
+            known = {version_of(one.model): one for one in (*self._busy, *self)}
             self._versions = tuple(known.get(version_of(model)) or self._make(model) for model in models)
+            self._busy = [one for one in known.values() if one.num_open]
             self._members.versions[:] = map(version_of, models)
         for version, model in zip(self, models, strict=False):
             version.model = model
@@ -76,9 +83,11 @@ class ModelVersions:
         """Chooses the version of a request: the wanted version, once it has as many decode workers as the pool.
 
         Until then, the one that has the fewest open requests for each of its decode workers. fingerprint: names the
-        version of an answer that goes on; raises ModelReplaced if it is gone.
+        version of an answer that goes on; raises ModelReplaced if it is gone, RouterLeaving before any version is told.
         """
         known = [one for one in self if fingerprint in ("", one.model.fingerprint_hex)]
+        if not known and not self._are_told:
+            raise RouterLeaving("the router has just started, and was told no versions of the model yet")
         if not known:
             raise ModelReplaced("the model that the answer began with is served no more: ask again")
         if known[0].num_ready >= self._members.sizes.decode:

@@ -99,11 +99,12 @@ class Member:
 class Members:
     """The workers of the cluster. Each has a version of the model that the router serves; two of one can be paired.
 
-    sizes: the pools' sizes that the controller told last. versions: the wanted one first, which more workers will have.
+    versions: the wanted version first, which all workers have in the end.
     """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:
-        self.sizes = PoolSizes(0, 0)
+        self._whole = self
+        self._sizes = PoolSizes(0, 0)
         self.versions: list[Version] = [(fingerprint, layout)]
         self._members: dict[WorkerId, Member] = {}
         self._shown: Version | None = None
@@ -112,13 +113,22 @@ class Members:
         return iter([one for one in self._members.values() if self._shown in (None, one.version)])
 
     def __contains__(self, worker_id: WorkerId) -> bool:
-        return worker_id in self._members
+        return worker_id in self._members and self._shown in (None, self._members[worker_id].version)
 
     def __getitem__(self, worker_id: WorkerId) -> Member:
         """Raises WorkerNotFound."""
-        if worker_id not in self._members:
+        if worker_id not in self:
             raise WorkerNotFound("no worker of that id", worker_id=worker_id[:64])
         return self._members[worker_id]
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """The pools' sizes that the controller told last, of all versions together."""
+        return self._whole._sizes
+
+    @sizes.setter
+    def sizes(self, sizes: PoolSizes) -> None:
+        self._whole._sizes = sizes
 
     def add(self, member: Member) -> None:
         """Adds a worker. Raises PairRefused if it can be paired with no other."""
@@ -154,13 +164,13 @@ class Members:
         return chosen
 
     def of(self, version: Version) -> "Members":
-        """Returns the members of one version, as they are at each time."""
+        """Returns a view of the members of one version, as they are at each time."""
         members = copy(self)
         members._shown = version
         return members
 
     @property
-    def are_gone(self) -> bool:
+    def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
         return self._shown not in (None, self.versions[0]) and all(one.role is Role.PREFILL for one in self)
 

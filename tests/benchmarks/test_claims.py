@@ -209,7 +209,7 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     lines = Chart("Speed", "batch", "x", {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]})
     bars = Chart("Memory", "", "%", {"a": [("pages", 3.0), ("none", 4.0)]})
-    finding = Finding("2x", "1.9x (1.8 .. 2)", True, "at 32")
+    findings = {"lines": Finding("2x", "1.9x (1.8 .. 2)", True, "at 32"), "bars": Finding("2x", "1.9x", None)}
     families = {
         name: Family(name.title(), {f"{name}_claim": "twice as fast"}, lambda inputs: Report("", {}))
         for name in ("lines", "bars")
@@ -217,7 +217,7 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
     kept = {
         name: Kept.of(
             family,
-            Report("A setting.", {f"{name}_claim": finding}, chart),
+            Report("A setting.", {f"{name}_claim": findings[name]}, chart),
             "a machine",
             "2026-01-01",
             "commit 1234abcd",
@@ -228,6 +228,7 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
     write_page(page, families, kept)
     text = page.read_text()
     assert "| `lines_claim` | twice as fast | 2x | 1.9x (1.8 .. 2) | yes: at 32 |" in text
+    assert "Of 2 claims 1 holds, 0 do not, and 1 waits." in text
     assert "A setting. Machine: a machine, 2026-01-01, commit 1234abcd." in text
     assert "![Speed](claims/lines.svg)" in text
     assert "and to be made again: Lines, Bars." in text

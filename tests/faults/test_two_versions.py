@@ -14,7 +14,7 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import FaultyModel
 from tests.harness.local_cluster import Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
-from wire.errors import ModelReplaced
+from wire.errors import ModelReplaced, RouterLeaving
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes
@@ -69,6 +69,24 @@ async def test_answers_and_blocks_are_of_one_version() -> None:
         await cluster.roll(without=("p0", "d0"))
         [new] = await cluster.answer(ask())
         assert new.token_ids == NEW.oracle(PROMPT, 40)
+        await at_rest(cluster)
+
+
+async def test_no_worker_is_needed_for_the_version_that_workers_to_come_will_have() -> None:
+    async with Versions.running(OLD, 0, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        assert cluster.needed == []
+        await cluster.roll("d1")
+        assert cluster.needed == ["d0"]
+        new = cluster.open(ask(max_tokens=200))
+        await cluster.serves("d1")
+        assert cluster.needed == ["d0"], "d1 is the only worker of the wanted version"
+        cluster.models["d0"].go_on()
+        await begun.read_all()
+        await new.read_all()
+        assert cluster.needed == []
         await at_rest(cluster)
 
 
@@ -133,6 +151,34 @@ async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
         await cluster.answer(ask())
         rows = (await cluster.router.administration.count(cluster_pb2.CacheRequest(tenant="default"))).rows
         assert [(one.tenant, one.model) for one in rows if one.tier == "host"] == [("default", "twin")] * 2
+
+
+async def test_a_version_that_comes_back_still_has_its_open_requests() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        await cluster.roll("p1", "d1")
+        new, old = [one.model for one in cluster.router.versions]
+        cluster.router.versions.replace((new,))
+        assert cluster.needed == []
+        cluster.router.versions.replace((new, old))
+        assert cluster.needed == ["d0"]
+        cluster.models["d0"].go_on()
+        await begun.read_all()
+        assert cluster.needed == []
+        await at_rest(cluster)
+
+
+async def test_a_router_that_has_just_started_sends_an_answer_of_another_version_to_another_router() -> None:
+    async with Versions.running(OLD, 0, 1, Sizes()) as cluster:
+        request = ask(seed=7)
+        request.resume.MergeFrom(pb.Resume(choices=[pb.ResumedChoice()], fingerprint=NEW_FINGERPRINT.hex()))
+        with pytest.raises(RouterLeaving, match="was told no versions of the model yet"):
+            cluster.open(request)
+        await cluster.roll("d1")
+        [new] = await cluster.answer(request)
+        assert new.token_ids == NEW.oracle(PROMPT, 40)
 
 
 def resumed(begun: Reader, fingerprint: str) -> pb.GenerateRequest:

@@ -136,3 +136,21 @@ def test_a_tenant_whose_requests_are_over_has_no_part() -> None:
     assert num_admitted(admission, "heavy", 3) == 2
     assert num_admitted(admission, "third", 3) == 1
     assert num_admitted(admission, "fourth", 3) == 0, "a third of two is less than one request"
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        AdmissionBounds(max_open_requests=12),
+        AdmissionBounds(max_queued_requests=12),
+        AdmissionBounds(max_queued_bytes=120),
+    ],
+)
+def test_all_tenants_together_have_at_most_twice_a_bound(bounds: AdmissionBounds) -> None:
+    admission = Admission(bounds)
+    asked = [num_admitted(admission, tenant, 20) for tenant in ("first", "second", "third", "fourth")]
+    assert asked == [12, 6, 4, 2], "the fourth's part is three"
+    assert num_admitted(admission, "fifth", 1) == 0
+    assert admission.check() == []
+    admission.leave(of("first", 0))
+    assert num_admitted(admission, "fifth", 2) == 1

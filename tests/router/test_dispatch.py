@@ -1,6 +1,8 @@
 """Whole requests before fake workers: what the client gets, whatever breaks, and that nothing is left behind."""
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +55,15 @@ async def test_a_request_goes_through_both_pools() -> None:
         handed_over = cluster.workers["d0"].decodes[0]
         assert list(handed_over.choices[0].output.ids) == expected(9)[:1]
         assert handed_over.namespace_root == cluster.workers["p0"].prefills[0].namespace_root
+
+
+async def test_a_version_of_the_model_is_forgotten_when_no_worker_has_it() -> None:
+    async with running(1, 1) as cluster:
+        await cluster.generate(request(max_tokens=9))
+        ended = weakref.ref(cluster.router.versions.wanted)
+        cluster.router.versions.replace([replace(CONFIG.model, fingerprint_hex="ab" * 32)])
+        gc.collect()
+        assert ended() is None
 
 
 async def test_a_request_that_ends_at_its_first_token_never_goes_to_decode() -> None:

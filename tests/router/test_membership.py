@@ -328,6 +328,27 @@ async def test_suspicion_of_an_unknown_worker_is_nothing(club: Club) -> None:
     assert club.num_changes == 0
 
 
+async def test_members_of_one_version_follow_the_pools_and_know_no_other_worker() -> None:
+    members = Members(FINGERPRINT, LAYOUT.encode())
+    members.versions.append((b"another model", LAYOUT.encode()))
+    ours, others = (members.of(version) for version in members.versions)
+    for worker in (FakeWorker(D0, Role.DECODE), FakeWorker(D1, Role.DECODE)):
+        info = await worker.info()
+        info.fingerprint = FINGERPRINT if worker.worker_id == D0 else b"another model"
+        listed = Worker(worker.worker_id, Role.DECODE, "", WorkerState.READY)
+        members.add(Member(worker=listed, info=info, line=Line(FaultyTransport(worker))))
+    assert [D0 in one for one in (members, ours, others)] == [True, True, False]
+    assert others[D1] is members[D1]
+    with pytest.raises(WorkerNotFound):
+        ours[D1]
+    with pytest.raises(WorkerNotFound):
+        others.remove(D0)
+    members.sizes = PoolSizes(2, 3)
+    assert (ours.sizes, others.sizes) == (PoolSizes(2, 3), PoolSizes(2, 3))
+    for member in members:
+        await member.line.close(Unavailable("the test is over"))
+
+
 async def test_an_unknown_worker_is_named() -> None:
     with pytest.raises(WorkerNotFound) as unknown:
         Members(FINGERPRINT, LAYOUT.encode())[WorkerId("x" * 100)]

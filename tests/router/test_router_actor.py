@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
+from router.requests.versions import ModelVersions
 from router.workers.controller_port import ControllerEvent, ControllerReport
+from router.workers.membership import Membership
 from tests.harness.fake_cluster import CONFIG
 from tests.harness.fake_worker import FakeWorker
 from tests.router.worker_server import served
@@ -23,8 +25,9 @@ from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.pools import PoolSizes, Role
+from wire.pools import MemberList, PoolSizes, Role
 from wire.rpc import TOKEN_METADATA
+from wire.served_model import ServedModel
 from wire.typed_reader import to_json
 
 
@@ -48,7 +51,8 @@ async def test_from_start_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             {"id": "p0", "role": "prefill", "address": "127.0.0.1:1", "state": "ready"},
         ]
         told = {"sizes": {"prefill": 2, "decode": 1}, "workers": workers}
-        assert list(json.loads(await actor.set_members(json.dumps(told)))["reasons"]) == ["p0"]
+        answer = json.loads(await actor.set_members(json.dumps(told)))
+        assert (list(answer), list(answer["reasons"])) == (["reasons"], ["p0"])
         monkeypatch.setattr("ray.get_actor", no_actor)
         async with grpc.aio.insecure_channel(started["operator"]) as channel:
             metadata = ((TOKEN_METADATA, CONFIG.cluster.token),)
@@ -61,6 +65,36 @@ async def test_from_start_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             responses = [response async for response in InferenceStub(channel).Generate(request)]
         assert responses[-1].complete.usage.completion_tokens == 3
         await actor.stop()
+
+
+async def test_a_later_list_of_members_waits_for_the_one_before_with_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, byte_level())
+    actor, may_end = RouterActor(config_json(tmp_path)), asyncio.Event()
+    seen: list[str] = []
+
+    def note(_: object, models: Sequence[ServedModel]) -> None:
+        seen.extend(one.fingerprint_hex for one in models)
+
+    async def slow(*_: object) -> dict[WorkerId, str]:
+        await may_end.wait()
+        seen.append("members")
+        return {}
+
+    await actor.start()
+    monkeypatch.setattr(ModelVersions, "replace", note)
+    monkeypatch.setattr(Membership, "set", slow)
+    fingerprints = ["aa" * 32, "bb" * 32]
+    models = [(replace(CONFIG.model, fingerprint_hex=one),) for one in fingerprints]
+    lists = [to_json(MemberList(PoolSizes(0, 1), (), one)) for one in models]
+    setting = asyncio.gather(*map(actor.set_members, lists))
+    await asyncio.sleep(0.01)
+    may_end.set()
+    await setting
+    assert seen == [fingerprints[0], "members", fingerprints[1], "members"]
+    monkeypatch.undo()
+    await actor.stop()
 
 
 def test_a_configuration_that_is_wrong() -> None:
@@ -111,7 +145,7 @@ async def test_the_controller_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -
     await port.worker_lost(WorkerId("d1"))
     await port.shutdown()
     assert handle.calls == [
-        ("scale", '{"prefill": null, "decode": 2}'),
+        ("scale", '{"decode": 2}'),
         ("scaled", '{"prefill": 1, "decode": 2}'),
         ("drain", "d0"),
         ("drained", "d0"),
@@ -166,7 +200,7 @@ async def test_a_controller_that_dies_is_asked_again_for_what_it_was_asked(monke
 
     port, handle = controller(monkeypatch, answer)
     assert await port.scale(None, 2) == PoolSizes(1, 2)
-    order = ("scale", '{"prefill": null, "decode": 2}')
+    order = ("scale", '{"decode": 2}')
     assert handle.calls == [order] * 2 + [("scaled", '{"decode": 7}')] * 3
 
 

@@ -6,7 +6,7 @@ from typing import Any, NewType
 import pytest
 
 from wire.errors import ConfigError
-from wire.typed_reader import from_json, from_object, to_json
+from wire.typed_reader import from_json, from_object, to_json, to_message
 
 Name = NewType("Name", str)
 
@@ -36,6 +36,18 @@ CART = Cart((Wheel(Name("left")), Wheel(Name("right"), Colour.BLUE)), Wheel(Name
 @pytest.mark.parametrize("cart", [CART, Cart(())])
 def test_what_is_written_is_read_again(cart: Cart) -> None:
     assert from_json(Cart, to_json(cart), "cart") == cart
+
+
+@pytest.mark.parametrize("cart", [CART, Cart(()), Cart((Wheel(Name("left"), Colour.BLUE),), weight=0.0)])
+def test_a_message_is_read_again(cart: Cart) -> None:
+    assert from_json(Cart, to_message(cart), "cart") == cart
+
+
+def test_a_message_without_new_fields_is_read_by_a_release_that_does_not_have_them() -> None:
+    spare = Wheel(Name("third"))
+    assert json.loads(to_message(Cart((spare,), spare))) == {"wheels": [{"name": "third"}], "spare": {"name": "third"}}
+    assert json.loads(to_message(Cart((), load={"hay": 0.0}))) == {"wheels": [], "load": {"hay": 0.0}}
+    assert json.loads(to_json(Cart(())))["weight"] is None, "settings and records are whole"
 
 
 def test_enums_are_written_by_their_values_and_tuples_as_lists() -> None:

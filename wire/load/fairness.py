@@ -72,7 +72,7 @@ class _Account:
 
 
 class FairShares:
-    """The counters of tenants with open requests, and of idle tenants that were served more than these."""
+    """The counters of tenants with open requests, and of idle tenants less than a burst below the virtual time."""
 
     def __init__(self) -> None:
         self._accounts: dict[Hashable, _Account] = {}

@@ -25,6 +25,7 @@ from wire.errors import InvalidRequest
 from wire.journal import GATES, Kind, row_of
 
 NUM_FITS = 40
+"""Fits of least squares in a row, each with weights by the deviations of the fit before."""
 MIN_SPANS, MAX_SPANS = 8, 2000
 """The least number of spans that tell what their work costs, and the most that are looked at."""
 COMPUTE, GENERATE = (*Kind.COMPUTE.names, *Kind.RECOMPUTE.names), Kind.GENERATE.names
@@ -149,7 +150,7 @@ def learn(rounds: Sequence[Sequence[Record]]) -> LearnedCosts:
     first_s, prompt_token_s, pair_s = _fit([np.ones_like(compute_s), *tokens], compute_s)
     transfer_s, block_s = _fit([np.ones_like(published.num), published.num], published.took_s)
     [fetch_s] = _fit([np.ones_like(fetched.num)], (fetched.took_s - block_s * fetched.num).clip(0.0))
-    rests_s, gates_s = np.array([*map(_unmodelled_s, ended)]).T
+    rests_s, gates_s = np.array([*map(_rest_and_gates_s, ended)]).T
     message_s = median(one.duration_ms / 1000 for one in networks) if networks else 0.0
     rests_s += gates_s.min() - message_s  # the gates of a request that waited at none; the message with the token
     costs = WorkCosts(
@@ -210,7 +211,7 @@ def _fit_squares(matrix: Floats, wanted: Floats) -> Floats:
     return found
 
 
-def _unmodelled_s(record: Record) -> tuple[float, float]:
+def _rest_and_gates_s(record: Record) -> tuple[float, float]:
     """Returns the time to the first token that no work or gate took, and that of the gates."""
     publishes = bool(_of(record.spans, PUBLISH))
     last = _of(record.spans, Kind.WAIT_DECODE.names if publishes else GENERATE)

@@ -46,12 +46,11 @@ class PlannedLoad:
     tell: Callable[[TriedSizes], object] = lambda _: None
     tried: dict[PoolSizes, TriedSizes] = field(default_factory=dict)
 
-    def keeps(self, prefill: int, decode: int) -> bool:
-        """Tells whether workers keep the limits: they serve the load until its end, or until the share is missed."""
+    def try_sizes(self, prefill: int, decode: int) -> bool:
+        """Serves the load until its end, or until the share is missed, once; returns whether the limits were kept."""
         sizes = PoolSizes(prefill, decode)
         if sizes not in self.tried:
-            most_missed = int((1.0 - self.slo.share) * len(self.arrivals) + 1e-9)
-            self.tried[sizes] = self._serve(sizes, most_missed)
+            self.tried[sizes] = self._serve(sizes, int((1.0 - self.slo.share) * len(self.arrivals) + 1e-9))
             self.tell(self.tried[sizes])
         return self.tried[sizes].share >= self.slo.share
 
@@ -88,7 +87,7 @@ def find_sizes(load: PlannedLoad, max_workers: int) -> list[TriedSizes]:
     Returns the sizes tried that the bound allows; if none of them keep the limits, also how sizes of `max_workers`
     serve the whole load: one pool, and two that are split at each quarter.
     """
-    smallest(lambda decode: load.keeps(0, decode), max_workers)
+    smallest(lambda decode: load.try_sizes(0, decode), max_workers)
     _try_pairs(load, max_workers)
     tried = [one for one in load.tried.values() if one.num_workers <= max_workers]
     if any(one.share >= load.slo.share for one in tried):
@@ -100,11 +99,12 @@ def find_sizes(load: PlannedLoad, max_workers: int) -> list[TriedSizes]:
 def _try_pairs(load: PlannedLoad, max_workers: int) -> None:
     """Tries two pools up to the least sum that keeps the limits: first the least of each beside a large other pool."""
     most = max_workers - 1
-    prefill = smallest(lambda num: load.keeps(num, most), most)
-    decode = None if prefill is None else smallest(lambda num: load.keeps(most, num), most)
+    prefill = smallest(lambda num: load.try_sizes(num, most), most)
+    decode = None if prefill is None else smallest(lambda num: load.try_sizes(most, num), most)
     if prefill is not None and decode is not None:
-        sums = range(prefill + decode, max_workers + 1)
-        any(load.keeps(num, total - num) for total in sums for num in range(prefill, total - decode + 1))
+        for total in range(prefill + decode, max_workers + 1):
+            if any(load.try_sizes(num, total - num) for num in range(prefill, total - decode + 1)):
+                return
 
 
 def smallest(is_enough: Callable[[int], bool], most: int) -> int | None:

@@ -190,7 +190,7 @@ def test_one_worker_is_never_a_prefill_worker_alone() -> None:
 
 def test_a_hopeless_size_is_given_up() -> None:
     load = PlannedLoad(poisson(8.0, 10.0, 1000, 10, 0), TwinSettings(costs=COSTS), LIMITS)
-    assert not load.keeps(0, 1)
+    assert not load.try_sizes(0, 1)
     given_up = load.tried[PoolSizes(0, 1)]
     assert not given_up.is_whole
     assert given_up.share < LIMITS.share

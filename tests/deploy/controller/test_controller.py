@@ -8,23 +8,30 @@ from pathlib import Path
 import pytest
 
 from deploy.actors.actor_host import LocalHost
+from deploy.actors.liveness import Liveness
 from deploy.controller import controller as controller_module
 from deploy.controller import supervised
 from deploy.controller.controller import Controller
 from deploy.controller.fleet import Fleet
 from deploy.local.key_file import KeyFile
+from deploy.plan.cluster_plan import NodeConfig
 from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import service_of
 from deploy.roll.revisions import Revision
+from router.config import RouterConfig
 from router.workers.controller_port import ControllerReport
 from tests.deploy.plan.test_cluster_plan import planned
 from tests.harness.cluster import until
 from wire.block_names import digest_of
 from wire.errors import ConfigError, Unavailable
-from wire.pools import Addresses, OrderNumbers, RefusedWorkers, Shares
+from wire.pools import Addresses, MembersAnswer, OrderNumbers, Shares
+from wire.served_model import ServedModel
+from wire.trust.identity import ROUTER
 from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
 from wire.typed_reader import from_json, to_json
 
 WAIT_S = 5.0
+NODE = service_of(LocalHost.own_node)
 FIRST, SECOND = (make_key(tenant, [Scope.GENERATE], Allowance())[0] for tenant in ("acme", "beta"))
 
 
@@ -35,17 +42,19 @@ class KeysHost(LocalHost):
         super().__init__()
         self.keys: dict[str, KeyList] = {}
         self.shares = Shares({})
+        self.started: list[tuple[str, str]] = []
         self.deaf: set[str] = set()
         self.gate: asyncio.Event | None = None
         self.num_at_gate = 0
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         here = "127.0.0.1:1"
+        self.started.append((name, config_json))
         return to_json(Addresses(here, here, here, here, here))
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         if method == "set_members":
-            return to_json(RefusedWorkers({}))
+            return to_json(MembersAnswer({}))
         if name in self.deaf or name not in self.actors:
             raise Unavailable(f"{name} died")
         if method == "set_keys" and name == "gateway-0" and self.gate is not None:
@@ -299,3 +308,23 @@ async def test_a_tenants_share_of_arenas_holds_for_both_versions_of_a_rolled_mod
     cluster.host.shares = Shares({})
     await cluster.controller_dies()
     await until(lambda: cluster.host.shares == both)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(ROUTER, RouterConfig), (NODE, NodeConfig)])
+async def test_a_router_or_node_service_that_starts_again_has_the_model_that_workers_are_rolled_to(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[RouterConfig | NodeConfig]
+) -> None:
+    def models() -> list[ServedModel]:
+        return [from_json(kind, text, name).model for one, text in cluster.host.started if one == name]
+
+    monkeypatch.setattr(Fleet, "_require_room", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.01)
+    controller, served = await cluster.start(), replace(cluster.plan.model.served, fingerprint_hex="ab" * 32)
+    revision = Revision(config=cluster.plan.config, model=replace(cluster.plan.model, served=served))
+    await controller.roll(to_json(revision))
+    cluster.host.actors[name] = Liveness.DEAD
+    await until(lambda: len(models()) == 2)
+    await cluster.controller_dies()
+    cluster.host.actors[name] = Liveness.DEAD
+    await until(lambda: len(models()) == 3)
+    assert models()[1:] == [served] * 2

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ from wire.errors import (
     WorkerNotFound,
 )
 from wire.ids import WorkerId
-from wire.pools import Drained, MemberList, PoolSizes, RefusedWorkers, Role, Worker, WorkerState
+from wire.pools import Drained, MemberList, MembersAnswer, PoolSizes, Role, Worker, WorkerState
 from wire.served_model import ServedModel
 from wire.typed_reader import from_json, to_json
 from worker.config import WorkerConfig
@@ -52,16 +53,18 @@ class FakeRouter:
         self.refused: dict[WorkerId, str] = {}
         self.needed: tuple[WorkerId, ...] = ()
         self.models: list[ServedModel] = []
+        self.fields: set[str] = set()
         self.away = False
 
     def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
+        self.fields = set(json.loads(members_json))
         members = from_json(MemberList, members_json, "members")
         self.sizes = members.sizes
         self.models = list(members.models)
         self.told.append(list(members.workers))
-        return to_json(RefusedWorkers(self.refused, self.needed))
+        return to_json(MembersAnswer(self.refused, self.needed))
 
     @property
     def known(self) -> set[str]:
@@ -1183,7 +1186,7 @@ OTHER_WEIGHTS = replace(BEFORE.model, served=replace(BEFORE.model.served, finger
 async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wanted_one_first() -> None:
     async with rollable(1, 1) as world:
         before, after = BEFORE.model.served, OTHER_WEIGHTS.served
-        assert world.router.models == [before]
+        assert world.router.models == []
         number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
         await until(lambda: P1 in world.router.known)
         assert world.router.models == [after, before]
@@ -1192,6 +1195,11 @@ async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wante
         world.fleet.introduce()
         await until(lambda: world.fleet.is_settled)
         assert world.router.models == [after], "a new router hears it, too"
+
+
+async def test_before_a_roll_a_router_of_a_release_without_versions_can_read_the_members() -> None:
+    async with rollable(1, 1) as world:
+        assert world.router.fields == {"sizes", "workers"}
 
 
 async def test_the_last_decode_worker_of_a_version_stays_while_a_router_needs_it() -> None:

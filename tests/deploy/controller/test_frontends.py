@@ -9,6 +9,7 @@ from deploy.actors.liveness import Liveness
 from deploy.controller import supervised
 from deploy.controller.frontends import Frontends
 from deploy.controller.supervised import EventLog, Supervision, Tasks
+from deploy.plan.cluster_plan import ClusterPlan
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import RayNode
 from gateway.config import GatewayConfig
@@ -48,7 +49,12 @@ def make(host: DoorHost, run_dir: Path, number: int = 3) -> Frontends:
             None, {"router": {"grpc_port": 0}, "http": {"gateways": max(1, number), "port": 0 if number else "off"}}
         )
     )
-    return Frontends(replace(plan, run_dir=str(run_dir)), "head", Supervision(host, run_dir, EventLog(lambda: 0.0)))
+    return of_plan(plan, host, run_dir)
+
+
+def of_plan(plan: ClusterPlan, host: DoorHost, run_dir: Path) -> Frontends:
+    means = Supervision(host, run_dir, EventLog(lambda: 0.0))
+    return Frontends(replace(plan, run_dir=str(run_dir)), "head", means, lambda: plan.model.served)
 
 
 async def started(host: DoorHost, run_dir: Path, number: int = 3) -> Frontends:
@@ -77,7 +83,7 @@ def with_standbys(host: DoorHost, run_dir: Path) -> Frontends:
     """One router and one gateway on the head, and one each beside it."""
     ray = {"address": "10.0.0.1:6379", "standby_frontends": True}
     plan = planned(ClusterConfig.load(None, {"router": STANDBY, "ray": ray, "http": {"gateways": 2, "port": 0}}))
-    return Frontends(replace(plan, run_dir=str(run_dir)), "head", Supervision(host, run_dir, EventLog(lambda: 0.0)))
+    return of_plan(plan, host, run_dir)
 
 
 async def test_standbys_share_a_node_beside_the_head_and_know_each_other_alone(tmp_path: Path) -> None:
@@ -189,7 +195,7 @@ async def test_each_of_several_routers_has_ports_of_its_own_and_gateways_know_al
             None, {"router": {"routers": 3, "grpc_port": 7000, "metrics_port": 7100}, "http": {"port": 0}}
         )
     )
-    front = Frontends(replace(plan, run_dir=str(tmp_path)), "head", Supervision(host, tmp_path, EventLog(lambda: 0.0)))
+    front = of_plan(plan, host, tmp_path)
     await front.start_routers()
     await front.start_gateways()
     ports = [(one.settings.grpc_port, one.settings.metrics_port) for one in host.routers]

@@ -58,13 +58,13 @@ class World:
         self.events = EventLog(lambda: 0.0)
         self.means = Supervision(self.host, run_dir, self.events)
         self.plan = replace(planned(ClusterConfig(), machine=None), run_dir=str(run_dir))
-        self.nodes = Nodes(self.plan, self.means)
+        self.nodes = Nodes(self.plan, self.means, lambda: self.plan.model.served)
         self.watch = asyncio.create_task(self.nodes.watch())
 
     def controller_dies(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        self.nodes = Nodes(self.plan, self.means)
+        self.nodes = Nodes(self.plan, self.means, lambda: self.plan.model.served)
         self.nodes.take_over()
         self.watch = asyncio.create_task(self.nodes.watch())
 
@@ -150,7 +150,7 @@ async def test_a_node_that_ray_drains_is_told_once(tmp_path: Path) -> None:
     async def note(node: RayNode) -> None:
         leaving.append(node)
 
-    nodes = Nodes(world.plan, world.means, note)
+    nodes = Nodes(world.plan, world.means, lambda: world.plan.model.served, note)
     await nodes.join(B)
     world.host.ray_nodes = [replace(A, is_leaving=True), replace(B, is_leaving=True)]
     watch = asyncio.create_task(nodes.watch())
@@ -170,7 +170,7 @@ async def test_a_node_that_ray_drains_is_tried_again_until_its_workers_can_be_sp
             raise refusals.pop()
         is_drained.set()
 
-    nodes = Nodes(world.plan, world.means, drain)
+    nodes = Nodes(world.plan, world.means, lambda: world.plan.model.served, drain)
     await nodes.join(B)
     world.host.ray_nodes = [A, replace(B, is_leaving=True)]
     watch = asyncio.create_task(nodes.watch())

@@ -383,6 +383,18 @@ def test_workers_of_a_node_that_drains_go_and_others_start_at_once() -> None:
     assert (made.sizes, made.plan(0.0), made.are_as_asked) == (PoolSizes(2, 2), [], False)
 
 
+def test_workers_of_a_node_that_drains_amid_a_roll_keep_their_revision_to_their_end() -> None:
+    made = pools(0, 2)
+    made.roll = replace(Roll(wanted=1, last=1), revisions={D0: 1, D1: 1}).begun(tuple(made))
+    made.vacate([D0, D1])
+    made.plan(0.0)
+    assert (made.roll.of(D0), made.roll.of(D1), made.roll.wanted) == (1, 1, 2)
+    made = Pools.from_json(made.to_json())
+    made.forget(D0)
+    made.plan(0.0)
+    assert (made.roll.of(D0), made.roll.of(D1)) == (0, 1)
+
+
 def test_the_last_decode_worker_goes_when_another_is_ready() -> None:
     made = pools(0, 2)
     made.vacate([D0, D1])

@@ -63,13 +63,23 @@ def test_any_other_setting_is_refused_by_name(tables: dict[str, Any], words: str
         ({"text_hex": "ab" * 32}, r"the model's tokenizer or chat template \(model.path\): `baton down` and"),
         ({"layout_hex": replace(LAYOUT, block_size=32).encode().hex()}, "the model's KV layout"),
         ({"max_context_len": 65}, "the model's context:"),
-        ({"batch_invariant": False, "vocab_size": 7}, "the model's vocab_size and batch_invariant:"),
+        ({"vocab_size": 7}, r"the model's vocabulary size \(model.path\): `baton down` and"),
+        ({"batch_invariant": False}, r"the model's batch invariance \(.*, model.exact, speculation.proposer\):"),
+        ({"max_context_len": 65, "vocab_size": 7}, "the model's context and vocabulary size"),
         ({"kv_policies": ("full", "snapkv")}, "the model's KV policies"),
     ],
 )
 def test_a_model_that_cannot_be_served_beside_the_present_one_is_refused(change: dict[str, Any], words: str) -> None:
+    present = replace(PRESENT, model=replace(MODEL, served=replace(SERVED, text_hex="cd" * 32)))
     with pytest.raises(ConfigError, match=words):
-        rolled(PRESENT, PRESENT.config, replace(MODEL, served=replace(SERVED, **change)))
+        rolled(present, present.config, replace(MODEL, served=replace(SERVED, **change)))
+
+
+@pytest.mark.parametrize(("was", "now"), [("", "ab" * 32), ("ab" * 32, ""), ("ab" * 32, "ab" * 32)])
+def test_a_model_of_a_release_that_did_not_tell_its_text_is_rolled(was: str, now: str) -> None:
+    present = replace(PRESENT, model=replace(MODEL, served=replace(SERVED, text_hex=was)))
+    revision = rolled(present, changed(worker={"num_threads": 2}), replace(MODEL, served=replace(SERVED, text_hex=now)))
+    assert revision.model.served.text_hex == "ab" * 32
 
 
 def test_changes_name_the_settings() -> None:
