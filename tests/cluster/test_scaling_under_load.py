@@ -58,7 +58,7 @@ class Load:
 def test_no_request_fails_while_pools_change(cluster: ServedCluster, checkpoint: Path) -> None:
     load = Load(cluster.status()["address"], [choose_prompt(checkpoint, length, NUM_TOKENS) for length in LENGTHS])
     with load.running():
-        for num_prefill, num_decode in ((2, 2), (1, 1), (0, 2), (1, 2)):
+        for num_prefill, num_decode in ((2, 2), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2)):
             cluster.do("scale", "--prefill", str(num_prefill), "--decode", str(num_decode))
             load.wait_for_more(2 * NUM_CLIENTS)
         cluster.do("drain", max(cluster.workers("decode")))  # a worker that was started to prefill
@@ -66,6 +66,7 @@ def test_no_request_fails_while_pools_change(cluster: ServedCluster, checkpoint:
         prompt.token_ids for prompt, _ in load.answers
     ]
     assert len({answer.timeline.decode_worker for _, answer in load.answers}) >= 3
+    # Of two idle workers one may get all prompts, but one that starts where there was none gets the next.
     assert len({answer.timeline.prefill_worker for _, answer in load.answers} - {None}) >= 3
     wait_until(cluster.is_sound, "all invariants hold")
     assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (1, 1)
