@@ -259,8 +259,10 @@ class Fleet:
         """
         nodes = await self.workers.nodes()
         if len(nodes) == 1 and nodes[0].is_head:
-            machine = await asyncio.to_thread(self.inspect)
-            self._require_room_here(self._left(machine, plan), after(), plan)
+            machine = self._left(await asyncio.to_thread(self.inspect), plan)
+            self._require_room_here(machine, after(), plan)
+            if self.plan_with(plan.layout_tag) is None:  # workers of another layout tell little of its memory
+                self._require_room_on([(nodes[0], machine)], after(), plan)
         else:
             rooms = await asyncio.gather(*(self._room(node, plan) for node in nodes))
             self._require_room_on(rooms, after(), plan)

@@ -1277,6 +1277,16 @@ async def test_a_roll_without_room_for_a_second_arena_and_a_worker_beside_it_cha
         assert (world.pools.roll.wanted, len(world.host.launched)) == (0, 2)
 
 
+async def test_the_room_for_a_worker_of_another_kv_layout_is_by_its_own_settings() -> None:
+    """The present workers, whose memory stands for that of a worker more, have shorter numbers and fewer pages."""
+    async with rollable(1, 1) as world:
+        world.machine = replace(ROOMY, memory_bytes=1 << 30)
+        larger = ClusterConfig.load(None, {"worker": {"num_threads": 1, "pool_bytes": "1GiB"}})
+        with pytest.raises(ConfigError, match="for a while: 1 more prefill workers do not fit into the memory"):
+            await world.fleet.roll(larger, CODES)
+        await world.fleet.rolled(await world.fleet.roll(larger, BEFORE.model), 5)
+
+
 async def test_the_room_of_each_of_several_nodes_is_without_a_second_arena() -> None:
     async with rollable(1, 1) as world:
         world.host.ray_nodes.append(RayNode("b", "10.0.0.2"))
