@@ -23,7 +23,7 @@ from router.requests.versions import ModelVersion, ModelVersions
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
-from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
+from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified, tenant_of
 from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -60,7 +60,7 @@ class OpenRequest:
         self._id = request.id
         self._compare = partial(services.costs.compare, block_size=services.placement.block_size)
         self.journal = request.journal
-        learn = partial(services.forecast.learn, tenant=request.root)
+        learn = partial(services.forecast.learn, tenant=request.tenant)
         self._folds: list[Callable[[RequestJournal], None]] = [services.metrics.ended, services.recent.add]
         self._folds += [services.demand.add, learn]
         if request.trace is not None:
@@ -301,10 +301,9 @@ class Dispatcher:
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        started, leave = partial(self._started, root), partial(self._leave, caller, version, root)
-        opened = OpenRequest(admitted, services, outbox, started, leave)
+        opened = OpenRequest(admitted, services, outbox, self._started, partial(self._leave, caller, version))
         self._quotas.enter(caller, now_s)
-        services.shares.enter(root)
+        services.shares.enter(admitted.tenant)
         version.num_open += 1
         self._open[qualified_id] = opened
         return opened
@@ -323,18 +322,16 @@ class Dispatcher:
             )
         return self._version_to_services[version]
 
-    def _started(self, root: NamespaceRoot, request_id: QualifiedId) -> None:
+    def _started(self, request_id: QualifiedId) -> None:
         """Ends a request's wait in the queue."""
         if self._admission.started(request_id):
-            self._services.shares.begin_stream(root)
+            self._services.shares.begin_stream(tenant_of(request_id))
 
-    def _leave(
-        self, caller: Key, version: ModelVersion, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int
-    ) -> None:
-        self._started(root, request_id)
+    def _leave(self, caller: Key, version: ModelVersion, request_id: QualifiedId, num_tokens: int) -> None:
+        self._started(request_id)
         self._admission.leave(request_id)
         version.num_open -= 1
-        self._services.shares.end_stream(root)
+        self._services.shares.end_stream(tenant_of(request_id))
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
 

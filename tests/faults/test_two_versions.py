@@ -15,6 +15,8 @@ from tests.harness.faulty_model import FaultyModel
 from tests.harness.local_cluster import Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
 from wire.errors import ModelReplaced, RouterLeaving
+from wire.ids import DEFAULT_TENANT
+from wire.load.fairness import OUTPUT_COST
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes
@@ -151,6 +153,21 @@ async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
         await cluster.answer(ask())
         rows = (await cluster.router.administration.count(cluster_pb2.CacheRequest(tenant="default"))).rows
         assert [(one.tenant, one.model) for one in rows if one.tier == "host"] == [("default", "twin")] * 2
+
+
+async def test_a_tenant_has_one_fair_share_of_both_versions() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        begun, shares = cluster.open(ask(max_tokens=200)), cluster.router.shares
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        before = shares.spent(DEFAULT_TENANT)
+        await cluster.roll("p1", "d1")
+        [new] = await cluster.answer(ask())
+        assert new.token_ids == NEW.oracle(PROMPT, 40)
+        assert shares.spent(DEFAULT_TENANT) >= before + 40 * OUTPUT_COST, "what the new version has cost counts, too"
+        cluster.models["d0"].go_on()
+        await begun.read_all()
+        await at_rest(cluster)
 
 
 async def test_a_version_that_comes_back_still_has_its_open_requests() -> None:
