@@ -132,7 +132,8 @@ class PreparedRequest:
         self.journal.source = worker_pb2.PromptSource()
         self.journal.source.CopyFrom(source)  # it keeps the line's message, else, with the updates of others
         prepared = self.prompt
-        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public)
+        present = self.admitted.limits.model.namespace
+        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public, present)
 
 
 class AttemptFailed(Exception):

@@ -203,16 +203,21 @@ class Dispatcher:
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
         pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
         root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
-        return self._begin(request, time_left_s, pinned, self._versions.wanted, root, ANYONE)
+        return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, ANYONE)
 
-    async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> PreparedPrompt:
-        """Tokenizes a prompt and names its blocks as a tenant's, for the operator. Raises the errors of `tokenize`."""
-        version = self._versions.wanted
-        prompts, limits = self._services_of(version).prompts, version.limits
-        valid = validate(request, limits)
-        require_may_fit(valid.prompt, prompts.codec, limits)
+    async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> list[PreparedPrompt]:
+        """Tokenizes a prompt and names its blocks as a tenant's in each version, for the operator.
+
+        Raises the errors of `tokenize`.
+        """
+        named = []
         async with self._in_time():
-            return await prompts.prepare(valid, limits, self.root_of(tenant), lambda: None)
+            for version in self._versions:
+                prompts, limits = self._services_of(version).prompts, version.limits
+                valid = validate(request, limits)
+                require_may_fit(valid.prompt, prompts.codec, limits)
+                named.append(await prompts.prepare(valid, limits, version.root_of(tenant), lambda: None))
+        return named
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or at once Overloaded."""

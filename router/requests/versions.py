@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.requests.checks import ServingLimits
 from router.workers.members import Members, version_of
 from wire.errors import ModelReplaced, RouterLeaving
-from wire.ids import NamespaceRoot
+from wire.ids import NamespaceRoot, WorkerId
 from wire.layout import Window
 from wire.pools import Role
 from wire.served_model import ServedModel
@@ -64,6 +64,10 @@ class ModelVersions:
     @property
     def wanted(self) -> ModelVersion:
         return self._versions[0]
+
+    def of(self, worker_id: WorkerId) -> ModelVersion:
+        """Returns the version of a worker."""
+        return next((one for one in self if worker_id in one.members), self.wanted)
 
     def replace(self, models: Sequence[ServedModel]) -> None:
         """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are.

@@ -14,12 +14,14 @@ from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import FaultyModel
 from tests.harness.local_cluster import Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
+from wire.convert import misses_from_pb
 from wire.errors import ModelReplaced, RouterLeaving
 from wire.ids import DEFAULT_TENANT
 from wire.load.fairness import OUTPUT_COST
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes
+from wire.tier import Cause
 
 OLD, NEW = (HashModel(LAYOUT, vocab_size=300, seed=seed) for seed in (0, 1))
 NEW_FINGERPRINT = b"n" * 32
@@ -140,10 +142,55 @@ async def test_both_versions_serve_until_the_new_one_has_as_many_decode_workers_
 async def test_a_worker_is_asked_by_itself_whatever_its_version() -> None:
     async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
         await cluster.roll("p1", "d1")
-        for name, model in (("p0", OLD), ("p1", NEW), ("d0", OLD), ("d1", NEW)):
+        new, old = cluster.router.versions
+        for name, model, version in (("p0", OLD, old), ("p1", NEW, new), ("d0", OLD, old), ("d1", NEW, new)):
             opened = cluster.router.dispatcher.open_on(name, ask(), 60.0)  # type: ignore[arg-type]
-            tokens = [token async for response in opened.outbox for token in response.chunk.token_ids]
-            assert tokens == model.oracle(PROMPT, 40)
+            assert version.num_open == 1
+            told = [response async for response in opened.outbox]
+            assert [token for response in told for token in response.chunk.token_ids] == model.oracle(PROMPT, 40)
+            assert told[0].fingerprint == version.model.fingerprint_hex
+
+
+def blocks_of(contents: cluster_pb2.CacheContents) -> list[tuple[int, list[int]]]:
+    """Counts the blocks of each namespace in the arena, and lists their places in the prompt."""
+    return [(row.blocks, sorted(row.places)) for row in contents.rows if row.tier == "host"]
+
+
+async def test_blocks_of_a_prompt_are_counted_and_cleared_in_both_versions() -> None:
+    text = "a prompt of some words " * 6
+    request = pb.GenerateRequest(text=text, sampling_params=pb.SamplingParams(temperature=0.0, max_tokens=8))
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        await cluster.answer(request)
+        await cluster.roll("p1", "d1")
+        await cluster.answer(request)
+        await at_rest(cluster)
+        administration, asked = cluster.router.administration, cluster_pb2.CacheRequest(text=text)
+        counted = await administration.count(asked)
+        both = [(counted.prompt_blocks, [*range(counted.prompt_blocks)])] * 2
+        assert blocks_of(counted) == both
+        compared = await administration.compare(cluster_pb2.ComparePromptsRequest(first=text, second=text))
+        assert (compared.shared_blocks, [sorted(row.places) for row in compared.held]) == (
+            counted.prompt_blocks,
+            [places for _, places in both],
+        )
+        cleared = await administration.clear(asked)
+        assert blocks_of(cleared) == both
+        assert blocks_of(await administration.count(asked)) == []
+
+
+async def test_a_miss_of_a_block_that_the_other_version_has_is_told_to_be_of_another_fingerprint() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        await cluster.answer(ask())
+        await cluster.roll("p1", "d1")
+        await cluster.answer(ask())
+        await at_rest(cluster)
+        listed = cluster.router.dispatcher.recent.list(cluster_pb2.ListRequestsRequest(limit=1)).requests
+        asked = cluster_pb2.ExplainMissesRequest(request_id=listed[0].request_id)
+        [first, *_] = misses_from_pb((await cluster.router.administration.explain(asked)).request.misses)
+        assert (first.miss.cause, first.miss.how.partition(":")[0]) == (
+            Cause.OTHER_NAMESPACE,
+            "host has it under another model fingerprint",
+        )
 
 
 async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
