@@ -93,7 +93,8 @@ class MemberList:
 class MembersAnswer:
     """A router's answer to a MemberList. reasons: why it does not use a worker, by worker id.
 
-    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has.
+    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has;
+    such a worker is drained once no router needs it.
     """
 
     reasons: dict[WorkerId, str]

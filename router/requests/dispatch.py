@@ -26,7 +26,6 @@ from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound
 from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified, tenant_of
 from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
-from wire.pools import Role
 from wire.served_model import ServedModel
 from wire.trust.key_ring import ANYONE, Key
 
@@ -170,8 +169,7 @@ class Dispatcher:
     def needed(self) -> tuple[WorkerId, ...]:
         """The workers that alone can decode for a version with open requests, and that no worker to come will have."""
         _, *ending = self._versions
-        busy = [one for one in ending if one.num_ready == 1 and one.num_open]
-        return tuple(member.id for version in busy for member in version.members.ready(Role.DECODE))
+        return tuple(member.id for version in ending for member in version.needed)
 
     @property
     def formats(self) -> AnswerFormats:

@@ -148,8 +148,21 @@ class Members:
         del self._members[worker_id]
         return member
 
+    @property
+    def are_ending(self) -> bool:
+        """Whether these are the members of a version that no worker to come will have."""
+        return self._shown not in (None, self.versions[0])
+
     def ready(self, role: Role) -> list[Member]:
-        return [member for member in self if member.role is role and member.state is WorkerState.READY]
+        """Lists the READY workers; of a version that ends without such a decode worker, the DRAINING ones.
+
+        The controller drains these once the version has no open request.
+        """
+        of_role = [member for member in self if member.role is role]
+        ready = [member for member in of_role if member.state is WorkerState.READY]
+        if ready or role is Role.PREFILL or not self.are_ending:
+            return ready
+        return [member for member in of_role if member.state is WorkerState.DRAINING and member.line.is_open]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
@@ -172,7 +185,7 @@ class Members:
     @property
     def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
-        return self._shown not in (None, self.versions[0]) and all(one.role is Role.PREFILL for one in self)
+        return self.are_ending and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:

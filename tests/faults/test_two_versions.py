@@ -1,5 +1,6 @@
 """A roll to other weights: each answer is whole of one version of the model, and so is each block."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -9,18 +10,18 @@ from engine.model.hash_model import HashModel
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader
 from tests.harness.assembled_worker import FINGERPRINT
-from tests.harness.cluster import until
+from tests.harness.cluster import WAIT_S, until
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import FaultyModel
 from tests.harness.local_cluster import Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
 from wire.convert import misses_from_pb
 from wire.errors import ModelReplaced, RouterLeaving
-from wire.ids import DEFAULT_TENANT
+from wire.ids import DEFAULT_TENANT, WorkerId
 from wire.load.fairness import OUTPUT_COST
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
-from wire.pools import PoolSizes
+from wire.pools import PoolSizes, WorkerState
 from wire.tier import Cause
 
 OLD, NEW = (HashModel(LAYOUT, vocab_size=300, seed=seed) for seed in (0, 1))
@@ -90,6 +91,43 @@ async def test_no_worker_is_needed_for_the_version_that_workers_to_come_will_hav
         cluster.models["d0"].go_on()
         await begun.read_all()
         await new.read_all()
+        assert cluster.needed == []
+        await at_rest(cluster)
+
+
+async def test_the_last_worker_of_a_version_that_drains_takes_its_open_requests_and_no_new_ones() -> None:
+    async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
+        cluster.models["p0"].pause()
+        begun = cluster.open(ask())
+        await cluster.serves("p0")
+        await cluster.roll("p1", "d1")
+        await cluster.enlist(*cluster.listed, draining="d0")
+        [new] = await cluster.answer(ask())
+        assert (new.token_ids, cluster.needed) == (NEW.oracle(PROMPT, 40), ["d0"])
+        cluster.models["p0"].go_on()
+        async with asyncio.timeout(WAIT_S):
+            [old] = await begun.read_all()
+        assert (old.token_ids, cluster.needed) == (OLD.oracle(PROMPT, 40), [])
+        await at_rest(cluster)
+
+
+async def test_of_several_last_workers_the_one_that_does_not_drain_is_needed() -> None:
+    async with Versions.running(OLD, 0, 2, Sizes()) as cluster:
+        for name in ("d0", "d1"):
+            cluster.models[name].pause()
+        begun = [cluster.open(ask()) for _ in range(2)]
+        for name in ("d0", "d1"):
+            await cluster.serves(name)
+        await cluster.roll("d2")
+        assert cluster.needed == []
+        await cluster.enlist(*cluster.listed, draining="d0")
+        assert cluster.needed == ["d1"]
+        cluster.router.members[WorkerId("d1")].state = WorkerState.DRAINING
+        assert sorted(cluster.needed) == ["d0", "d1"]
+        for name in ("d0", "d1"):
+            cluster.models[name].go_on()
+        for reader in begun:
+            await reader.read_all()
         assert cluster.needed == []
         await at_rest(cluster)
 
