@@ -52,6 +52,13 @@ class Fleet:
         return self._plan_now.model.served
 
     @property
+    def served(self) -> ServedModel:
+        """The model with which a router starts: the wanted one once a READY decode worker has it, else another's."""
+        wanted = self.pools.roll.wanted
+        numbers = [self.pools.roll.of(one.id) for one in self.pools.pool(Role.DECODE).ready]
+        return self.revisions[wanted if wanted in numbers or not numbers else numbers[0]].model.served
+
+    @property
     def is_settled(self) -> bool:
         """Whether both pools have their requested sizes, and the router has all of their workers."""
         return self.pools.are_as_asked and self._members.are_announced

@@ -86,6 +86,7 @@ class ModelVersions:
             self._versions = tuple(known.get(version_of(model)) or self._make(model) for model in models)
             self._busy = [one for one in known.values() if one.num_open]
             self._members.versions[:] = map(version_of, models)
+            self._members.are_complete = False
         for version, model in zip(self, models, strict=False):
             version.model = model
 

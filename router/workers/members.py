@@ -99,7 +99,8 @@ class Member:
 class Members:
     """The workers of the cluster. Each has a version of the model that the router serves; two of one can be paired.
 
-    versions: the wanted version first, which all workers have in the end.
+    versions: the wanted version first, which all workers have in the end. are_complete: whether the workers of these
+    versions have been taken in.
     """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:
@@ -108,6 +109,7 @@ class Members:
         self.versions: list[Version] = [(fingerprint, layout)]
         self._members: dict[WorkerId, Member] = {}
         self._shown: Version | None = None
+        self.are_complete = True
 
     def __iter__(self) -> Iterator[Member]:
         return iter([one for one in self._members.values() if self._shown in (None, one.version)])
@@ -185,7 +187,8 @@ class Members:
     @property
     def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
-        return self.are_ending and all(one.role is Role.PREFILL for one in self)
+        is_over = self.are_ending and self._whole.are_complete
+        return is_over and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:

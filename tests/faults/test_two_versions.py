@@ -283,6 +283,18 @@ async def test_a_router_that_has_just_started_sends_an_answer_of_another_version
         assert new.token_ids == NEW.oracle(PROMPT, 40)
 
 
+async def test_a_request_at_a_router_that_has_just_started_is_of_the_version_that_it_started_with() -> None:
+    cluster = Versions(OLD, Sizes())
+    cluster.first = ("d0",)
+    cluster.router.start()
+    begun = cluster.open(ask())
+    await cluster.roll("d0", "d1")
+    [old] = await begun.read_all()
+    assert old.token_ids == OLD.oracle(PROMPT, 40)
+    await at_rest(cluster)
+    await cluster.stop()
+
+
 def resumed(begun: Reader, fingerprint: str) -> pb.GenerateRequest:
     """What a client asks another router, which gets the tokens so far."""
     known = [pb.ResumedChoice(token_ids=one.token_ids) for one in begun.choices]

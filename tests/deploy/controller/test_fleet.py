@@ -1198,6 +1198,21 @@ async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wante
         assert world.router.models == [after], "a new router hears it, too"
 
 
+async def test_a_router_starts_with_the_version_before_until_a_decode_worker_has_the_wanted_one() -> None:
+    async with rollable(1, 1) as world:
+        before, after = BEFORE.model.served, OTHER_WEIGHTS.served
+        assert world.fleet.served == before
+        world.rolls.gate.clear()
+        number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
+        await until(lambda: P1 in world.pools)
+        assert (world.fleet.served, world.fleet.model) == (before, after)
+        world.rolls.gate.set()
+        await until(lambda: world.pools.has(D1, WorkerState.READY))
+        assert world.fleet.served == after
+        await world.fleet.rolled(number, 5)
+        assert world.fleet.served == after
+
+
 async def test_before_a_roll_a_router_of_a_release_without_versions_can_read_the_members() -> None:
     async with rollable(1, 1) as world:
         assert world.router.fields == {"sizes", "workers"}
