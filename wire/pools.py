@@ -118,7 +118,10 @@ class OrderNumbers:
 
 @dataclass(frozen=True)
 class Shares:
-    """Tenants' shares of an arena, by the hex digests of their namespace roots."""
+    """Tenants' shares of an arena, by the hex digests of their namespace roots.
+
+    The roots of one tenant in several versions of the model have commas between: they have one share together.
+    """
 
     by_digest: dict[str, float]
 

@@ -303,7 +303,7 @@ async def test_a_tenants_share_of_arenas_holds_for_both_versions_of_a_rolled_mod
     await controller.roll(to_json(Revision(config=cluster.plan.config, model=rolled)))
     secret = cluster.plan.router.cluster.secret
     roots = [one.namespace.root_of(secret, "acme") for one in (served, rolled.served)]
-    both = Shares({digest_of(root).hex(): 0.25 for root in roots})
+    both = Shares({",".join(digest_of(root).hex() for root in roots): 0.25})
     await until(lambda: cluster.host.shares == both)
     cluster.host.shares = Shares({})
     await cluster.controller_dies()
