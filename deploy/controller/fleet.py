@@ -46,11 +46,6 @@ class Fleet:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
 
-    @property
-    def model(self) -> ServedModel:
-        """The model that workers have, or are rolled to."""
-        return self._plan_now.model.served
-
     def plan_with(self, layout_tag: str) -> ClusterPlan | None:
         """Returns the plan of workers with a layout's tag, of new workers if they have it; None if no worker has it."""
         return next((one for one in self._plans if one.layout_tag == layout_tag), None)
