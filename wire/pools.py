@@ -98,7 +98,8 @@ class MemberList:
 class MembersAnswer:
     """A router's answer to a MemberList. reasons: why it does not use a worker, by worker id.
 
-    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has.
+    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has;
+    such a worker is drained once no router needs it.
     """
 
     reasons: dict[WorkerId, str]
@@ -122,7 +123,10 @@ class OrderNumbers:
 
 @dataclass(frozen=True)
 class Shares:
-    """Tenants' shares of an arena, by the hex digests of their namespace roots."""
+    """Tenants' shares of an arena, by the hex digests of their namespace roots.
+
+    The roots of one tenant in several versions of the model have commas between: they have one share together.
+    """
 
     by_digest: dict[str, float]
 

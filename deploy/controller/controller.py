@@ -118,7 +118,7 @@ class Controller:
         self._plan = plan = replace(plan.with_keys(self._keys.first()), versions=self._revisions.models)
         self._means = means = Supervision(host, folder, self._events)
         self._nodes = Nodes(plan, means, lambda tag: self._fleet.plan_with(tag), self._ray_drains)
-        self._frontends = Frontends(plan, host.own_node, means, lambda: self._fleet.model)
+        self._frontends = Frontends(plan, host.own_node, means, lambda: self._fleet.served)
         record, revisions = self._predecessor.pools_record, self._revisions
         pools = self._predecessor.pools(plan.config.pools, revisions.recovered)
         if pools.roll.last and not is_known:

@@ -20,7 +20,7 @@ from deploy.roll.revisions import Revisions, changes, rolled
 from deploy.roll.roll import Roll
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.pools import PoolSizes, Role, WorkerState
 from wire.served_model import ServedModel
 
 NOT_YET = "the pools do not have the size asked for yet"
@@ -46,14 +46,16 @@ class Fleet:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
 
-    @property
-    def model(self) -> ServedModel:
-        """The model that workers have, or are rolled to."""
-        return self._plan_now.model.served
-
     def plan_with(self, layout_tag: str) -> ClusterPlan | None:
         """Returns the plan of workers with a layout's tag, of new workers if they have it; None if no worker has it."""
         return next((one for one in self._plans if one.layout_tag == layout_tag), None)
+
+    @property
+    def served(self) -> ServedModel:
+        """The model with which a router starts: the wanted one once a READY decode worker has it, else another's."""
+        wanted = self.pools.roll.wanted
+        numbers = [self.pools.roll.of(one.id) for one in self.pools.pool(Role.DECODE).ready]
+        return self.revisions[wanted if wanted in numbers or not numbers else numbers[0]].model.served
 
     @property
     def is_settled(self) -> bool:
@@ -172,7 +174,7 @@ class Fleet:
             self._write_record()
         for worker in planned:
             self.workers.begin(worker)
-        if self._members.needed or not self._members.are_announced:
+        if not self._members.are_announced:
             await self._members.announce()
         self._roll_on(roll)
         self._notify()
@@ -219,16 +221,10 @@ class Fleet:
             self.pools.roll = roll.taken_back(f"the router does not take {new[0]}: {self._members.refused[new[0]]}")
             self.means.events.note(self.pools.roll.failure)
             self._dismiss(new[0])
-        elif (worker := self._replaced) is not None:
+        elif self._members.are_announced and (worker := self.pools.replaced) is not None:
             self.pools.roll = replace(roll, surge=None)
             self.means.events.note(f"worker {worker.id} of revision {roll.of(worker.id)} is replaced, and drains")
             self._dismiss(worker.id)
-
-    @property
-    def _replaced(self) -> Worker | None:
-        """The outdated worker to drain now: the routers have its replacement, and answers of no request need it."""
-        worker = self.pools.replaced if self._members.are_announced else None
-        return None if worker is None or worker.id in self._members.needed else worker
 
     def _dismiss(self, worker_id: WorkerId) -> None:
         """Begins to drain a worker whose pool keeps its size."""

@@ -35,7 +35,7 @@ class NodeConfig:
 
     model: a folder that must exist. block_address: HOST:PORT from which other nodes read the arena, port 0 for a free
     port; empty without other nodes. token: the cluster's. identity: the service's, for TLS. shares: a tenant's share of
-    the arena, by the digest of its namespace root, in hex. keeps: bounds on hints.
+    the arena, as in `wire.pools.Shares`. keeps: bounds on hints.
     """
 
     store: StoreSettings
@@ -146,12 +146,11 @@ class ClusterPlan:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns the tenants' shares of an arena, by the digests of their namespace roots, in hex."""
-        shares, secret = self.router.keys.shares, self.router.cluster.secret
+        """Returns the tenants' shares of an arena, as `wire.pools.Shares` has them."""
+        secret, versions = self.router.cluster.secret, self.versions or (self.model.served,)
         return {
-            digest_of(model.namespace.root_of(secret, tenant)).hex(): share
-            for model in self.versions or (self.model.served,)
-            for tenant, share in shares.items()
+            ",".join(digest_of(one.namespace.root_of(secret, tenant)).hex() for one in versions): share
+            for tenant, share in self.router.keys.shares.items()
         }
 
     def resources(self, role: Role) -> Resources:

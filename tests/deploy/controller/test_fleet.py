@@ -1,7 +1,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +212,7 @@ async def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "PROBE_EVERY_S", 0.005)
+    monkeypatch.setattr(workers_module, "ASK_EVERY_S", 0.005)
     monkeypatch.setattr(supervised, "PAUSE_S", 0.005)
 
 
@@ -1201,6 +1202,21 @@ async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wante
         assert world.router.models == [after], "a new router hears it, too"
 
 
+async def test_a_router_starts_with_the_version_before_until_a_decode_worker_has_the_wanted_one() -> None:
+    async with rollable(1, 1) as world:
+        before, after = BEFORE.model.served, OTHER_WEIGHTS.served
+        assert world.fleet.served == before
+        world.rolls.gate.clear()
+        number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
+        await until(lambda: P1 in world.pools)
+        assert world.fleet.served == before
+        world.rolls.gate.set()
+        await until(lambda: world.pools.has(D1, WorkerState.READY))
+        assert world.fleet.served == after
+        await world.fleet.rolled(number, 5)
+        assert world.fleet.served == after
+
+
 async def test_before_a_roll_a_router_of_a_release_without_versions_can_read_the_members() -> None:
     async with rollable(1, 1) as world:
         assert world.router.fields == {"sizes", "workers"}
@@ -1213,11 +1229,74 @@ async def test_the_last_decode_worker_of_a_version_stays_while_a_router_needs_it
         await until(lambda: {P1, D0, D1} == world.router.known)
         with pytest.raises(DeadlineExceeded, match="the roll is still under way"):
             await world.fleet.rolled(number, 0.05)
-        assert world.pools.has(D0, WorkerState.READY)
+        assert world.pools.has(D0, WorkerState.DRAINING)
+        assert D0 not in world.host.drained
         world.router.needed = ()
-        world.fleet.introduce()
         await world.fleet.rolled(number, 5)
         assert world.router.known == {P1, D1}
+        assert D0 in world.host.drained
+
+
+async def by_scale(world: World) -> None:
+    await world.fleet.resize(None, 1)
+
+
+async def by_drain(world: World) -> None:
+    world.fleet.drain(D1)
+
+
+async def by_drain_of_its_node(world: World) -> None:
+    await world.fleet.drain_node(OTHER)
+
+
+LET_GO = [(by_scale, D1), (by_drain, D1), (by_drain_of_its_node, D0)]
+
+
+async def let_go(world: World, way: Callable[[World], Awaitable[None]], worker_id: WorkerId) -> None:
+    """Lets a worker go that the router needs, and returns when the router knows that it drains."""
+    await world.settled()
+    world.router.needed = (worker_id,)
+    await way(world)
+    await until(lambda: (worker_id, WorkerState.DRAINING) in [(one.id, one.state) for one in world.router.told[-1]])
+
+
+@pytest.mark.parametrize(("way", "worker_id"), LET_GO)
+async def test_a_worker_that_a_router_needs_drains_once_it_is_needed_no_more(
+    way: Callable[[World], Awaitable[None]], worker_id: WorkerId
+) -> None:
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await let_go(world, way, worker_id)
+        num_told = len(world.router.told)
+        await until(lambda: len(world.router.told) > num_told + 3)
+        assert worker_id not in host.drained
+        world.router.needed = ()
+        await world.fleet.drained(worker_id, 5)
+        assert worker_id in host.drained
+        assert f"worker {worker_id} is the last of its model's version" in str(world.events.report())
+        await world.settled()
+
+
+async def test_a_worker_that_a_router_needs_on_and_on_drains_after_the_longest_deadline_of_a_request() -> None:
+    async with World(1, 2, SpreadHost()).running() as world:
+        await let_go(world, by_scale, D1)
+        await until(lambda: "stays for open requests" in str(world.events.report()))
+        world.now_s += PLAN.config.router.max_deadline_s
+        await world.fleet.drained(D1, 5)
+
+
+async def test_a_router_that_does_not_answer_needs_the_workers_that_it_needed() -> None:
+    host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
+    routers = planned(ClusterConfig(router=RouterSettings(routers=2))).routers
+    members = RouterMembers(pools, routers, host, EventLog(float))
+    host.second.needed = (D0,)
+    await members.announce()
+    host.second.away = True
+    await members.announce()
+    assert members.needed == {D0}
+    host.second.away, host.second.needed = False, ()
+    await members.announce()
+    assert members.needed == set()
 
 
 async def test_a_roll_to_other_weights_that_fails_leaves_one_version() -> None:

@@ -39,7 +39,7 @@ BOUNDS = {
     "max_buffered_tokens": 16,
     "max_stall_s": 17.0,
     "max_worker_wait_s": 18.0,
-    "disaggregation": "conditional",
+    "disaggregation": "never",
 }
 LISTENERS = {
     "host": "127.0.0.2",
