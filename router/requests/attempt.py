@@ -46,7 +46,7 @@ from wire.errors import (
     WireError,
     WorkerLeaving,
 )
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers, tenant_of
 from wire.journal import Kind
 from wire.load.fairness import OUTPUT_COST, FairShares
 from wire.pb import inference_pb2 as pb
@@ -98,9 +98,14 @@ class AdmittedRequest:
     weight: float = 1.0
     trace: RequestTrace | None = None
 
+    @property
+    def tenant(self) -> str:
+        """The tenant, which has one fair share of all versions of the model."""
+        return tenant_of(self.id)
+
     def charge(self, shares: FairShares, num_tokens: int) -> None:
         """Charges its tenant for generated tokens."""
-        shares.charge_output(self.root, OUTPUT_COST * num_tokens / self.weight)
+        shares.charge_output(self.tenant, OUTPUT_COST * num_tokens / self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +144,8 @@ class PreparedRequest:
         self.journal.source = worker_pb2.PromptSource()
         self.journal.source.CopyFrom(source)  # it keeps the line's message, else, with the updates of others
         prepared = self.prompt
-        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public)
+        present = self.admitted.limits.model.namespace
+        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public, present)
 
 
 class AttemptFailed(Exception):
@@ -182,7 +188,7 @@ class Attempt:
         route = placement.route(keys, num_prompt, request.services.holds.full_nodes)
         if is_fresh:
             request.journal.plan(route.reason)
-        prompt = PromptAhead(admitted.root, route.num_new_tokens, admitted.weight)
+        prompt = PromptAhead(admitted.tenant, route.num_new_tokens, admitted.weight)
         forecast, left_s = request.services.forecast, admitted.deadline_s - self._clock()
         if is_fresh and self.history.number == 1:
             speeds = placement.token_s(route)
@@ -200,7 +206,7 @@ class Attempt:
         request.reply.begin(num_prompt)
         journal.begin(Kind.WAIT_ROOM, self._clock())
         admitted = request.admitted
-        claim = Claim(admitted.root, self._cost(route), admitted.valid.priority)
+        claim = Claim(admitted.tenant, self._cost(route), admitted.valid.priority)
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node, claim):
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
@@ -239,7 +245,7 @@ class Attempt:
     async def _decode(self, route: Route) -> Sequence[pb.Span]:
         """Has a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services, journal = self.request.answer, self.request.services, self.request.journal
-        services.shares.charge(self.request.admitted.root, self._cost(route))
+        services.shares.charge(self.request.admitted.tenant, self._cost(route))
         journal.begin(Kind.WAIT_DECODE, self._clock())
         member = await services.placement.choose_decode(route)
         self.request.reply.begin(route.num_prompt_tokens)
@@ -324,7 +330,7 @@ class Attempt:
             keep_s=admitted.valid.keep_s,
             weight=admitted.weight,
             priority=admitted.valid.priority,
-            output_cost=request.services.shares.output_cost(admitted.root) if role is Role.PREFILL else 0.0,
+            output_cost=request.services.shares.output_cost(admitted.tenant) if role is Role.PREFILL else 0.0,
         )
 
     def _taker(
