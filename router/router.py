@@ -72,7 +72,7 @@ class Router:
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
         self._prompts = PromptPreparer(codec=codec, renderer=renderer or NoRenderer(), prefixes=prefixes)
-        self._namespaces = OtherNamespaces(config)
+        self._namespaces = OtherNamespaces(config, lambda: [one.model.namespace for one in self.versions])
         traces = config.traces
         self._exporter = TraceExporter(traces.endpoint) if traces.endpoint is not None else None
         services = Services(

@@ -35,7 +35,7 @@ from router.workers.membership import PROBE_TIMEOUT_S
 from text.grammar import in_sources
 from wire.convert import sampling_to_pb, tiers_to_pb
 from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers, tenant_of
 from wire.journal import Kind
 from wire.load.fairness import OUTPUT_COST, FairShares
 from wire.pb import inference_pb2 as pb
@@ -86,9 +86,14 @@ class AdmittedRequest:
     weight: float = 1.0
     trace: RequestTrace | None = None
 
+    @property
+    def tenant(self) -> str:
+        """The tenant, which has one fair share of all versions of the model."""
+        return tenant_of(self.id)
+
     def charge(self, shares: FairShares, num_tokens: int) -> None:
         """Charges its tenant for generated tokens."""
-        shares.charge_output(self.root, OUTPUT_COST * num_tokens / self.weight)
+        shares.charge_output(self.tenant, OUTPUT_COST * num_tokens / self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,8 @@ class PreparedRequest:
         self.journal.source = worker_pb2.PromptSource()
         self.journal.source.CopyFrom(source)  # it keeps the line's message, else, with the updates of others
         prepared = self.prompt
-        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public)
+        present = self.admitted.limits.model.namespace
+        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public, present)
 
 
 class AttemptFailed(Exception):
@@ -170,7 +176,7 @@ class Attempt:
         route = placement.route(keys, num_prompt, request.services.holds.full_nodes)
         if is_fresh:
             request.journal.plan(route.reason)
-        prompt = PromptAhead(admitted.root, route.num_new_tokens, admitted.weight)
+        prompt = PromptAhead(admitted.tenant, route.num_new_tokens, admitted.weight)
         forecast, left_s = request.services.forecast, admitted.deadline_s - self._clock()
         if is_fresh and self.history.number == 1:
             speeds = placement.token_s(route)
@@ -188,7 +194,7 @@ class Attempt:
         request.reply.begin(num_prompt)
         journal.begin(Kind.WAIT_ROOM, self._clock())
         admitted = request.admitted
-        claim = Claim(admitted.root, route.num_new_tokens / admitted.weight, admitted.valid.priority)
+        claim = Claim(admitted.tenant, route.num_new_tokens / admitted.weight, admitted.valid.priority)
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node, claim):
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
@@ -215,7 +221,7 @@ class Attempt:
     async def _decode(self, route: Route) -> Sequence[pb.Span]:
         """Has a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services, journal = self.request.answer, self.request.services, self.request.journal
-        services.shares.charge(self.request.admitted.root, route.num_new_tokens / self.request.admitted.weight)
+        services.shares.charge(self.request.admitted.tenant, route.num_new_tokens / self.request.admitted.weight)
         journal.begin(Kind.WAIT_DECODE, self._clock())
         member = await services.placement.choose_decode(route)
         self.request.reply.begin(route.num_prompt_tokens)
@@ -300,7 +306,7 @@ class Attempt:
             keep_s=admitted.valid.keep_s,
             weight=admitted.weight,
             priority=admitted.valid.priority,
-            output_cost=request.services.shares.output_cost(admitted.root) if role is Role.PREFILL else 0.0,
+            output_cost=request.services.shares.output_cost(admitted.tenant) if role is Role.PREFILL else 0.0,
         )
 
     def _taker(

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 from router.config import RouterConfig
 from router.requests.checks import ServingLimits
-from router.workers.members import Members, version_of
+from router.workers.members import Member, Members, version_of
 from wire.errors import ModelReplaced, RouterLeaving
-from wire.ids import NamespaceRoot
+from wire.ids import NamespaceRoot, WorkerId
 from wire.layout import Window
-from wire.pools import Role
+from wire.pools import Role, WorkerState
 from wire.served_model import ServedModel
 
 MAX_KNOWN_ROOTS = 4096
@@ -44,8 +44,14 @@ class ModelVersion:
 
     @property
     def num_ready(self) -> int:
-        """The decode workers that take requests."""
-        return len(self.members.ready(Role.DECODE))
+        """The decode workers that take new requests."""
+        return sum(one.state is WorkerState.READY for one in self.members.ready(Role.DECODE))
+
+    @property
+    def needed(self) -> list[Member]:
+        """The decode workers without which its open requests cannot end: a single worker, or all, where all drain."""
+        able = self.members.ready(Role.DECODE)
+        return able if self.num_open and (len(able) == 1 or not self.num_ready) else []
 
 
 class ModelVersions:
@@ -65,6 +71,10 @@ class ModelVersions:
     def wanted(self) -> ModelVersion:
         return self._versions[0]
 
+    def of(self, worker_id: WorkerId) -> ModelVersion:
+        """Returns the version of a worker."""
+        return next((one for one in self if worker_id in one.members), self.wanted)
+
     def replace(self, models: Sequence[ServedModel]) -> None:
         """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are.
 
@@ -76,6 +86,7 @@ class ModelVersions:
             self._versions = tuple(known.get(version_of(model)) or self._make(model) for model in models)
             self._busy = [one for one in known.values() if one.num_open]
             self._members.versions[:] = map(version_of, models)
+            self._members.are_complete = False
         for version, model in zip(self, models, strict=False):
             version.model = model
 
@@ -85,7 +96,7 @@ class ModelVersions:
         Until then, the one that has the fewest open requests for each of its decode workers. fingerprint: names the
         version of an answer that goes on; raises ModelReplaced if it is gone, RouterLeaving before any version is told.
         """
-        known = [one for one in self if fingerprint in ("", one.model.fingerprint_hex)]
+        known = [one for one in self if fingerprint in ("", one.model.version_hex)]
         if not known and not self._are_told:
             raise RouterLeaving("the router has just started, and was told no versions of the model yet")
         if not known:

@@ -25,6 +25,8 @@ from wire.pb import cluster_pb2
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
 RUN_ROOT = Path("/tmp")
+ALWAYS = ("--disaggregation", "always")
+"""Flags of `up` for tests in which each prompt is handed off, whatever the load."""
 Command = subprocess.Popen[str] | ForkedCommand
 
 
