@@ -136,7 +136,7 @@ class ServedCluster:
         return Path(self._env["XDG_STATE_HOME"]) / "baton" / f"{self.name}.keys.json"
 
     def actor(self, name: str) -> psutil.Process:
-        """The living process of an actor, by the beginning of its name in Ray; of an actor that ended a record is left."""
+        """The living process of an actor, by the beginning of its name in Ray; those that ended leave records."""
         records = Path(self.state()["run_dir"]).glob(f"{name}*.process")
         known = [process for one in records if (process := recorded(one.parent, one.stem)) is not None]
         (living,) = (process for process in known if process.is_alive)
