@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from router.config import StreamBounds
+from router.moves import PromptMoves
 from router.observe.demand import Demand
 from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
@@ -136,7 +136,6 @@ class Dispatcher:
     def __init__(self, services: Services, versions: ModelVersions, admission: Admission, bounds: StreamBounds) -> None:
         self._versions = versions
         self.recent, self._services = services.recent, services
-        self._version_to_services = WeakKeyDictionary[ModelVersion, Services]()
         self._admission = admission
         self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds
@@ -199,7 +198,8 @@ class Dispatcher:
         """
         services = self._services
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
-        pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
+        placement, moves = services.placement.only(worker_id), PromptMoves()
+        pinned = replace(services, placement=placement, prompts=prompts, moves=moves)
         root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
         return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, ANYONE)
 
@@ -316,14 +316,12 @@ class Dispatcher:
 
         They last as long as the version.
         """
-        if version not in self._version_to_services:
+        if version.services is None:
             services, prompts = self._services, self._services.prompts
             prefixes = replace(prompts.prefixes, root=version.root_of(PUBLIC))
             placement = services.placement.among(version.members)
-            self._version_to_services[version] = replace(
-                services, placement=placement, prompts=replace(prompts, prefixes=prefixes)
-            )
-        return self._version_to_services[version]
+            version.services = replace(services, placement=placement, prompts=replace(prompts, prefixes=prefixes))
+        return version.services
 
     def _started(self, request_id: QualifiedId) -> None:
         """Ends a request's wait in the queue."""

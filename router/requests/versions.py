@@ -6,10 +6,11 @@ Workers of different versions are never paired, and their blocks have different 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from router.config import RouterConfig
+from router.requests.attempt import Services
 from router.requests.checks import ServingLimits
 from router.workers.members import Member, Members, version_of
 from wire.errors import ModelReplaced, RouterLeaving
@@ -26,13 +27,14 @@ MAX_KNOWN_ROOTS = 4096
 class ModelVersion:
     """A version: the model as its workers loaded it, these workers at each time, and the roots of its block names.
 
-    num_open: the open requests of this version.
+    num_open: the open requests of this version. services: the parts that they share, once there are any.
     """
 
     model: ServedModel
     members: Members
     root_of: Callable[[str], NamespaceRoot]
     num_open: int = 0
+    services: Services | None = None
 
     @property
     def limits(self) -> ServingLimits:
@@ -58,7 +60,7 @@ class ModelVersions:
     """The versions that workers have, the wanted one first, which all workers have in the end."""
 
     def __init__(self, config: RouterConfig, members: Members) -> None:
-        self._secret = config.cluster.secret
+        self._config = config
         self._members = members
         self._are_told = False
         self._busy: list[ModelVersion] = []
@@ -107,7 +109,5 @@ class ModelVersions:
         return min(able, key=lambda one: one.num_open / one.num_ready, default=known[0])
 
     def _make(self, model: ServedModel) -> ModelVersion:
-        def root_of(tenant: str) -> NamespaceRoot:
-            return model.namespace.root_of(self._secret, tenant)
-
-        return ModelVersion(model, self._members.of(version_of(model)), lru_cache(MAX_KNOWN_ROOTS)(root_of))
+        root_of = lru_cache(MAX_KNOWN_ROOTS)(replace(self._config, model=model).root_of)
+        return ModelVersion(model, self._members.of(version_of(model)), root_of)

@@ -45,6 +45,13 @@ class Versions(FaultyCluster):
         self.models[name] = FaultyModel(NEW)
         return replace(parts, model=self.models[name], fingerprint=NEW_FINGERPRINT)
 
+    async def begin(self) -> Reader:
+        """Begins a stream at d0, which pauses after its first tokens."""
+        begun = self.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        self.models["d0"].pause()
+        return begun
+
     async def roll(self, *new: str, without: Sequence[str] = (), decode: int = 1) -> None:
         """Has new workers beside the present ones, in pools of this size."""
         self.first = self.first or tuple(self.listed)
@@ -108,9 +115,7 @@ async def test_two_kv_layouts_are_served_from_two_arenas_of_a_node() -> None:
 
 async def test_answers_and_blocks_are_of_one_version() -> None:
     async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
-        begun = cluster.open(ask(max_tokens=200))
-        await begun.read_tokens(5)
-        cluster.models["d0"].pause()
+        begun = await cluster.begin()
         await cluster.roll("p1", "d1")
         [new] = await cluster.answer(ask())
         assert new.token_ids == NEW.oracle(PROMPT, 40)
@@ -128,9 +133,7 @@ async def test_answers_and_blocks_are_of_one_version() -> None:
 
 async def test_no_worker_is_needed_for_the_version_that_workers_to_come_will_have() -> None:
     async with Versions.running(OLD, 0, 1, Sizes()) as cluster:
-        begun = cluster.open(ask(max_tokens=200))
-        await begun.read_tokens(5)
-        cluster.models["d0"].pause()
+        begun = await cluster.begin()
         assert cluster.needed == []
         await cluster.roll("d1")
         assert cluster.needed == ["d0"]
@@ -196,9 +199,7 @@ async def test_a_stream_whose_worker_dies_goes_on_at_another_of_its_version() ->
 
 async def test_a_stream_ends_with_its_reason_once_no_worker_of_its_version_is_left() -> None:
     async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
-        begun = cluster.open(ask(max_tokens=200))
-        await begun.read_tokens(5)
-        cluster.models["d0"].pause()
+        begun = await cluster.begin()
         await cluster.roll("p1", "d1", without=("p0",))
         cluster.crash("d0")
         await cluster.someone_died.wait()
@@ -291,9 +292,7 @@ async def test_blocks_of_both_versions_are_known_to_be_the_tenants() -> None:
 
 async def test_a_tenant_has_one_fair_share_of_both_versions() -> None:
     async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
-        begun, shares = cluster.open(ask(max_tokens=200)), cluster.router.shares
-        await begun.read_tokens(5)
-        cluster.models["d0"].pause()
+        begun, shares = await cluster.begin(), cluster.router.shares
         before = shares.spent(DEFAULT_TENANT)
         await cluster.roll("p1", "d1")
         [new] = await cluster.answer(ask())
@@ -306,9 +305,7 @@ async def test_a_tenant_has_one_fair_share_of_both_versions() -> None:
 
 async def test_a_version_that_comes_back_still_has_its_open_requests() -> None:
     async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
-        begun = cluster.open(ask(max_tokens=200))
-        await begun.read_tokens(5)
-        cluster.models["d0"].pause()
+        begun = await cluster.begin()
         await cluster.roll("p1", "d1")
         new, old = [one.model for one in cluster.router.versions]
         cluster.router.versions.replace((new,))
