@@ -77,6 +77,11 @@ class HeadAnswer:
     failure: str = ""
 
 
+def node_name(node_id: str) -> str:
+    """Returns the name of the node that an arena's id tells: behind it may stand `#` and the tag of a KV layout."""
+    return node_id.partition("#")[0]
+
+
 @dataclass(frozen=True)
 class MemberList:
     """The sizes of the pools, and the workers that the router may use.

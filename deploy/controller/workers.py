@@ -93,14 +93,15 @@ class RouterMembers:
 class Workers:
     """The actors of the pools. Each start and each drain is a task; `on_change` follows each change of the pools.
 
-    plan_of: returns the plan of a worker's revision. join: waits for a node's service, and returns the node's baseline.
+    plan_of: returns the plan of a worker's revision. join: waits for a node's service for the KV layout of a plan, and
+    returns the node's baseline for it.
     """
 
     def __init__(
         self,
         pools: Pools,
         plan_of: Callable[[WorkerId], ClusterPlan],
-        join: Callable[[RayNode], Awaitable[NodeBaseline]],
+        join: Callable[[RayNode, ClusterPlan], Awaitable[NodeBaseline]],
         means: Supervision,
         members: RouterMembers,
         on_change: Callable[[], None],
@@ -205,7 +206,7 @@ class Workers:
             raise Unavailable("its node was lost")
         if node.id in self._pools.leaving:
             raise Unavailable(f"node {node.name} drains")
-        config = plan.worker_config(worker, await self._join(node))
+        config = plan.worker_config(worker, await self._join(node, plan))
         address = (await actor.start(to_json(config), WORKER_START_S)).public
         await self._serve_as(worker)  # it may have started long ago, and have changed its role since
         return address
@@ -244,11 +245,12 @@ class Workers:
         if worker.address:
             await self._members.announce()
             await self._until_unneeded(worker.id)
-            grace_s = self._plan_of(worker.id).config.worker.drain_grace_s
+            plan = self._plan_of(worker.id)
+            grace_s = plan.config.worker.drain_grace_s
             place, until_s = await self._node_of(worker.id), self._clock() + grace_s
             self._note_handed_over(worker.id, await self._drain(worker.id, until_s))
             if place in self._pools.leaving:
-                left = await self._drain(service := service_of(place), until_s)
+                left = await self._drain(service := service_of(place, plan.layout_tag), until_s)
                 if left != Drained():
                     self._events.note(f"{service} goes with {left.unfetched} prompts and {left.unwritten} blocks")
             self._pools.finished(worker.id)

@@ -73,7 +73,7 @@ class OpenRequest:
             partial(services.metrics.gained, request.journal),
             lambda: on_first_token(request.id),
             self.stop,
-            request.limits.model.fingerprint_hex,
+            request.limits.model.version_hex,
         )
         self._task: asyncio.Task[pb.Complete] = asyncio.create_task(Flow(request, services, reply).serve())
         self._task.add_done_callback(self._ended)

@@ -98,7 +98,7 @@ class ModelVersions:
         Until then, the one that has the fewest open requests for each of its decode workers. fingerprint: names the
         version of an answer that goes on; raises ModelReplaced if it is gone, RouterLeaving before any version is told.
         """
-        known = [one for one in self if fingerprint in ("", one.model.fingerprint_hex)]
+        known = [one for one in self if fingerprint in ("", one.model.version_hex)]
         if not known and not self._are_told:
             raise RouterLeaving("the router has just started, and was told no versions of the model yet")
         if not known:

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from engine.model.batch import CausalModel
 from engine.model.hash_model import HashModel
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader
 from tests.harness.assembled_worker import FINGERPRINT
@@ -23,6 +26,7 @@ from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes, WorkerState
 from wire.tier import Cause
+from worker.assembly import Tiers
 
 OLD, NEW = (HashModel(LAYOUT, vocab_size=300, seed=seed) for seed in (0, 1))
 NEW_FINGERPRINT = b"n" * 32
@@ -32,6 +36,7 @@ class Versions(FaultyCluster):
     """A cluster amid a roll: workers that are not among the first have the new weights."""
 
     first: Sequence[str] = ()
+    layout = LAYOUT
 
     def _parts(self, name: str) -> Parts:
         parts = super()._parts(name)
@@ -52,7 +57,9 @@ class Versions(FaultyCluster):
         self.first = self.first or tuple(self.listed)
         old = self.router.config.model
         self.router.members.sizes = PoolSizes(0, decode)
-        self.router.versions.replace((replace(old, fingerprint_hex=NEW_FINGERPRINT.hex()), old))
+        layout_hex = self.layout.encode().hex()
+        rolled = replace(old, fingerprint_hex=NEW_FINGERPRINT.hex(), layout_hex=layout_hex)
+        self.router.versions.replace((rolled, old))
         await self.enlist(*(name for name in self.listed if name not in without), *new)
 
     @property
@@ -62,6 +69,48 @@ class Versions(FaultyCluster):
     async def serves(self, name: str) -> None:
         """Waits until a worker has a request."""
         await until(lambda: self.router.members[name].num_choices)  # type: ignore[index]
+
+
+class Layouts(Versions):
+    """A roll to weights with another KV layout: the new workers have an arena of their own on the same node."""
+
+    layout = replace(LAYOUT, num_layers=LAYOUT.num_layers + 1)
+
+    def __init__(self, model: CausalModel, sizes: Sizes) -> None:
+        super().__init__(model, sizes)
+        block_bytes, num_slots = self.layout.block_bytes, sizes.num_slots
+        self.new = Directory(num_slots, self.clock, block_bytes=block_bytes)
+        self.stores = Tiers(Arena.anonymous(block_bytes, num_slots), self.new, [])
+
+    def _parts(self, name: str) -> Parts:
+        parts = super()._parts(name)
+        if parts.fingerprint is None:
+            return parts
+        self.models[name] = FaultyModel(IN_NEW_LAYOUT)
+        return replace(parts, model=self.models[name], tiers=self.stores, node_id="#0f1e2d")
+
+
+IN_NEW_LAYOUT = HashModel(Layouts.layout, vocab_size=300, seed=1)
+
+
+async def test_two_kv_layouts_are_served_from_two_arenas_of_a_node() -> None:
+    async with Layouts.running(OLD, 1, 1, Sizes()) as cluster:
+        begun = cluster.open(ask(max_tokens=200))
+        await begun.read_tokens(5)
+        cluster.models["d0"].pause()
+        await cluster.roll("p1", "d1")
+        for _ in range(2):
+            [new] = await cluster.answer(ask())
+            assert new.token_ids == IN_NEW_LAYOUT.oracle(PROMPT, 40)
+        assert cluster.router.members.num_arena_blocks == {"": 512, "#0f1e2d": 512}
+        cluster.models["d0"].go_on()
+        [old] = await begun.read_all()
+        assert old.token_ids == OLD.oracle(PROMPT, 200)
+        assert cluster.directory.records.status().num_holds == cluster.new.records.status().num_holds == 0
+        await at_rest(cluster)
+        await cluster.roll(without=("p0", "d0"))
+        await until(lambda: set(cluster.router.members.num_arena_blocks) == {"#0f1e2d"})
+        assert cluster.new.records.check() == []
 
 
 async def test_answers_and_blocks_are_of_one_version() -> None:
