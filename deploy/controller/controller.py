@@ -127,7 +127,8 @@ class Controller:
             pools=pools, plan=plan, join=self._nodes.join, means=means, record=record, revisions=revisions
         )
         slo = plan.config.slo
-        self._scaler = Scaler(slo, plan.routers, means, lambda: pools.sizes, self._fleet.resize) if slo.roles else None
+        parts = plan.routers, means, lambda: pools.sizes, self._fleet.resize, self._fleet.workers.start
+        self._scaler = Scaler(slo, *parts) if slo.roles else None
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 

@@ -14,7 +14,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, RayNode, inspect_machine, service_of
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import require_room
+from deploy.plan.sizing import beside_arena, require_room
 from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import Revisions, changes, rolled
 from deploy.roll.roll import Roll
@@ -265,7 +265,9 @@ class Fleet:
 
     def _left(self, machine: Machine, plan: ClusterPlan) -> Machine:
         """Returns a machine with workers without the arena that it gets if no worker has the plan's layout yet."""
-        return machine if self.plan_with(plan.layout_tag) is not None else plan.beside_arena(machine)
+        return (
+            machine if self.plan_with(plan.layout_tag) is not None else beside_arena(plan.config, plan.model, machine)
+        )
 
     def _require_room_here(self, machine: Machine, after: PoolSizes, plan: ClusterPlan) -> None:
         used_bytes = [self.means.host.memory_bytes(worker.id) for worker in self.pools]

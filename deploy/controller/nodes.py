@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from deploy.controller.supervised import KeptActor, Supervision, Tasks, persist, repeat
-from deploy.deadlines import KEYS_AT_DOOR_S
+from deploy.deadlines import KEYS_AT_DOOR_S, PLACE_S, SERVICE_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import Machine, RayNode, service_of
 from deploy.processes.atomic_file import AtomicFile
@@ -153,7 +153,9 @@ class Nodes:
             service = NodeService(node, plan, self._means, self._plan_of, self._plan.shares)
             self._begin(service, partial(service.open, next(iter(machines), None)))
         service = self._services[name]
-        await asyncio.wait([service.opening])
+        done, _ = await asyncio.wait([service.opening], timeout=PLACE_S + SERVICE_START_S)
+        if not done:
+            raise Unavailable(f"{name} has not started in time: `baton logs` tells why")
         if service.opening.cancelled():
             raise Unavailable(f"node {node.name} was lost")
         service.opening.result()

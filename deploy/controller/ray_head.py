@@ -87,15 +87,11 @@ def _connect(folder: Path, address: str | None) -> str:
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         for start in NEEDLESS:
-            setattr(Node, start, _start_nothing)
+            setattr(Node, start, lambda *_, **__: None)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", _temp_dir=str(run_dir.ray_folder(folder)), **own, **common)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which ends in a stack
     return str(ray.get_runtime_context().gcs_address)
-
-
-def _start_nothing(*_: object, **__: object) -> None:
-    """Takes the place of a method of NEEDLESS."""
 
 
 def require_free_name(folder_name: str) -> None:

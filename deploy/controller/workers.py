@@ -12,10 +12,12 @@ from deploy.controller.supervised import EventLog, SupervisedActor, Supervision,
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import RayNode, require_node, service_of
+from deploy.scaling.demand import START_S
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, MembersAnswer, Role, Worker, WorkerState
 from wire.served_model import ServedModel
+from wire.tier import Duration
 from wire.typed_reader import to_json, to_message
 
 DRAIN_MARGIN_S = 10.0
@@ -118,6 +120,8 @@ class Workers:
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # only a start of the same role waits for them
         self.failures: list[str] = []
+        self.start = Duration(START_S)
+        """The usual time from a worker's order until it serves."""
 
     async def take_over(self) -> None:
         """Takes over the workers of an earlier controller, and forgets lost workers."""
@@ -192,7 +196,8 @@ class Workers:
         if self._pools.has(worker.id, WorkerState.STARTING):
             self._pools.became_ready(worker.id, address)
             self._on_change()
-            self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
+            self.start.learn(took_s := self._clock() - began_s)
+            self._events.note(f"worker {worker.id} is ready after {took_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
         """Returns the address of a worker on the node that Ray has chosen for it."""

@@ -9,7 +9,7 @@ from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import SHARED_MEMORY, Machine, RayNode, Resources, num_fitting, service_of
 from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.rules import is_within
-from deploy.plan.sizing import Sizes, beside_arena, num_more, size
+from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
 from kv_store.frame import mac_key_of
 from kv_store.node.sessions import DEFAULT_LIMITS, KeepLimits
@@ -179,10 +179,6 @@ class ClusterPlan:
     def num_more(self, role: Role, machine: Machine) -> int:
         """Counts the further workers of a role for which a node has memory now."""
         return num_more(self._config_of(role), self._model_of(role), machine)
-
-    def beside_arena(self, machine: Machine) -> Machine:
-        """Returns the rest of a machine after the arena that it would get now. Raises ConfigError without room."""
-        return beside_arena(self.config, self.model, machine)
 
     def node_config(self, baseline: NodeBaseline) -> NodeConfig:
         """Returns the configuration of a node's service.

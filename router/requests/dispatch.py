@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
+from router.moves import PromptMoves
 from router.observe.demand import Demand
 from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
@@ -197,7 +198,8 @@ class Dispatcher:
         """
         services = self._services
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
-        pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
+        placement, moves = services.placement.only(worker_id), PromptMoves()
+        pinned = replace(services, placement=placement, prompts=prompts, moves=moves)
         root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
         return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, ANYONE)
 

@@ -23,6 +23,7 @@ from deploy.plan.machine import Machine, RayNode, Resources, service_of
 from deploy.plan.sizing import WORKER_BYTES
 from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import Revisions
+from deploy.scaling.demand import START_S
 from router.config import RouterSettings
 from tests.deploy.plan.test_cluster_plan import MACHINE, planned, with_codes
 from wire.errors import (
@@ -231,8 +232,11 @@ async def test_workers_are_launched_at_once_and_go_to_work_when_the_node_is_up()
         await until(lambda: world.host.launched == [P0, D0])
         with pytest.raises(DeadlineExceeded):
             await world.fleet.settle(0.05)
+        assert world.fleet.workers.start.learned_s is None
+        world.now_s += 24.0
         world.node_is_up.set()
         await world.settled()
+        assert START_S < world.fleet.workers.start.mean_s <= 24.0, "the time of a start is learned"
 
 
 async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:

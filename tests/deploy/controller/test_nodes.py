@@ -396,6 +396,25 @@ async def test_another_controller_takes_both_services_of_a_node_over_and_starts_
         assert from_json(NodeConfig, text, "node").model == plan.model.served
 
 
+async def test_a_worker_that_joins_a_service_that_never_starts_again_is_told_and_the_roll_can_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await amid_a_roll(tmp_path)
+    name = service_for(B, world.coded)
+    world.host.failures = [ConfigError("an arena does not fit")] * 100_000
+    world.host.actors[name] = Liveness.DEAD
+    world.controller_dies()
+    monkeypatch.setattr(nodes_module, "PLACE_S", 0.02)
+    monkeypatch.setattr(nodes_module, "SERVICE_START_S", 0.03)
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable, match=f"{name} has not started in time"):
+            await world.join(B, world.coded)
+    world.plans.remove(world.coded)
+    await world.until(f"no worker has the KV layout of {name}")
+    world.host.failures = []
+    assert (await world.join(B)).layout_tag == ""
+
+
 async def test_a_node_that_is_lost_loses_the_services_of_all_layouts(tmp_path: Path) -> None:
     world = await amid_a_roll(tmp_path)
     world.host.ray_nodes = [A]
