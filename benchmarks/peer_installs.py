@@ -5,9 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.machine import has_avx512
 from benchmarks.peer_process import EngineFailed, last_line, say
@@ -18,6 +19,15 @@ _TORCH = "torch==2.13.0"
 _ZENTORCH = "zentorch==2.13.0.2"
 """Kernels of torch's version that vLLM takes on AMD's processors with AVX-512."""
 _INSTALL_TIMEOUT_S = 3600.0
+WITHOUT_AVX512 = ("avx2", "reproducible_avx2")
+"""Baton's kernels beside which peers are held to AVX2."""
+LLAMACPP_AVX2 = "llamacpp-avx2"
+_AVX2_FLAGS = ("NATIVE=OFF", *(f"{one}=ON" for one in ("AVX", "AVX2", "FMA", "F16C", "BMI2")), "AVX512=OFF")
+ONEDNN_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+HOW_PEERS_ARE_HELD = (
+    "vllm and transformers by ATen's and oneDNN's variables (vllm's own kernels are not), llamacpp by its build, "
+    "openvino's products by oneDNN's variable (its attention is not)"
+)
 KERNELS_VARIABLE = "BATON_PEERS_CPU_KERNELS"
 """Names Baton's kernels to benchmarks/peer_engines.py."""
 
@@ -30,9 +40,14 @@ def peer_env(num_threads: int, scratch: Path) -> dict[str, str]:
 
 
 def kernels_env(isa: str) -> dict[str, str]:
-    """Names Baton's kernels to an engine; avx2 also bounds the instruction set of torch and oneDNN."""
-    bounds = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} if isa == "avx2" else {}
+    """Names Baton's kernels to an engine; sets without AVX-512 also bound the instruction set of torch and oneDNN."""
+    bounds = {"ATEN_CPU_CAPABILITY": "avx2", ONEDNN_VARIABLE: "AVX2"} if isa in WITHOUT_AVX512 else {}
     return {KERNELS_VARIABLE: isa, **bounds}
+
+
+def environment_of(kind: str, isa: str) -> str:
+    """Names the environment of a kind of engine beside Baton's kernels."""
+    return LLAMACPP_AVX2 if kind == "llamacpp" and isa in WITHOUT_AVX512 else kind
 
 
 def vllm_env(python: Path, num_threads: int) -> dict[str, str]:
@@ -68,6 +83,15 @@ def install_llamacpp(venv: Path) -> Path:
     return venv / "bin" / "python"
 
 
+def install_llamacpp_avx2(venv: Path) -> Path:
+    """Compiles llama.cpp without AVX-512 unless it is there; returns its Python. pip's cache has other builds of it."""
+    flags = " ".join(f"-DGGML_{flag}" for flag in _AVX2_FLAGS)
+    with _environment(venv, {"CMAKE_ARGS": flags}) as pip:
+        pip("install", "llama-cpp-python==0.3.36", "--no-binary=llama-cpp-python", "--no-cache-dir")
+        pip("install", "gguf", "numpy")
+    return venv / "bin" / "python"
+
+
 def install_openvino(venv: Path) -> Path:
     """Makes the environment of OpenVINO GenAI and of its exporter unless it is there; returns its Python.
 
@@ -82,6 +106,7 @@ def install_openvino(venv: Path) -> Path:
 INSTALLERS: dict[str, Callable[[Path], Path]] = {
     "vllm": install_vllm,
     "llamacpp": install_llamacpp,
+    LLAMACPP_AVX2: install_llamacpp_avx2,
     "openvino": install_openvino,
 }
 
@@ -97,7 +122,7 @@ def _project_name(requirement: str) -> str:
 
 
 @contextmanager
-def _environment(venv: Path) -> Iterator[Callable[..., object]]:
+def _environment(venv: Path, variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[Callable[..., object]]:
     """Gives pip of an environment, and marks it complete afterwards; pip of a complete one does nothing."""
     complete = venv / "baton-peers-complete"
     if complete.exists():
@@ -107,13 +132,14 @@ def _environment(venv: Path) -> Iterator[Callable[..., object]]:
     python = venv / "bin" / "python"
     if not python.exists():
         _run([sys.executable, "-m", "venv", str(venv)])
-    yield lambda *arguments: _run([str(python), "-m", "pip", "--quiet", *arguments])
+    yield lambda *arguments: _run([str(python), "-m", "pip", "--quiet", *arguments], variables)
     complete.touch()
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    env = os.environ | variables
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise EngineFailed(f"{' '.join(command[:5])} takes longer than {_INSTALL_TIMEOUT_S:.0f} s") from error
     if done.returncode:

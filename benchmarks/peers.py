@@ -12,8 +12,10 @@ of each token. A figure whose rounds differ by more than a fifth is refused: its
 1, and there is no ratio with it. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for
 CPUs if they shall have no CUDA libraries. A peer that fails is named and left out.
 
---cpu-kernels is the name of a library in kernels/cpu/library.py, or auto; avx2 also keeps torch and oneDNN of the peers
-(vLLM, transformers) to it. llama.cpp and OpenVINO take what the machine has.
+--cpu-kernels is the name of a library in kernels/cpu/library.py, or auto. avx2 and reproducible_avx2 hold the peers to
+AVX2, too: torch and oneDNN (vLLM, transformers, OpenVINO) by their variables, llama.cpp by an environment of its own
+that is compiled for it; the page says what each ran with. OpenVINO then computes in float32, as it does on a processor
+without bfloat16; what its plugin does beside oneDNN's products, attention above all, takes what the machine has.
 
 With --gguf, Baton and llama.cpp run one file, packed as it is; other engines run its weights, dequantized into a plain
 checkpoint, and baton-bfloat16 is Baton on that.
@@ -38,7 +40,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import MachineState
 from benchmarks.peer_figures import MAX_SPREAD, describe, num_refused, summarize
-from benchmarks.peer_installs import INSTALLERS, kernels_env, peer_env, vllm_env
+from benchmarks.peer_installs import (
+    HOW_PEERS_ARE_HELD,
+    INSTALLERS,
+    ONEDNN_VARIABLE,
+    environment_of,
+    kernels_env,
+    peer_env,
+    vllm_env,
+)
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess, say
 from benchmarks.result_file import write_result
 from kernels.cpu.library import ISA_TO_FEATURES
@@ -87,7 +97,8 @@ class Launcher:
     def start(self, name: str, dtype: str, niceness: int = 0) -> Iterator[EngineProcess]:
         """Installs an engine if need be, and runs it. Raises EngineFailed."""
         kind = name.partition("-")[0]
-        python = INSTALLERS[kind](self._venvs / kind) if kind in INSTALLERS else Path(sys.executable)
+        venv = environment_of(kind, self._kernels)
+        python = INSTALLERS[venv](self._venvs / venv) if venv in INSTALLERS else Path(sys.executable)
         env = peer_env(self._num_threads, self._scratch) | kernels_env(self._kernels)
         env |= {"PYTHONPATH": str(ROOT)} if kind == "baton" else {}
         env |= vllm_env(python, self._num_threads) if kind == "vllm" else {}
@@ -262,6 +273,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "first_tokens_as_baton": {
             name: f"{comparison.num_equal_first[name]} of {comparison.num_first}" for name in engines if name != "baton"
         },
+        "held_to": kernels_env(options.cpu_kernels).get(ONEDNN_VARIABLE, ""),
         "threads": options.threads,
         "load_average_before": machine.load_average,
         "read_gb_s_before": machine.read_gb_s,
@@ -276,6 +288,7 @@ def tabulate(figures: Mapping[str, Any]) -> dict[str, str]:
     lines = {
         "Baton's tokens as transformers' in float32": figures["tokens_as_transformers_in_float32"],
         "first tokens as Baton's": _list(figures["first_tokens_as_baton"]),
+        "peers held to": figures["held_to"] and f"{figures['held_to']}: {HOW_PEERS_ARE_HELD}",
         "threads": str(figures["threads"]),
         "before": f"load average {figures['load_average_before']:.2f}, read {figures['read_gb_s_before']:.1f} GB/s",
         "versions": _list(figures["versions"]),

@@ -8,6 +8,8 @@
 
 namespace {
 
+constexpr int64_t CHUNK_BYTES = 16 << 10;  // of a panel, half of a nearest cache
+
 constexpr int64_t num_panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
 template <class T>
@@ -43,7 +45,8 @@ void unpack_rows(const T* packed, const int64_t* ids, int64_t num_ids, int64_t d
 // out [rows, columns] = input [rows, depth] . weight^T, + bias [columns], + residual [rows, columns], as `finish` says.
 template <class T, class Out>
 struct Linear {
-    static constexpr int D = Product<T>::DEPTH;
+    static constexpr int D = Product<T>::DEPTH, MAX_SHARES = 4;
+    static constexpr int64_t CHUNK_DEPTH = IN_TILES<T> ? TILED_DEPTH : CHUNK_BYTES / (PANEL * sizeof(T));
     RowTiles<T> rows;
     const T* packed;
     const T* bias;
@@ -70,29 +73,43 @@ struct Linear {
     }
 
     void panels(int64_t first_panel, int64_t last_panel) const {
-        if constexpr (IN_TILES<T>) {
-            panels_in_tiles(first_panel, last_panel);
-        } else {
-            for (int64_t row = 0; row < num_rows; row += MAX_ROWS)
+        constexpr int64_t BY_CHUNK = IN_TILES<T> ? 1 : ROWS_BY_CHUNK;
+        if (BY_CHUNK && num_rows >= BY_CHUNK) return panels_in_chunks(first_panel, last_panel);
+        if constexpr (BY_CHUNK != 1)
+            for (int64_t row = 0; row < num_rows; row += rows.at_once())
                 for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
                     for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
                 });
-        }
     }
 
     // A chunk of a panel stays in the nearest cache while all rows pass, and their sums beside it.
-    void panels_in_tiles(int64_t first_panel, int64_t last_panel) const {
+    void panels_in_chunks(int64_t first_panel, int64_t last_panel) const {
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Tiles<T> tiles;
         for (int64_t panel = first_panel; panel < last_panel; ++panel)
-            for (int64_t begin = 0; begin < num_rows; begin += BLOCK_ROWS) {
-                const int64_t end = std::min(num_rows, begin + BLOCK_ROWS), padded = steps * D;
+            for (int64_t begin = 0; begin < num_rows; begin += rows.rows_of_block()) {
+                const int64_t end = std::min(num_rows, begin + rows.rows_of_block()), padded = steps * D;
                 std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
-                for (int64_t k = 0; k < padded; k += TILED_DEPTH)
-                    tiles.add(rows, begin, end, k, packed + (panel * padded + k) * PANEL, std::min<int64_t>(TILED_DEPTH, padded - k), sums);
+                for (int64_t k = 0; k < padded; k += CHUNK_DEPTH) {
+                    const T* chunk = packed + (panel * padded + k) * PANEL;
+                    const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
+                    if constexpr (IN_TILES<T>)
+                        tiles.add(rows, begin, end, k, chunk, length, sums);
+                    else
+                        add_in_registers<T>(rows, begin, end, k, chunk, length, sums, [&](int64_t row) {
+                            return next_chunk(chunk, length, (row - begin) / rows.at_once(), (end - begin) / rows.at_once());
+                        });
+                }
                 for (int64_t row = begin; row < end; ++row)
                     for (int half = 0; half < PANEL; half += LANES) put(load(sums + (row - begin) * PANEL + half), row, panel * PANEL + half);
             }
+    }
+
+    // The chunk behind another one, of which each of the first tiles of rows brings a share.
+    static Ahead next_chunk(const T* chunk, int64_t chunk_depth, int64_t share, int64_t num_tiles) {
+        const int64_t num_shares = std::clamp<int64_t>(num_tiles, 1, MAX_SHARES), num_bytes = chunk_depth * PANEL * sizeof(T);
+        if (share >= num_shares) return {(const char*)chunk, 0};
+        return {(const char*)chunk + num_bytes + num_bytes * share / num_shares, PANEL * D * int64_t(sizeof(T)) / (2 * num_shares)};
     }
 
     void run() const {

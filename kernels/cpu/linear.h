@@ -8,7 +8,7 @@
 #include "threads.h"
 #include "tiles.h"
 
-constexpr int64_t BLOCK_ROWS = 576;  // rows whose sums are kept beside a chunk of a panel: a multiple of ROWS_AT_ONCE
+constexpr int64_t BLOCK_ROWS = 576;  // rows whose sums are kept beside a chunk of a panel, at most
 
 // Rows of a product, and the rows of the input that they are made of: all in their order, or those in `places`, `fan` of one row of the input.
 struct Picked {
@@ -42,7 +42,7 @@ class RowTiles {
     }
 
     int64_t room_size() const { return stay_ ? 0 : are_few() ? count_ * steps_ * D : num_packs() * tile_size(); }
-    int64_t num_packs() const { return stay_ ? 0 : are_few() ? 1 : (count_ + MAX_ROWS - 1) / MAX_ROWS; }
+    int64_t num_packs() const { return stay_ ? 0 : are_few() ? 1 : (count_ + at_once_ - 1) / at_once_; }
     void place(Row* room) {
         if (!stay_) tiles_ = room;
     }
@@ -52,12 +52,12 @@ class RowTiles {
             for (int64_t row = 0; row < count_; ++row) copy(row, tiles_ + row * stride);
             return;
         }
-        const int num_rows = rows_in_tile(index * MAX_ROWS);
+        const int num_rows = rows_in_tile(index * at_once_);
         thread_local std::vector<Row> copies;
         if (!fits_ && int64_t(copies.size()) < num_rows * stride) copies.resize(num_rows * stride);
         const Row* rows[std::max(LANES, MAX_ROWS)];
         for (int row = 0; row < num_rows; ++row)
-            rows[row] = fits_ ? (const Row*)from(index * MAX_ROWS + row) : copy(index * MAX_ROWS + row, copies.data() + row * stride);
+            rows[row] = fits_ ? (const Row*)from(index * at_once_ + row) : copy(index * at_once_ + row, copies.data() + row * stride);
         Row* out = tiles_ + index * tile_size();
         if constexpr (IN_TILES<Row>) {
             for (int64_t k = 0; k < stride; k += D)
@@ -70,14 +70,16 @@ class RowTiles {
 
     int64_t count() const { return count_; }
     int64_t product(int64_t row) const { return picked_.product(row); }
-    const Row* tile(int64_t row) const { return are_few() ? tiles_ + row * steps_ * D : tiles_ + row / MAX_ROWS * tile_size(); }
+    const Row* tile(int64_t row) const { return are_few() ? tiles_ + row * steps_ * D : tiles_ + row / at_once_ * tile_size(); }
     int64_t row_stride() const { return are_few() ? steps_ * D : D; }
     int64_t step_stride(int num_rows) const { return are_few() ? D : num_rows * D; }
-    int rows_in_tile(int64_t row) const { return int(std::min<int64_t>(MAX_ROWS, count_ - row)); }
+    int64_t at_once() const { return at_once_; }
+    int64_t rows_of_block() const { return BLOCK_ROWS / at_once_ * at_once_; }
+    int rows_in_tile(int64_t row) const { return int(std::min(at_once_, count_ - row)); }
 
    private:
     bool are_few() const { return count_ <= FEW; }
-    int64_t tile_size() const { return (steps_ * MAX_ROWS + LANES) * D; }  // the last step may be written with all lanes
+    int64_t tile_size() const { return (steps_ * at_once_ + LANES) * D; }  // the last step may be written with all lanes
     const T* from(int64_t row) const { return input_ + picked_.input(row) * depth_; }
 
     const Row* copy(int64_t row, Row* to) const {
@@ -86,13 +88,44 @@ class RowTiles {
         return to;
     }
 
-    const int64_t steps_, depth_, count_;
+    // Few registers want tiles of about the same number of rows: a row alone would take the time of two.
+    static int64_t rows_at_once(int64_t count) {
+        if (MAX_ROWS >= 12) return MAX_ROWS;
+        const int64_t num_tiles = std::max<int64_t>(1, (count + MAX_ROWS - 1) / MAX_ROWS);
+        return std::max<int64_t>(1, (count + num_tiles - 1) / num_tiles);
+    }
+
+    const int64_t steps_, depth_, count_, at_once_ = rows_at_once(count_);
     const Picked picked_;
     const bool fits_;
     bool stay_;
     const T* input_;
     Row* tiles_ = nullptr;
 };
+
+// Adds to kept[row][column] the products of rows with a chunk.
+template <class F, int ROWS, class Beside>
+__attribute__((noinline)) void add_chunk(const typename Product<F>::Row* rows, int64_t row_stride, int64_t step_stride, const F* chunk, int64_t num_steps,
+                                         const Beside& ahead, float* kept) {
+    Floats sums[ROWS][2];
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) sums[row][half] = load(kept + row * PANEL + half * LANES);
+    multiply<F, ROWS, 1>(rows, row_stride, step_stride, chunk, 0, num_steps, sums, ahead);
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) store(kept + row * PANEL + half * LANES, sums[row][half]);
+}
+
+// Adds to sums[row - begin][column] the products of rows with `depth` of a panel, which is at k of theirs. ahead(row): what is brought nearer meanwhile.
+template <class F, class Rows, class OfRow>
+void add_in_registers(const Rows& rows, int64_t begin, int64_t end, int64_t k, const F* chunk, int64_t depth, float* sums, const OfRow& ahead) {
+    using P = Product<F>;
+    for (int64_t row = begin; row < end; row += rows.at_once())
+        for_rows(int(std::min(rows.at_once(), end - row)), [&]<int ROWS>() {
+            const int64_t step_stride = rows.step_stride(ROWS);
+            const auto* first = rows.tile(row) + k / P::DEPTH * P::ROW_STEPS * step_stride;
+            add_chunk<F, ROWS>(first, rows.row_stride(), step_stride, chunk, depth / P::DEPTH, ahead(row), sums + (row - begin) * PANEL);
+        });
+}
 
 // A matrix of plain weights, packed by linear.cpp, or of codes, packed by packed.cpp, as products with picked rows take it.
 // `multiply` writes the columns of the panels from first to last - 1, with the bits of the whole product.

@@ -126,17 +126,6 @@ template <class F, class R, CodeType CODES>
 void add_one(auto&&...);  // where IN_TILES holds
 #endif
 
-// Adds to kept[row][column] the products of rows with a chunk.
-template <class F, int ROWS>
-__attribute__((noinline)) void add_chunk(const F* rows, int64_t row_stride, int64_t step_stride, const F* tile, int64_t num_steps, float* kept) {
-    Floats sums[ROWS][2];
-    for (int row = 0; row < ROWS; ++row)
-        for (int half = 0; half < 2; ++half) sums[row][half] = load(kept + row * PANEL + half * LANES);
-    multiply<F, ROWS, 1>(rows, row_stride, step_stride, tile, 0, num_steps, sums);
-    for (int row = 0; row < ROWS; ++row)
-        for (int half = 0; half < 2; ++half) store(kept + row * PANEL + half * LANES, sums[row][half]);
-}
-
 // out [rows, columns] = input [rows, depth] . weight^T, + bias [columns], + residual [rows, columns], as `Linear` in linear.cpp.
 template <class T, class Out>
 struct PackedLinear {
@@ -157,7 +146,7 @@ struct PackedLinear {
             if (num_rows <= FEW<F, R, CODES>)
                 few<R, CODES>(panel);
             else
-                for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
+                for (int64_t row = 0; row < num_rows; row += rows.rows_of_block()) many<R, CODES>(panel, row, std::min(num_rows, row + rows.rows_of_block()));
         });
     }
 
@@ -181,7 +170,7 @@ struct PackedLinear {
         Groups groups(matrix, panel);
         Tiles<F> tiles;
         std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
-        const int64_t rest = (end - begin) % MAX_ROWS, whole = !IN_TILES<F> && rest <= FEW<F, R, CODES> ? end - rest : end;
+        const int64_t rest = (end - begin) % rows.at_once(), whole = !IN_TILES<F> && rest <= FEW<F, R, CODES> ? end - rest : end;
         for (int64_t k = 0; k < depth; k += CHUNK<F>) {
             const int64_t padded = padded_chunk(groups, k);
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
@@ -189,11 +178,7 @@ struct PackedLinear {
                 std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
                 tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums);
             } else {
-                for (int64_t row = begin; row < whole; row += MAX_ROWS)
-                    for_rows(int(std::min<int64_t>(MAX_ROWS, whole - row)), [&]<int ROWS>() {
-                        const F* first = rows.tile(row) + k / Product<F>::DEPTH * rows.step_stride(ROWS);
-                        add_chunk<F, ROWS>(first, rows.row_stride(), rows.step_stride(ROWS), tile, padded / Product<F>::DEPTH, sums + (row - begin) * PANEL);
-                    });
+                add_in_registers<F>(rows, begin, whole, k, tile, padded, sums, [](int64_t) { return Nothing{}; });
             }
         }
         for (int64_t row = begin; row < end; ++row) put(panel, sums + (row - begin) * PANEL, row);

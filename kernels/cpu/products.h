@@ -41,6 +41,7 @@ struct Product {  // float32, and float16, which is widened on its way
         store(step, weights.of[0]);
         store(step + LANES, weights.of[1]);
     }
+    static Floats weight(const T* step, int half, int) { return load(step + half * LANES); }
     static Floats row(const float* p, int64_t) { return splat(*p); }
     static Floats add(Floats sum, Floats row, const Weights& weights, int half) { return fma(row, weights.of[half], sum); }
 };
@@ -100,6 +101,12 @@ struct Product<bf16> {
         for (int half = 0; half < 2; ++half) split(step + half * 2 * LANES, out.first[half], out.second[half]);
         return out;
     }
+#if defined(__AVX2__)
+    static Floats weight(const bf16* step, int half, int place) {  // of one of both places of a pair
+        const Ints pairs = load_ints(step + half * 2 * LANES);
+        return as_floats(place ? pairs & int(0xffff0000) : shifted(pairs, 16));
+    }
+#endif
     static Pair row(const float* p, int64_t row_step) { return {splat(p[0]), splat(p[row_step])}; }
     static Floats add(Floats sum, const Pair& row, const Weights& weights, int half) {
         return fma(row.second, weights.second[half], fma(row.first, weights.first[half], sum));
@@ -127,13 +134,14 @@ template <class T>
 using Factor = float;
 #endif
 
-// Rows that are multiplied at once; ROWS_BY_HALF and more by half a panel at a time.
+// Rows that are multiplied at once. ROWS_BY_HALF and more pass half a panel at a time; ROWS_BY_CHUNK and more pass plain weights chunk by chunk, but
+// with AVX-512, where that is slower, and 0 stands for none.
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 12, ROWS_BY_HALF = 13;  // 24 sums, 2 weights and a row, of 32 registers
+constexpr int MAX_ROWS = 12, ROWS_BY_CHUNK = 0;  // 24 sums, 2 weights and a row, of 32 registers
 #elif defined(__AVX2__)
-constexpr int MAX_ROWS = 4, ROWS_BY_HALF = 4;  // 8 sums of half a panel, of 16 registers: compilers spill those of 6 rows
+constexpr int MAX_ROWS = 6, ROWS_IN_ORDER = 3, ROWS_BY_HALF = 4, ROWS_BY_CHUNK = 3;  // 12 sums, 2 weights and a row, of 16 registers
 #else
-constexpr int MAX_ROWS = 3, ROWS_BY_HALF = 5;
+constexpr int MAX_ROWS = 3, ROWS_BY_CHUNK = 0;
 #endif
 
 inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
@@ -204,25 +212,63 @@ inline void prefetch(const void* p, int64_t num_bytes) {
 // Panels that are read side by side: few rows alone would wait for one another's sums.
 constexpr int side_by_side(int rows) { return MAX_ROWS < 12 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// sum = number * weight + sum. Three instructions in one: compilers would load numbers early, and spill sums for them.
+inline void add_product(const float* number, Floats weight, Floats& sum) {
+    __m256 all;
+    asm("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
+        : "+x"(sum.lo), "+x"(sum.hi), "=&x"(all)
+        : "m"(*number), "x"(weight.lo), "x"(weight.hi));
+}
+#endif
+
+struct Nothing {
+    void operator()(int64_t) const {}
+};
+
+// Memory that is brought into the second cache little by little: a burst would hold up what is being computed.
+struct Ahead {
+    const char* at;
+    int64_t bytes_per_step;
+
+    void operator()(int64_t step) const { __builtin_prefetch(at + step * bytes_per_step, 0, 2); }
+};
+
 // Adds to sums[row][2 * panel + half] the product of `ROWS` rows with `PANELS` panels, over all steps. Row r of a step is at
-// rows + r * row_stride + step * step_stride, where a step is one of rows.
-template <class T, int ROWS, int PANELS>
+// rows + r * row_stride + step * step_stride, where a step is one of rows. ahead(at): beside each step, half a panel counting as one of `at`.
+template <class T, int ROWS, int PANELS, class Beside = Nothing>
 inline __attribute__((always_inline)) void multiply(
     const typename Product<T>::Row* rows, int64_t row_stride, int64_t step_stride, const T* panels, int64_t panel_stride,
-    int64_t num_steps, Floats (&sums)[ROWS][2 * PANELS]) {
+    int64_t num_steps, Floats (&sums)[ROWS][2 * PANELS], const Beside& ahead = {}) {
     using P = Product<T>;
-    if constexpr (ROWS > ROWS_BY_HALF - P::ROW_STEPS) {  // two numbers of a row in a step take more registers
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (ROWS >= ROWS_IN_ORDER) {
+        constexpr int HALVES = ROWS < ROWS_BY_HALF ? 2 : 1;
+        for (int first = 0; first < 2; first += HALVES) {
+            Floats of[ROWS][HALVES];  // in registers
+            for (int row = 0; row < ROWS; ++row)
+                for (int half = 0; half < HALVES; ++half) of[row][half] = sums[row][first + half];
             for (int64_t step = 0; step < num_steps; ++step) {
-                const typename P::Weights weights = P::weights(panels + step * PANEL * P::DEPTH);
-#pragma GCC unroll 4
-                for (int row = 0; row < ROWS; ++row)
-                    sums[row][half] = P::add(sums[row][half], P::row(rows + row * row_stride + step * P::ROW_STEPS * step_stride, step_stride), weights, half);
+                ahead(first * num_steps + step * HALVES);
+#pragma GCC unroll 2
+                for (int place = 0; place < P::ROW_STEPS; ++place) {
+                    const auto* numbers = rows + (step * P::ROW_STEPS + place) * step_stride;
+#pragma GCC unroll 2
+                    for (int half = 0; half < HALVES; ++half) {
+                        const Floats weight = P::weight(panels + step * PANEL * P::DEPTH, first + half, place);
+#pragma GCC unroll 6
+                        for (int row = 0; row < ROWS; ++row) add_product(numbers + row * row_stride, weight, of[row][half]);
+                    }
+                }
             }
+            for (int row = 0; row < ROWS; ++row)
+                for (int half = 0; half < HALVES; ++half) sums[row][first + half] = of[row][half];
+        }
         return;
     }
+#endif
     for (int64_t step = 0; step < num_steps; ++step) {
+        ahead(2 * step);
 #pragma GCC unroll 4
         for (int panel = 0; panel < PANELS; ++panel) {
             const T* here = panels + panel * panel_stride + step * PANEL * P::DEPTH;

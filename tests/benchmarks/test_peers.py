@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gguf_file import interleave_halves
 from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peer_figures import describe, num_refused, summarize
-from benchmarks.peer_installs import INSTALLERS, kernels_env, needed_requirements
+from benchmarks.peer_installs import INSTALLERS, environment_of, kernels_env, needed_requirements
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess
 from benchmarks.peers import PEERS, Comparison, Launcher, Point, default_cache, main, num_equal, parse, rotate
 from tests.harness.checkpoints import make_checkpoint
@@ -158,7 +158,37 @@ def test_batons_kernels_are_the_named_ones(tmp_path: Path, monkeypatch: pytest.M
     for name, value in kernels_env("torch").items():
         monkeypatch.setenv(name, value)
     assert "torch-" in Baton(make_checkpoint("llama-gqa", tmp_path), 1, "float32").settings
-    assert kernels_env("avx2")["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+
+
+@pytest.mark.parametrize("isa", ["avx2", "reproducible_avx2"])
+def test_beside_kernels_of_avx2_peers_are_held_to_it(isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_env(isa)["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert "ONEDNN_MAX_CPU_ISA" not in kernels_env("avx512")
+    assert environment_of("llamacpp", isa) != environment_of("llamacpp", "auto") == "llamacpp"
+    assert environment_of("openvino", isa) == "openvino"
+    flags: dict[str, str] = {}
+
+    def run(command: Sequence[str], variables: Mapping[str, str] = flags) -> str:
+        flags.update(variables)
+        return ""
+
+    monkeypatch.setattr("benchmarks.peer_installs._run", run)
+    (venv := tmp_path / environment_of("llamacpp", isa)).mkdir()
+    INSTALLERS[venv.name](venv)
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512=OFF"} <= set(flags["CMAKE_ARGS"].split())
+
+
+def test_the_last_line_of_a_failure_is_its_reason_not_a_destructors(tmp_path: Path) -> None:
+    source = """
+import atexit, sys
+from benchmarks.peer_engines import end_at_once
+atexit.register(lambda: print("leaked blocks", file=sys.stderr))
+def work():
+    raise RuntimeError("no such primitive")
+end_at_once(work)
+"""
+    with pytest.raises(EngineFailed, match="RuntimeError: no such primitive"):
+        EngineProcess("openvino", [sys.executable, "-c", source], os.environ, tmp_path / "log")
 
 
 @pytest.mark.parametrize(

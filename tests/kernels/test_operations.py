@@ -284,6 +284,17 @@ def test_a_row_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch
                 assert torch.equal(operate(states[first : first + size].contiguous()), whole[first : first + size])
 
 
+@each_dtype
+def test_a_row_of_a_deep_product_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch.dtype) -> None:
+    """The depth is several chunks and not a whole one, and the sums of all rows are more than are kept at once."""
+    states = torch.randn(700, 1100).to(dtype)
+    packed = any_backend.pack(torch.randn(70, 1100).to(dtype))
+    whole = any_backend.linear(states, packed, None)
+    for size in (*range(1, 14), 32, 575, 577):
+        first = 700 - size
+        assert torch.equal(any_backend.linear(states[first:].contiguous(), packed, None), whole[first:])
+
+
 def random_turns(num_rows: int, head_size: int) -> Angles:
     radians = torch.rand(num_rows, head_size // 2) * 6.28
     return Angles(radians.cos(), radians.sin())
