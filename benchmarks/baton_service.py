@@ -21,6 +21,8 @@ from deploy.local.state import ClusterState, StateFile
 from deploy.plan.config import RedisSettings
 from deploy.processes.process import recorded, recorded_names
 
+HANDED_OFF = ("--disaggregation", "always")
+"""Flags of `up` for benchmarks of hand-offs, in which each prompt is handed off, whatever the load."""
 _UP_TIMEOUT_S = 300.0
 _CALL_TIMEOUT_S = 60.0
 _POLL_S = 0.5

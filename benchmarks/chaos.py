@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.baton_service import BatonService, num_in_use
+from benchmarks.baton_service import HANDED_OFF, BatonService, num_in_use
 from benchmarks.chaos_client import ChaosClient
 from benchmarks.chaos_tally import Stream, Tally
 from benchmarks.fault_injector import Fault, FaultInjector, FaultKind, plan
@@ -39,7 +39,9 @@ def main() -> None:
             make_checkpoint("llama-gqa", Path(folder) / "random", max_position_embeddings=2048)
         )
         questions = make_questions(model, options.questions, options.prompt_len, options.tokens, options.seed)
-        with BatonService("chaos", model, options.prefill, options.decode, ["--dtype", "float32"]) as service:
+        with BatonService(
+            "chaos", model, options.prefill, options.decode, ["--dtype", "float32", *HANDED_OFF]
+        ) as service:
             client = ChaosClient(service.address, questions, options.timeout)
             injector = FaultInjector(service)
             streams = asyncio.run(_harm(client, injector, faults, options))

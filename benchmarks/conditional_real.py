@@ -13,6 +13,7 @@ table has what that takes. Router, client and all else share the cores of its wo
 
 import asyncio
 import json
+import math
 import re
 import shlex
 import sys
@@ -69,9 +70,8 @@ def over_the_better(modes: Mapping[str, Mode], figure: Figure, best: Callable[..
     """
     better = best(FIXED, key=lambda mode: figure(modes[mode], slice(None)))
     parts = [slice(None), *_each(modes[better])]
-    whole, *each = (
-        figure(modes[Disaggregation.CONDITIONAL], part) / max(figure(modes[better], part), 1e-9) for part in parts
-    )
+    pairs = [(figure(modes[Disaggregation.CONDITIONAL], part), figure(modes[better], part)) for part in parts]
+    whole, *each = (own / others if others else math.inf for own, others in pairs)
     return f"{whole:.2f} ({min(each):.2f} .. {max(each):.2f}) of {better}"
 
 

@@ -36,7 +36,7 @@ from worker.config import BatchSettings
 
 WARM_UP_LENS = 20, 24, 28, 100, 110, 120, 450, 480, 500, 1500, 1600, 1700
 OUTPUT_LEN = 40
-ROOMY = Sizes(num_blocks=4096, num_slots=16384, settings=RouterSettings())
+ROOMY = Sizes(num_blocks=4096, num_slots=16384, settings=RouterSettings(disaggregation=Disaggregation.ALWAYS))
 FLOOR, GOAL = 0.3, 0.1
 
 

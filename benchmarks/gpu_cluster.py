@@ -380,13 +380,13 @@ def serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
     Raises CalledProcessError, with the command's output, if the cluster does not start.
     """
-    from benchmarks.baton_service import BatonService
+    from benchmarks.baton_service import HANDED_OFF, BatonService
 
     asks, num_prefill, num_decode = WORKERS[options.what]
     where = f"{options.what} {options.dtype}" if options.what == "killed" else options.what
     model = None if options.model is None else str(options.model)
     begun_s, num_failed = time.perf_counter(), 0
-    with BatonService(where.replace(" ", "-"), model, num_prefill, num_decode, settings) as service:
+    with BatonService(where.replace(" ", "-"), model, num_prefill, num_decode, [*HANDED_OFF, *settings]) as service:
         ready_s = time.perf_counter() - begun_s
         print(service.told, flush=True)
         asked = Asked(service, where, REHEARSED if options.gpus == 0 else ON_DEVICE, ready_s)

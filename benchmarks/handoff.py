@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from baton import AsyncClient, Completion
-from benchmarks.baton_service import BatonService
+from benchmarks.baton_service import HANDED_OFF, BatonService
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
 from benchmarks.tiers import own_redis
@@ -37,7 +37,7 @@ HANDOFF_LENS = (512, 4096)
 WARM_LEN = 4096
 NUM_TOKENS = 8
 START_S = 120.0
-MEMORY = ("--arena-bytes", "2GiB", "--pool-bytes", "512MiB")
+MEMORY = ("--arena-bytes", "2GiB", "--pool-bytes", "512MiB", *HANDED_OFF)
 TWO_POOLS = "deploy/two-pools.example.toml"
 
 

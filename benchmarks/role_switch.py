@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from baton import Client
-from benchmarks.baton_service import BatonService
+from benchmarks.baton_service import HANDED_OFF, BatonService
 from benchmarks.handoff import make_served_model
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
@@ -32,7 +32,7 @@ from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 
-SMALL = ("--pool-bytes", "128MiB", "--arena-bytes", "256MiB")
+SMALL = ("--pool-bytes", "128MiB", "--arena-bytes", "256MiB", *HANDED_OFF)
 CALL_S = 120.0
 STREAM_TOKENS = 32
 PROMPT = tuple(range(1, 33))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.baton_service import BatonService, num_in_use
+from benchmarks.baton_service import HANDED_OFF, BatonService, num_in_use
 from benchmarks.chaos_client import ChaosClient
 from benchmarks.chaos_tally import Stream, Tally
 from benchmarks.question import Question, make_questions
@@ -42,7 +42,7 @@ def main() -> None:
             order, answers = ["--model", other], _questions(other, options)
             pairs = [pair for pair in zip(questions, answers, strict=True) if not any(one.stop_string for one in pair)]
             questions = [replace(one, also=(new,)) for one, new in pairs]
-        settings = ["--dtype", "float32", "--threads", "1"]
+        settings = ["--dtype", "float32", "--threads", "1", *HANDED_OFF]
         with BatonService("roll", model, options.prefill, options.decode, settings) as service:
             pids = set(service.worker_pids())
             client = ChaosClient(service.address, questions, options.timeout)

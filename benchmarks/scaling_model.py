@@ -2,20 +2,28 @@
 
 A prefill worker computes one prompt after another. Each step of a decode worker gives each of its streams a token, and
 takes longer with more of them. A new prompt goes to the worker that is free first, a new stream to the worker with the
-fewest. A worker costs from its order to its end; a worker that goes takes nothing new and finishes its own, streams for
-`grace_s` at most, which then go on elsewhere.
+fewest. A prefill worker that starts, or has no prompt left, is given queued prompts of others, as `router/moves.py`
+chooses them. A worker costs from its order to its end; a worker that goes takes nothing new and finishes its own,
+streams for `grace_s` at most, which then go on elsewhere.
 """
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
 
 from cli.bench.schedule import TraceRow
+from router.moves import QueuedPrompt, choose_moves
 from router.observe.demand import Demand
+from router.workers.members import Member
 from wire.pools import PoolSizes
 
 POLL_EVERY_S = 2.0
+NO_MEMBER = cast(Member, None)
+"""The choice of prompts does not ask for their workers."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +41,21 @@ class Costs:
         return self.step_s + self.stream_s * num_streams
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prompt(QueuedPrompt):
+    """The prompt of a request. A prompt that has begun, or has moved, stays."""
+
+    request: int
+
+
 @dataclass(eq=False)
 class PrefillWorker:
-    """A prefill worker. free_s: the end of its queue."""
+    """A prefill worker. free_s: the end of its queue, whose first prompt it computes."""
 
     ordered_s: float
     ready_s: float
     free_s: float = 0.0
+    queue: deque[Prompt] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -100,11 +116,13 @@ class Pools:
         self._limits = ttft_s, itl_s
         self._prefill = [PrefillWorker(0.0, 0.0) for _ in range(first.prefill)]
         self._decode = [DecodeWorker(0.0, 0.0) for _ in range(first.decode)]
+        self._going: list[PrefillWorker] = []
         self._leaving: list[DecodeWorker] = []
         self._worker_s = {"prefill": 0.0, "decode": 0.0}
         self._orders: list[tuple[float, str, int, int]] = []
         self._first_s, self._end_s = [math.inf] * len(rows), [math.inf] * len(rows)
-        self._joins: list[tuple[float, int]] = []
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._num_events = self.num_moves = 0
         self._gaps = self._gaps_s = 0.0
         self._sums = dict.fromkeys(("num_prompts", "prompt_tokens", "num_judged", "late_first", "late_next"), 0)
         self._waiting = 0
@@ -112,20 +130,20 @@ class Pools:
     def run(self, sizing: Sizing) -> Outcome:
         """Runs the trace to its end, and asks for the sizes every POLL_EVERY_S."""
         place, poll_s, last_s = 0, 0.0, self._rows[-1].at_s
-        while place < len(self._rows) or self._joins or self._num_streams or poll_s <= last_s:
+        while place < len(self._rows) or self._events or self._num_streams or poll_s <= last_s:
             arrival_s = self._rows[place].at_s if place < len(self._rows) else math.inf
-            join_s = self._joins[0][0] if self._joins else math.inf
+            event_s = self._events[0][0] if self._events else math.inf
             every = [*self._decode, *self._leaving]
             ending = min(every, key=lambda one: one.next_end_s(self._costs))
             end_s = ending.next_end_s(self._costs)
-            now_s = min(arrival_s, join_s, end_s, poll_s)
+            now_s = min(arrival_s, event_s, end_s, poll_s)
             if now_s == end_s:
                 self._end(ending, now_s)
             elif now_s == arrival_s:
                 self._arrive(place, now_s)
                 place += 1
-            elif now_s == join_s:
-                self._join(heapq.heappop(self._joins)[1], now_s)
+            elif now_s == event_s:
+                heapq.heappop(self._events)[2](now_s)
             else:
                 self._resize(sizing(now_s, self._demand(now_s), self._sizes, self._ready(now_s)), now_s)
                 poll_s += POLL_EVERY_S
@@ -151,11 +169,57 @@ class Pools:
         num_tokens = self._rows[request].input_len
         ready = [one for one in self._prefill if one.ready_s <= now_s] or self._prefill
         worker = min(ready, key=lambda one: max(one.free_s, one.ready_s))
-        worker.free_s = max(worker.free_s, worker.ready_s, now_s) + num_tokens * self._costs.prefill_token_s
-        heapq.heappush(self._joins, (worker.free_s + self._costs.hand_off_s, request))
+        self._queue(worker, Prompt(NO_MEMBER, num_tokens, 0, lambda: None, request=request), now_s)
         self._waiting += num_tokens
         self._sums["num_prompts"] += 1
         self._sums["prompt_tokens"] += num_tokens
+
+    def _at(self, at_s: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (at_s, self._num_events, event))
+        self._num_events += 1
+
+    def _queue(self, worker: PrefillWorker, prompt: Prompt, now_s: float) -> None:
+        worker.free_s = max(worker.free_s, worker.ready_s, now_s) + prompt.num_tokens * self._costs.prefill_token_s
+        worker.queue.append(prompt)
+        if len(worker.queue) == 1:
+            self._begin(worker, max(worker.ready_s, now_s))
+
+    def _begin(self, worker: PrefillWorker, now_s: float) -> None:
+        """Begins the first prompt of a queue."""
+        prompt = worker.queue[0] = replace(worker.queue[0], may_move=False)
+        self._at(now_s + prompt.num_tokens * self._costs.prefill_token_s, partial(self._computed, worker))
+
+    def _computed(self, worker: PrefillWorker, now_s: float) -> None:
+        prompt = worker.queue.popleft()
+        self._at(now_s + self._costs.hand_off_s, partial(self._join, prompt.request))
+        if worker.queue:
+            self._begin(worker, now_s)
+        elif worker in self._going:
+            self._end_prefill(worker, now_s)
+        else:
+            self._fill(now_s)
+
+    def _fill(self, now_s: float) -> None:
+        """Gives queued prompts to each prefill worker that is ready and has none."""
+        every = [*self._prefill, *self._going]
+        if max((len(one.queue) for one in every), default=0) < 2:
+            return
+        for worker in self._prefill:
+            if not worker.queue and worker.ready_s <= now_s:
+                queues = [one.queue for one in every]
+                for prompt in choose_moves(
+                    [list[QueuedPrompt](queue) for queue in queues], self._costs.prefill_token_s
+                ):
+                    assert isinstance(prompt, Prompt)
+                    source = next(one for one in every if prompt in one.queue)
+                    source.queue.remove(prompt)
+                    source.free_s -= prompt.num_tokens * self._costs.prefill_token_s
+                    self._queue(worker, replace(prompt, may_move=False), now_s)
+                    self.num_moves += 1
+
+    def _end_prefill(self, worker: PrefillWorker, now_s: float) -> None:
+        self._going.remove(worker)
+        self._worker_s["prefill"] += now_s - worker.ordered_s
 
     def _join(self, request: int, now_s: float) -> None:
         self._first_s[request] = now_s
@@ -216,12 +280,16 @@ class Pools:
             if size != len(pool):
                 self._orders.append((now_s, name, len(pool), size))
         start_s = now_s + self._costs.start_s
-        self._prefill += [PrefillWorker(now_s, start_s) for _ in range(wanted.prefill - len(self._prefill))]
+        for _ in range(wanted.prefill - len(self._prefill)):
+            self._prefill.append(PrefillWorker(now_s, start_s))
+            self._at(start_s, self._fill)
         self._decode += [DecodeWorker(now_s, start_s, at_s=now_s) for _ in range(wanted.decode - len(self._decode))]
         while len(self._prefill) > wanted.prefill:
             gone = min(self._prefill, key=lambda one: (one.ready_s <= now_s, one.free_s))
             self._prefill.remove(gone)
-            self._worker_s["prefill"] += max(now_s, gone.free_s) - gone.ordered_s
+            self._going.append(gone)
+            if not gone.queue:
+                self._end_prefill(gone, now_s)
         while len(self._decode) > wanted.decode:
             left = min(self._decode, key=lambda one: (one.ready_s <= now_s, len(one.streams)))
             self._decode.remove(left)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from baton import Client, Completion
 from baton.request import Options
-from benchmarks.baton_service import BatonService
+from benchmarks.baton_service import HANDED_OFF, BatonService
 from benchmarks.machine import MachineState
 from benchmarks.slow_tier import proxied
 from benchmarks.tiers import own_redis
@@ -33,7 +33,7 @@ from tests.faults.toxic_proxy import Line
 
 CHARACTERS = 160
 BLOCK_SIZE = 16
-SMALL = ("--no-http", "--pool-bytes", "2MiB")
+SMALL = ("--no-http", "--pool-bytes", "2MiB", *HANDED_OFF)
 """Device pools of 64 blocks: what other prompts push out of the arena is not kept there."""
 WRITTEN_S = 3.0
 LOST_AFTER = 40

@@ -21,7 +21,7 @@ from deploy.processes.process import ProcessRef, recorded_gateways
 from wire.convert import arenas_of, status_of, tiers_from_pb
 from wire.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from wire.pb import cluster_pb2, worker_pb2
-from wire.pools import Addresses
+from wire.pools import Addresses, node_name
 from wire.tier import BLOCK_STATES, COLD_TIERS, FAR_COUNTS, FAR_TIERS, NOUNS, Cause, Tier, advice
 
 DESCRIPTION = """\
@@ -146,14 +146,14 @@ def to_object(
 
 
 def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
-    known = {"id": worker.worker_id, "node": worker.node_id, **_pick(worker, "pid", "state")}
+    known = {"id": worker.worker_id, "node": node_name(worker.node_id), **_pick(worker, "pid", "state")}
     others = _pick(worker, *WORKER_COUNTS, *WORKER_STATE, *WORKER_MEMORY, *WORKER_VERSION)
     return known | {"blocks": _blocks(worker.blocks)} | others
 
 
 def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
     workers = [worker.worker_id for worker in status.workers if worker.node_id == node_id]
-    return {"id": node_id, "workers": workers, "tiers": {"host": _tier(arena)}}
+    return {"id": node_name(node_id), "workers": workers, "tiers": {"host": _tier(arena)}}
 
 
 def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:
@@ -197,10 +197,10 @@ def memory_lines(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[str]:
         parts = [f"loaded in {worker.load_s:.1f} s", f"{format_bytes(worker.memory_bytes)} of its own"]
         parts += [f"{format_bytes(worker.mapped_bytes)} of weights shared on its node"] if worker.mapped_bytes else []
         yield f"{worker.worker_id}: {', '.join(parts)}"
-    for node_id in dict.fromkeys(worker.node_id for worker in workers):
-        here = [worker for worker in workers if worker.node_id == node_id]
+    for name in dict.fromkeys(node_name(worker.node_id) for worker in workers):
+        here = [worker for worker in workers if node_name(worker.node_id) == name]
         num_bytes = sum(worker.memory_bytes for worker in here) + max(worker.mapped_bytes for worker in here)
-        yield f"node {node_id}: {format_bytes(num_bytes)} for {len(here)} workers, without the arena"
+        yield f"node {name}: {format_bytes(num_bytes)} for {len(here)} workers, without the arena"
 
 
 def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping[str, bool]) -> Iterator[str]:
@@ -247,7 +247,7 @@ def _render_workers(workers: Sequence[worker_pb2.WorkerStatus]) -> str:
     if not workers:
         return "no workers"
     # The last column is left out where all would have the same.
-    num_columns = len(WORKER_HEAD) - (len({worker.node_id for worker in workers}) == 1)
+    num_columns = len(WORKER_HEAD) - (len({node_name(worker.node_id) for worker in workers}) == 1)
     rows = [_worker_row(worker)[:num_columns] for worker in workers]
     return f"{render(WORKER_HEAD[:num_columns], rows)}\n{WORKER_NOTE}"
 
@@ -258,7 +258,7 @@ def _worker_row(worker: worker_pb2.WorkerStatus) -> tuple[str, ...]:
     cells = (*map(str, counts), _share(cached, computed + cached), str(worker.generated_tokens))
     known = (worker.worker_id, str(worker.pid), worker.state or "no answer")
     told = cells if worker.HasField("blocks") else (NOT_KNOWN,) * len(cells)
-    return (*known, *told, worker.node_id)
+    return (*known, *told, node_name(worker.node_id))
 
 
 def _render_blocks(status: cluster_pb2.ClusterStatus) -> str:

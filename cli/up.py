@@ -19,7 +19,7 @@ from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import ClusterConfig
 from deploy.plan.model import DEMO_MODEL
 from deploy.plan.rules import DTYPES, EXACT, WEIGHTS
-from router.config import METRICS_COMPAT
+from router.config import METRICS_COMPAT, Disaggregation
 from wire.errors import BatonError, ConfigError
 from wire.layout import KV_DTYPES
 from wire.pb import cluster_pb2
@@ -152,6 +152,12 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
             _port_or_off,
             "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)",
         ),
+        "--disaggregation": (
+            "router.disaggregation",
+            None,
+            str,
+            "whether prompts go to the prefill pool: always, never, or conditional, where it costs less (the default)",
+        ),
         "--metrics-compat": (
             "router.metrics_compat",
             None,
@@ -194,6 +200,7 @@ CHOICES = {
     "model.exact": EXACT,
     "model.kv_dtype": KV_DTYPES,
     "speculation.proposer": PROPOSERS,
+    "router.disaggregation": tuple(Disaggregation),
     "router.metrics_compat": ("off", *METRICS_COMPAT),
 }
 

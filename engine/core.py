@@ -55,6 +55,7 @@ from wire.sampling import Logprobs
 
 MAX_SCORED_TOKENS = 512
 """Bound on the prompt tokens that a step scores: each needs a row of logits, maybe a megabyte."""
+_BEFORE_RUN = (Phase.WAITING, Phase.PREFILL)
 
 
 class EngineCore:
@@ -112,6 +113,14 @@ class EngineCore:
         """Ends a request without a further event, except HoldOrphaned. Does nothing for an unknown request."""
         self._cache.pass_on_hint(self._close(attempt_id))
         self._is_stalled = False
+
+    def recall(self, attempt_id: AttemptId) -> bool:
+        """Ends a request without a further event if it only waits, with pages or without. Returns whether it did."""
+        sequences = [*self._table.siblings(attempt_id)]
+        if not sequences or any(one.has_started or one.phase not in _BEFORE_RUN for one in sequences):
+            return False
+        self.abort(attempt_id)
+        return True
 
     def prefetch(self, ahead: BlocksAhead) -> None:
         """Begins to read blocks of a request that may come, into spare pages. Leaves no trace if it does not come."""

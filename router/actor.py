@@ -51,6 +51,7 @@ class RouterActor:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(config.model.folder)
         codec = await asyncio.to_thread(Tokenizer.load, folder)
+        await asyncio.to_thread(codec.min_tokens, "", 0)  # else the first long text would wait for the vocabulary
         template = await asyncio.to_thread(Template.load, folder)
         renderer = (
             None

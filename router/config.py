@@ -79,7 +79,7 @@ class StreamBounds:
     max_buffered_tokens: int = 8192
     max_stall_s: float = 30.0
     max_worker_wait_s: float = 60.0
-    disaggregation: Disaggregation = Disaggregation.ALWAYS
+    disaggregation: Disaggregation = Disaggregation.CONDITIONAL
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,13 @@
     request     first missing block ── its key under each namespace, on a thread ──▶ kept beside its journal
     operator    these keys ── a worker of each node ──▶ tiers that have one ──▶ Cause.OTHER_NAMESPACE
 
+These are the versions of the model that are served beside the request's, then the namespaces of earlier times.
+
 No other tenant's root is made, so no other tenant's block is asked for.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -38,9 +40,12 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """The key of a missing block in another namespace of its tenant. digest: the digest of that namespace's root."""
+    """The key of a missing block in another namespace of its tenant.
 
-    namespace: ServedNamespace
+    digest: the digest of that namespace's root. how: the differences between the namespace and the request's.
+    """
+
+    how: str
     key: BlockKey
     digest: bytes
 
@@ -51,22 +56,30 @@ class OtherNamespaces:
     Belongs to one event loop.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, served: Callable[[], Iterable[ServedNamespace]]) -> None:
+        """served: lists the versions of the model that are served now."""
         self._config = config
+        self._served = served
         self._thread = ThreadPoolExecutor(1, "other-namespaces")
         self._waiting = Limit(MAX_WAITING, "prompts wait for their other names")
         self._names: WeakKeyDictionary[RequestJournal, asyncio.Future[list[OtherName]]] = WeakKeyDictionary()
 
-    def begin(self, journal: RequestJournal, tokens: Sequence[int], public: PublicPart | None) -> None:
-        """Begins to name a request's first missing block, unless its cause is known or MAX_WAITING prompts wait."""
+    def begin(
+        self, journal: RequestJournal, tokens: Sequence[int], public: PublicPart | None, present: ServedNamespace
+    ) -> None:
+        """Begins to name a request's first missing block, unless its cause is known or MAX_WAITING prompts wait.
+
+        present: the namespace of the request's version.
+        """
         misses = journal.misses
         self._names.pop(journal, None)  # of an attempt before, with other misses
-        if not self._config.earlier or not misses or misses[0].cause not in _UNKNOWN or not self._waiting.num_free:
+        others = [one for one in dict.fromkeys((*self._served(), *self._config.earlier)) if one != present]
+        if not others or not misses or misses[0].cause not in _UNKNOWN or not self._waiting.num_free:
             return
         num_public = public.num_blocks * self._config.model.layout.block_size if public else 0
         arguments = tenant_of(journal.request_id), tokens, num_public, misses[0].first_token
         self._waiting.take()
-        names = asyncio.get_running_loop().run_in_executor(self._thread, self._name, *arguments)
+        names = asyncio.get_running_loop().run_in_executor(self._thread, self._name, others, present, *arguments)
         names.add_done_callback(lambda _: self._waiting.release())
         self._names[journal] = names
 
@@ -81,24 +94,31 @@ class OtherNamespaces:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _name(self, tenant: str, tokens: Sequence[int], num_public: int, first_token: int) -> list[OtherName]:
-        """Names the block with a token, in each namespace where the prompt fills it."""
+    def _name(
+        self,
+        others: Sequence[ServedNamespace],
+        present: ServedNamespace,
+        tenant: str,
+        tokens: Sequence[int],
+        num_public: int,
+        first_token: int,
+    ) -> list[OtherName]:
+        """Names the block with a token, in each of the other namespaces where the prompt fills it."""
         names: list[OtherName] = []
         secret = self._config.cluster.secret
-        for namespace in self._config.earlier:
+        for namespace in others:
             size = namespace.layout.block_size
             index = first_token // size
             public = PublicPart(namespace.root_of(secret, PUBLIC), num_public // size)
             root = namespace.root_of(secret, tenant)
             if (end := (index + 1) * size) <= len(tokens):
                 key = key_of_last(root, tokens[:end], size, public)
-                names.append(OtherName(namespace, key, digest_of(public.root if index < public.num_blocks else root)))
+                digest = digest_of(public.root if index < public.num_blocks else root)
+                names.append(OtherName(differences(namespace, present), key, digest))
         return names
 
 
-def miss_in_other_namespace(
-    present: ServedNamespace, others: Sequence[OtherName], holdings: Iterable[worker_pb2.Holding]
-) -> Miss | None:
+def miss_in_other_namespace(others: Sequence[OtherName], holdings: Iterable[worker_pb2.Holding]) -> Miss | None:
     """Returns the miss for the first of `others` that a tier has; None if no tier has any.
 
     holdings: answers to counts of the keys of `others`.
@@ -112,7 +132,7 @@ def miss_in_other_namespace(
         return None
     place = min(tiers)
     where = " and ".join(dict.fromkeys(tiers[place]))
-    return Miss(Cause.OTHER_NAMESPACE, f"{where} has it under {differences(others[place].namespace, present)}")
+    return Miss(Cause.OTHER_NAMESPACE, f"{where} has it under {others[place].how}")
 
 
 def differences(then: ServedNamespace, now: ServedNamespace) -> str:

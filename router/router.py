@@ -1,11 +1,13 @@
 """A router without its ports: the assembly of the parts that serve requests."""
 
 import asyncio
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from router.block_index import BlockIndex
 from router.config import RouterConfig
+from router.moves import PromptMoves
 from router.observe.demand import DemandMeter
 from router.observe.metrics import RequestMetrics
 from router.observe.trace_exporter import TraceExporter
@@ -32,6 +34,7 @@ from router.workers.node_events import IndexFeed
 from text.chat import NoRenderer, Renderer
 from text.tokenizer_protocol import TextCodec
 from wire.load.fairness import FairShares
+from wire.pools import Role
 from wire.trust.key_ring import KeyRing
 
 
@@ -72,7 +75,8 @@ class Router:
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._isolated_retries = IsolatedRetries()
         self._prompts = PromptPreparer(codec=codec, renderer=renderer or NoRenderer(), prefixes=prefixes)
-        self._namespaces = OtherNamespaces(config)
+        self._namespaces = OtherNamespaces(config, lambda: [one.model.namespace for one in self.versions])
+        self._moves = PromptMoves(partial(self.members.ready, Role.PREFILL), lambda: self.holds.full_nodes)
         traces = config.traces
         self._exporter = TraceExporter(traces.endpoint) if traces.endpoint is not None else None
         services = Services(
@@ -86,6 +90,7 @@ class Router:
             namespaces=self._namespaces,
             demand=DemandMeter(config.limits, self.members),
             shares=shares,
+            moves=self._moves,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         self.dispatcher = Dispatcher(services, self.versions, Admission(config.settings), config.settings)
@@ -126,6 +131,7 @@ class Router:
             problems += [
                 *self.shares.check(),
                 *self.holds.check(),
+                *self._moves.check(),
                 *self._isolated_retries.check(),
                 *self.members.check(),
             ]
@@ -134,3 +140,4 @@ class Router:
     def _members_changed(self) -> None:
         self.holds.resize()
         self._placement.wake()
+        self._moves.fill()

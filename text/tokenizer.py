@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,6 @@ class Tokenizer:
         self._vocab_size = max(ids, default=-1) + 1
         self._silent_ids = frozenset(range(self._vocab_size)) - ids | _special_ids(backend)
         self._byte_ids = _byte_fallback_ids(backend)
-        self._bound = TokenBound(backend)
         self._cuts = _Cuts(list(backend.get_added_tokens_decoder().values()))
         is_byte_level = "ByteLevel" in repr(backend.decoder)
         self._char_to_byte = {ord(char): chr(byte) for char, byte in byte_alphabet().items()} if is_byte_level else {}
@@ -86,6 +86,11 @@ class Tokenizer:
         """Writes the tokenizer in the library's format."""
         text: str = self._backend.to_str()
         return text
+
+    @cached_property
+    def _bound(self) -> TokenBound:
+        """The bound, which reads the whole vocabulary at its first use: few processes bound a text."""
+        return TokenBound(self._backend)
 
     @property
     def vocabulary(self) -> dict[str, int]:

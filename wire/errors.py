@@ -14,6 +14,7 @@ BatonError                INTERNAL             500
 ├── PairRefused           FAILED_PRECONDITION  400   workers that do not fit together
 ├── Unavailable           UNAVAILABLE          503
 │   ├── WorkerLeaving                                of its own accord; others serve what it gives back
+│   │   └── PromptReturned                           from a queue, for another worker computes it sooner
 │   ├── RouterLeaving                                likewise; another router goes on with its streams
 │   ├── ModelReplaced                                a roll replaced the model amid the answer, whose workers died
 │   └── Unreachable                                  no server of ours has said it
@@ -196,6 +197,10 @@ class Unavailable(BatonError):
 
 class WorkerLeaving(Unavailable):
     """The worker drains or goes away: it has nothing against the request, and another will serve it."""
+
+
+class PromptReturned(WorkerLeaving):
+    """The worker stays, and has returned a prompt that it had not begun: its router had recalled it."""
 
 
 class RouterLeaving(Unavailable):

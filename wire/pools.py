@@ -77,6 +77,11 @@ class HeadAnswer:
     failure: str = ""
 
 
+def node_name(node_id: str) -> str:
+    """Returns the name of the node that an arena's id tells: behind it may stand `#` and the tag of a KV layout."""
+    return node_id.partition("#")[0]
+
+
 @dataclass(frozen=True)
 class MemberList:
     """The sizes of the pools, and the workers that the router may use.
@@ -93,7 +98,8 @@ class MemberList:
 class MembersAnswer:
     """A router's answer to a MemberList. reasons: why it does not use a worker, by worker id.
 
-    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has.
+    needed: the workers that alone can go on with answers of an open request, whose version no other decode worker has;
+    such a worker is drained once no router needs it.
     """
 
     reasons: dict[WorkerId, str]
@@ -117,7 +123,10 @@ class OrderNumbers:
 
 @dataclass(frozen=True)
 class Shares:
-    """Tenants' shares of an arena, by the hex digests of their namespace roots."""
+    """Tenants' shares of an arena, by the hex digests of their namespace roots.
+
+    The roots of one tenant in several versions of the model have commas between: they have one share together.
+    """
 
     by_digest: dict[str, float]
 

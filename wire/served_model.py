@@ -91,5 +91,10 @@ class ServedModel:
         return self.namespace.layout
 
     @property
+    def version_hex(self) -> str:
+        """The fingerprint that an answer tells: behind the model's the codes of KV, if any, which change its tokens."""
+        return self.fingerprint_hex + (f"-{self.layout.quantization}" if self.layout.is_quantized else "")
+
+    @property
     def namespace(self) -> ServedNamespace:
         return ServedNamespace(self.name, self.fingerprint_hex, self.layout_hex)

@@ -28,7 +28,7 @@ from wire.pools import Role, WorkerState
 from worker.convert import ahead_from_pb, request_from_pb
 from worker.job import Behaviour, Job, News
 from worker.line import WorkerLine
-from worker.loop import Abort, Add, EndChoice, StepReport, WorkerLoop
+from worker.loop import Abort, Add, EndChoice, Recall, StepReport, WorkerLoop
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,12 @@ class Attempts:
         attempt = self._attempts.get(attempt_id)
         if attempt is not None and attempt.line is line:
             self._loop.put(EndChoice(attempt_id, index))
+
+    def recall(self, line: WorkerLine, attempt_id: AttemptId) -> None:
+        """Ends an attempt on this line with PromptReturned if its prompt has not begun; the engine decides."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.line is line:
+            self._loop.put(Recall(attempt_id))
 
     def prefetch(self, order: worker_pb2.Prefetch) -> None:
         """Begins to read blocks of an attempt that may come; logs a wrong order, and drops it."""

@@ -35,6 +35,8 @@ class AttemptOrders(Protocol):
 
     def end_choice(self, line: "WorkerLine", attempt_id: AttemptId, index: int) -> None: ...
 
+    def recall(self, line: "WorkerLine", attempt_id: AttemptId) -> None: ...
+
     def prefetch(self, order: worker_pb2.Prefetch) -> None:
         """Begins to read blocks of an attempt that may come; a wrong order is logged, and dropped."""
 
@@ -95,6 +97,8 @@ class WorkerLine:
             return
         for message in request.aborts:
             self._abort(AttemptId(message))
+        for message in request.recalls:
+            self._attempts.recall(self, AttemptId(message))
         for ended in request.ended_choices:
             self._attempts.end_choice(self, AttemptId(ended.attempt), ended.index)
         if request.renewals:

@@ -1,7 +1,7 @@
 """The thread that owns the engine: takes commands, steps, delivers the outcome.
 
-Attempts ─ Add, Abort, EndChoice, BlocksAhead ─┐
-WorkerService ─ Consult ───────────────────────┴─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
+Attempts ─ Add, Abort, EndChoice, Recall, BlocksAhead ─┐
+WorkerService ─ Consult ───────────────────────────────┴─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
 Attempts ◀─ WorkerService ◀─ a StepReport ──── WorkerLoop ◀─ StepOutput
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from engine.core import EngineCore
 from engine.events import Event, Failed, Finished, StepOutput
 from engine.request import BlocksAhead, EngineRequest
-from wire.errors import BatonError, Unavailable
+from wire.errors import BatonError, PromptReturned, Unavailable
 from wire.ids import AttemptId
 from wire.sampling import FinishReason
 
@@ -59,6 +59,13 @@ class EndChoice:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """The command to return an attempt to its router, if it has not begun."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True)
 class Consult(Generic[T]):
     """The command to run short work with the engine, between two steps."""
 
@@ -78,7 +85,7 @@ class Consult(Generic[T]):
             self.answer.set_exception(error)
 
 
-Command = Add | Abort | EndChoice | BlocksAhead | Consult[Any]
+Command = Add | Abort | EndChoice | Recall | BlocksAhead | Consult[Any]
 
 
 class Inbox:
@@ -208,6 +215,9 @@ class WorkerLoop:
         try:
             while self._commands:
                 self._obey(self._commands.popleft(), outcome)
+            if outcome.events:  # a returned prompt must not wait for the step
+                self._deliver(outcome)
+                outcome = StepReport(began_s=self._clock())
             outcome.began_s = self._clock()
             output = outcome.output = self._engine.step()
             outcome.ended_s = self._clock()
@@ -254,6 +264,9 @@ class WorkerLoop:
             case EndChoice(attempt, index):
                 if self._engine.end(attempt, index):
                     outcome.events.append(Finished(attempt, index, FinishReason.STOP))
+            case Recall(attempt):
+                if self._engine.recall(attempt):
+                    outcome.events.append(Failed(attempt, PromptReturned("another worker computes it sooner")))
             case BlocksAhead():
                 self._engine.prefetch(command)
             case Consult():

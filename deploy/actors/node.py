@@ -157,8 +157,8 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
         return parts.pop_all(), directory, block_address
 
 
-def _by_digest(shares: Mapping[str, float]) -> dict[bytes, float]:
-    return {bytes.fromhex(digest): share for digest, share in shares.items()}
+def _by_digest(shares: Mapping[str, float]) -> dict[tuple[bytes, ...], float]:
+    return {tuple(map(bytes.fromhex, digests.split(","))): share for digests, share in shares.items()}
 
 
 def _remove(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Ray's actors from both sides: `RayHost` in the controller, `ActorShell` in each actor's process."""
 
 import asyncio
+import gc
 import logging
 import pkgutil
 from collections.abc import Sequence
@@ -39,7 +40,10 @@ class ActorShell:
         """`name` names the process in its log and in the cluster's folder; `target` is MODULE:CLASS."""
         start_logging(name)
         record_own(Path(run_dir), name)
+        gc.disable()  # else a part of the imports' time goes into a search for garbage, of which they make none
         self._class: Any = pkgutil.resolve_name(target)
+        gc.freeze()
+        gc.enable()
         self._object: Any = None
         self._starting: asyncio.Task[str] | None = None
 

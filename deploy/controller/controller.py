@@ -117,8 +117,8 @@ class Controller:
         is_known, self._revisions = bool(read_revisions(file)), Revisions(plan, file)
         self._plan = plan = replace(plan.with_keys(self._keys.first()), versions=self._revisions.models)
         self._means = means = Supervision(host, folder, self._events)
-        self._nodes = Nodes(plan, means, lambda: self._fleet.model, self._ray_drains)
-        self._frontends = Frontends(plan, host.own_node, means, lambda: self._fleet.model)
+        self._nodes = Nodes(plan, means, lambda tag: self._fleet.plan_with(tag), self._ray_drains)
+        self._frontends = Frontends(plan, host.own_node, means, lambda: self._fleet.served)
         record, revisions = self._predecessor.pools_record, self._revisions
         pools = self._predecessor.pools(plan.config.pools, revisions.recovered)
         if pools.roll.last and not is_known:
@@ -127,7 +127,8 @@ class Controller:
             pools=pools, plan=plan, join=self._nodes.join, means=means, record=record, revisions=revisions
         )
         slo = plan.config.slo
-        self._scaler = Scaler(slo, plan.routers, means, lambda: pools.sizes, self._fleet.resize) if slo.roles else None
+        parts = plan.routers, means, lambda: pools.sizes, self._fleet.resize, self._fleet.workers.start
+        self._scaler = Scaler(slo, *parts) if slo.roles else None
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 
@@ -228,7 +229,7 @@ class Controller:
     async def _open_only_node(self) -> None:
         """Starts the only node's service while its workers start."""
         if self._plan.is_alone:
-            await asyncio.gather(*(self._nodes.join(node) for node in await self._means.host.nodes()))
+            await asyncio.gather(*(self._nodes.join(node, self._plan) for node in await self._means.host.nodes()))
 
     async def _renew_folder(self) -> None:
         await asyncio.to_thread(run_dir.renew, self._run_dir)
@@ -239,8 +240,7 @@ class Controller:
         self._frontends.keep(self._tasks, on_restart=self._introduce)
         if self._scaler is not None:
             self._tasks.begin(self._scaler.run())
-        if not self._plan.is_alone:
-            self._tasks.begin(self._nodes.watch())
+        self._tasks.begin(self._nodes.watch())
 
     def _introduce(self, name: str) -> None:
         """Announces the workers to a new router; gives a new router or gateway the keys, which may have changed."""

@@ -1,7 +1,7 @@
 """The workers of a cluster: orders for the pools, and the loop that carries them out."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -12,15 +12,15 @@ from deploy.controller.supervised import Supervision, repeat
 from deploy.controller.workers import RouterMembers, Workers
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
-from deploy.plan.machine import Machine, RayNode, inspect_machine
+from deploy.plan.machine import Machine, RayNode, inspect_machine, service_of
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import require_room
+from deploy.plan.sizing import beside_arena, require_room
 from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import Revisions, changes, rolled
 from deploy.roll.roll import Roll
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.pools import PoolSizes, Role, WorkerState
 from wire.served_model import ServedModel
 
 NOT_YET = "the pools do not have the size asked for yet"
@@ -32,7 +32,7 @@ class Fleet:
 
     pools: Pools
     plan: ClusterPlan
-    join: Callable[[RayNode], Awaitable[NodeBaseline]]
+    join: Callable[[RayNode, ClusterPlan], Awaitable[NodeBaseline]]
     means: Supervision
     record: AtomicFile
     revisions: Revisions
@@ -46,10 +46,16 @@ class Fleet:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
 
+    def plan_with(self, layout_tag: str) -> ClusterPlan | None:
+        """Returns the plan of workers with a layout's tag, of new workers if they have it; None if no worker has it."""
+        return next((one for one in self._plans if one.layout_tag == layout_tag), None)
+
     @property
-    def model(self) -> ServedModel:
-        """The model that workers have, or are rolled to."""
-        return self._plan_now.model.served
+    def served(self) -> ServedModel:
+        """The model with which a router starts: the wanted one once a READY decode worker has it, else another's."""
+        wanted = self.pools.roll.wanted
+        numbers = [self.pools.roll.of(one.id) for one in self.pools.pool(Role.DECODE).ready]
+        return self.revisions[wanted if wanted in numbers or not numbers else numbers[0]].model.served
 
     @property
     def is_settled(self) -> bool:
@@ -73,7 +79,7 @@ class Fleet:
         Raises InvalidRequest, or ConfigError for workers that do not fit, and then changes nothing.
         """
         if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
-            await self._require_room(lambda: self.pools.resized(prefill, decode))
+            await self._require_room(lambda: self.pools.resized(prefill, decode), self._plan_now)
         numbers = self.pools.resize(prefill, decode)
         self.means.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")
         self._pools_changed()
@@ -91,16 +97,15 @@ class Fleet:
         """Begins to replace all workers, one by one, by workers of a new revision; returns its number, for `rolled`.
 
         The order of the roll that is under way, repeated, has its number. Raises InvalidRequest while another roll is
-        under way, ConfigError for a change that no roll makes or without room for one more worker, Unavailable; then
-        nothing changes.
+        under way, ConfigError for a change that no roll makes or without room for one more worker and a new arena,
+        Unavailable; then nothing changes.
         """
         roll = self.pools.roll
         revision = rolled(self.revisions[roll.wanted if roll.before is None else roll.before], config, model)
         if roll.before is not None and replace(revision, number=roll.wanted) == self.revisions[roll.wanted]:
             return roll.wanted
         roll.begun(tuple(self.pools))
-        for role in Role:
-            await self._require_room(partial(self._surged, role))
+        await self._require_room_to_roll(self.revisions.plan_by(revision))
         begun = self.pools.roll.begun(tuple(self.pools))  # again: another order may have come meanwhile
         self.revisions.add(replace(revision, number=begun.wanted))
         told = changes(self.revisions[self.pools.roll.wanted], revision)
@@ -169,7 +174,7 @@ class Fleet:
             self._write_record()
         for worker in planned:
             self.workers.begin(worker)
-        if self._members.needed or not self._members.are_announced:
+        if not self._members.are_announced:
             await self._members.announce()
         self._roll_on(roll)
         self._notify()
@@ -177,6 +182,12 @@ class Fleet:
             async with asyncio.timeout(PROBE_EVERY_S):
                 await self._wake.wait()
         await asyncio.gather(*(self.workers.probe(worker.id) for worker in self.pools))
+
+    @property
+    def _plans(self) -> Iterator[ClusterPlan]:
+        """The plans of new workers and of the present ones, one of each revision."""
+        roll = self.pools.roll
+        return map(self.revisions.plan_of, dict.fromkeys((roll.wanted, *(roll.of(one.id) for one in self.pools))))
 
     @property
     def _plan_now(self) -> ClusterPlan:
@@ -210,16 +221,10 @@ class Fleet:
             self.pools.roll = roll.taken_back(f"the router does not take {new[0]}: {self._members.refused[new[0]]}")
             self.means.events.note(self.pools.roll.failure)
             self._dismiss(new[0])
-        elif (worker := self._replaced) is not None:
+        elif self._members.are_announced and (worker := self.pools.replaced) is not None:
             self.pools.roll = replace(roll, surge=None)
             self.means.events.note(f"worker {worker.id} of revision {roll.of(worker.id)} is replaced, and drains")
             self._dismiss(worker.id)
-
-    @property
-    def _replaced(self) -> Worker | None:
-        """The outdated worker to drain now: the routers have its replacement, and answers of no request need it."""
-        worker = self.pools.replaced if self._members.are_announced else None
-        return None if worker is None or worker.id in self._members.needed else worker
 
     def _dismiss(self, worker_id: WorkerId) -> None:
         """Begins to drain a worker whose pool keeps its size."""
@@ -232,43 +237,67 @@ class Fleet:
         size = self.pools.sizes[role]
         return replace(self.pools.sizes, **{role.value: size + bool(size)})
 
-    async def _require_room(self, after: Callable[[], PoolSizes]) -> None:
-        """Raises ConfigError if workers for sizes do not fit, which are asked for when the nodes' room is known."""
+    async def _require_room_to_roll(self, plan: ClusterPlan) -> None:
+        """Raises ConfigError if one worker more by a plan does not fit, beside a second arena if its layout is new."""
+        try:
+            for role in Role:
+                await self._require_room(partial(self._surged, role), plan)
+        except ConfigError as error:
+            if self.plan_with(plan.layout_tag) is not None:
+                raise
+            problem = "a roll to another KV layout has a second arena beside the present one for a while"
+            raise ConfigError(f"{problem}: {error.message}") from error
+
+    async def _require_room(self, after: Callable[[], PoolSizes], plan: ClusterPlan) -> None:
+        """Raises ConfigError if workers for sizes do not fit, which are asked for when the nodes' room is known.
+
+        plan: the new workers'.
+        """
         nodes = await self.workers.nodes()
         if len(nodes) == 1 and nodes[0].is_head:
-            machine = await asyncio.to_thread(self.inspect)
-            self._require_room_here(machine, after())
+            machine = self._left(await asyncio.to_thread(self.inspect), plan)
+            self._require_room_here(machine, after(), plan)
+            if self.plan_with(plan.layout_tag) is None:  # workers of another layout tell little of its memory
+                self._require_room_on([(nodes[0], machine)], after(), plan)
         else:
-            rooms = await asyncio.gather(*(self._room(node) for node in nodes))
-            self._require_room_on(rooms, after())
+            rooms = await asyncio.gather(*(self._room(node, plan) for node in nodes))
+            self._require_room_on(rooms, after(), plan)
 
-    def _require_room_here(self, machine: Machine, after: PoolSizes) -> None:
+    def _left(self, machine: Machine, plan: ClusterPlan) -> Machine:
+        """Returns a machine with workers without the arena that it gets if no worker has the plan's layout yet."""
+        return (
+            machine if self.plan_with(plan.layout_tag) is not None else beside_arena(plan.config, plan.model, machine)
+        )
+
+    def _require_room_here(self, machine: Machine, after: PoolSizes, plan: ClusterPlan) -> None:
         used_bytes = [self.means.host.memory_bytes(worker.id) for worker in self.pools]
-        num_gpus = sum(after[role] * self._plan_now.resources(role).num_gpus for role in Role)
+        num_gpus = sum(after[role] * plan.resources(role).num_gpus for role in Role)
         require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
 
-    def _require_room_on(self, rooms: Sequence[tuple[RayNode, Machine | None]], after: PoolSizes) -> None:
+    def _require_room_on(
+        self, rooms: Sequence[tuple[RayNode, Machine | None]], after: PoolSizes, plan: ClusterPlan
+    ) -> None:
         """Raises ConfigError if new workers do not fit on any node.
 
         Skips a role that a node without workers can host: the start of its first worker finds out.
         """
         for role in Role:
-            machines = [machine for node, machine in rooms if node.has(self._plan_now.resources(role))]
+            machines = [machine for node, machine in rooms if node.has(plan.resources(role))]
             known = [machine for machine in machines if machine is not None]
             most, num_more = (
-                sum(self._plan_now.num_more(role, one) for one in known),
+                sum(plan.num_more(role, one) for one in known),
                 after[role] - self.pools.sizes[role],
             )
             if machines and len(known) == len(machines) and num_more > most:
                 problem = f"{num_more} more {role.value} workers do not fit into the memory of {len(known)} nodes"
                 raise ConfigError(f"{problem}: at most {most} do")
 
-    async def _room(self, node: RayNode) -> tuple[RayNode, Machine | None]:
-        """Returns the node with the memory that its service reports; None without a service."""
-        try:
-            return node, await self.means.host.inspect(node.service)
-        except Unavailable:
-            return node, None
+    async def _room(self, node: RayNode, plan: ClusterPlan) -> tuple[RayNode, Machine | None]:
+        """Returns the node with the memory that a service of it reports; None without a service."""
+        for tag in dict.fromkeys(one.layout_tag for one in self._plans):
+            with suppress(Unavailable):
+                return node, self._left(await self.means.host.inspect(service_of(node.id, tag)), plan)
+        return node, None
 
     def _pools_changed(self) -> None:
         """Records a change before acting on it, and wakes the loop, which announces it."""

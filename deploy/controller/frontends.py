@@ -52,7 +52,7 @@ class Frontends:
     """The routers and the gateways, restarted when lost. A restart takes the earlier port; gateways share a port."""
 
     def __init__(self, plan: ClusterPlan, node_id: str, means: Supervision, model: Callable[[], ServedModel]) -> None:
-        """model: returns the model that workers are to have, with which a router starts."""
+        """model: returns the model with which a router starts, which decode workers have."""
         self.plan = plan
         self._model = model
         self._host: ActorHost = means.host

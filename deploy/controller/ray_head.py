@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import ray.util
+from ray._private.node import Node
 from ray.exceptions import RayError, RayTaskError
 
 from deploy.actors.end_actors import end_actors
@@ -42,6 +43,8 @@ HEAD_RESOURCE, HEAD_SHARE = "node:__internal_head__", 0.001
 """The resource that Ray gives its head, 1 of it, and the part of a controller."""
 ACTORS_NICENESS = "0"
 """Niceness of actors; with Ray's default of 15 the router would wait for all other work of the machine."""
+NEEDLESS = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Methods of Ray's node that start its autoscaler, log monitor and dashboard; Ray calls them unasked, and waits."""
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,8 @@ def _connect(folder: Path, address: str | None) -> str:
         require_free_name(folder.name)
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
+        for start in NEEDLESS:
+            setattr(Node, start, lambda *_, **__: None)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", _temp_dir=str(run_dir.ray_folder(folder)), **own, **common)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which ends in a stack

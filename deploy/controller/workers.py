@@ -12,15 +12,18 @@ from deploy.controller.supervised import EventLog, SupervisedActor, Supervision,
 from deploy.deadlines import PLACE_S, WORKER_START_S
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.machine import RayNode, require_node, service_of
+from deploy.scaling.demand import START_S
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import Drained, MemberList, MembersAnswer, Role, Worker, WorkerState
 from wire.served_model import ServedModel
+from wire.tier import Duration
 from wire.typed_reader import to_json, to_message
 
 DRAIN_MARGIN_S = 10.0
 CHANGE_GRACE_S = {Role.DECODE: 1, Role.PREFILL: 0}
 """Time for the attempts of a worker that changes to a role: prompts may end, streams go on at others by cache hits."""
+ASK_EVERY_S = 0.5
 SET_MEMBERS_TIMEOUT_S = 20.0
 GREET_TIMEOUT_S = 10.0
 WHERE_TIMEOUT_S = 10.0
@@ -34,8 +37,8 @@ class RouterMembers:
     """Announces the pools to the routers. `are_announced` becomes False at each change.
 
     refused: the workers that a router did not take at the last announcement, with its reason. needed: the workers
-    without which a router's open requests could not end. models: lists the versions that workers have, the wanted one
-    first.
+    without which a router's open requests could not end; a router that does not answer needs the same as before.
+    models: lists the versions that workers have, the wanted one first.
     """
 
     def __init__(
@@ -71,7 +74,8 @@ class RouterMembers:
             members = to_message(MemberList(self._pools.sizes, serving, self._models()))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.reasons.items()}
-            self.needed = {worker_id for one in answers for worker_id in one.needed}
+            needed = {worker_id for one in answers for worker_id in one.needed}
+            self.needed = needed if self.are_announced else needed | self.needed
             self.are_announced = self.are_announced and not refused
             for worker_id, reason in refused.items() - self.refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
@@ -91,14 +95,15 @@ class RouterMembers:
 class Workers:
     """The actors of the pools. Each start and each drain is a task; `on_change` follows each change of the pools.
 
-    plan_of: returns the plan of a worker's revision. join: waits for a node's service, and returns the node's baseline.
+    plan_of: returns the plan of a worker's revision. join: waits for a node's service for the KV layout of a plan, and
+    returns the node's baseline for it.
     """
 
     def __init__(
         self,
         pools: Pools,
         plan_of: Callable[[WorkerId], ClusterPlan],
-        join: Callable[[RayNode], Awaitable[NodeBaseline]],
+        join: Callable[[RayNode, ClusterPlan], Awaitable[NodeBaseline]],
         means: Supervision,
         members: RouterMembers,
         on_change: Callable[[], None],
@@ -115,6 +120,8 @@ class Workers:
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # only a start of the same role waits for them
         self.failures: list[str] = []
+        self.start = Duration(START_S)
+        """The usual time from a worker's order until it serves."""
 
     async def take_over(self) -> None:
         """Takes over the workers of an earlier controller, and forgets lost workers."""
@@ -189,7 +196,8 @@ class Workers:
         if self._pools.has(worker.id, WorkerState.STARTING):
             self._pools.became_ready(worker.id, address)
             self._on_change()
-            self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
+            self.start.learn(took_s := self._clock() - began_s)
+            self._events.note(f"worker {worker.id} is ready after {took_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
         """Returns the address of a worker on the node that Ray has chosen for it."""
@@ -203,7 +211,7 @@ class Workers:
             raise Unavailable("its node was lost")
         if node.id in self._pools.leaving:
             raise Unavailable(f"node {node.name} drains")
-        config = plan.worker_config(worker, await self._join(node))
+        config = plan.worker_config(worker, await self._join(node, plan))
         address = (await actor.start(to_json(config), WORKER_START_S)).public
         await self._serve_as(worker)  # it may have started long ago, and have changed its role since
         return address
@@ -235,17 +243,19 @@ class Workers:
         self._note_handed_over(worker.id, left)
 
     async def _dismiss(self, worker: Worker) -> None:
-        """Drains a worker, if it serves, and ends it.
+        """Drains a worker, if it serves and no router needs it, and ends it.
 
         A draining node's worker stays until the node's blocks are fetched or copied, for decode finds them through it.
         """
         if worker.address:
             await self._members.announce()
-            grace_s = self._plan_of(worker.id).config.worker.drain_grace_s
+            await self._until_unneeded(worker.id)
+            plan = self._plan_of(worker.id)
+            grace_s = plan.config.worker.drain_grace_s
             place, until_s = await self._node_of(worker.id), self._clock() + grace_s
             self._note_handed_over(worker.id, await self._drain(worker.id, until_s))
             if place in self._pools.leaving:
-                left = await self._drain(service := service_of(place), until_s)
+                left = await self._drain(service := service_of(place, plan.layout_tag), until_s)
                 if left != Drained():
                     self._events.note(f"{service} goes with {left.unfetched} prompts and {left.unwritten} blocks")
             self._pools.finished(worker.id)
@@ -255,6 +265,15 @@ class Workers:
         self._actors.pop(worker.id, None)
         self._on_change()
         self._events.note(f"worker {worker.id} has left")
+
+    async def _until_unneeded(self, worker_id: WorkerId) -> None:
+        """Waits while a router needs a worker, for requests that were open before it was announced as DRAINING."""
+        until_s = self._clock() + self._plan_of(worker_id).config.router.max_deadline_s
+        if worker_id in self._members.needed:
+            self._events.note(f"worker {worker_id} is the last of its model's version, and stays for open requests")
+        while worker_id in self._members.needed and self._clock() < until_s:
+            await asyncio.sleep(ASK_EVERY_S)
+            await self._members.announce()
 
     async def _drain(self, name: str, until_s: float) -> Drained:
         """Drains an actor; if it does not answer, notes its loss."""

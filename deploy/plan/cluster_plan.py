@@ -1,11 +1,12 @@
 """The plan of a cluster, which starts its controller, and the configuration of each process. Pure."""
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deploy.plan.authority import Authority
 from deploy.plan.config import ClusterConfig
-from deploy.plan.machine import SHARED_MEMORY, Machine, RayNode, Resources, num_fitting
+from deploy.plan.machine import SHARED_MEMORY, Machine, RayNode, Resources, num_fitting, service_of
 from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.rules import is_within
 from deploy.plan.sizing import Sizes, num_more, size
@@ -23,17 +24,18 @@ from wire.trust.key_ring import NO_CALLER, KeyList
 from worker.config import MAX_SILENCE_S, CheckpointSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONTROLLER = "controller"
+TAG_LEN = 6
 MAX_SILENCE_ON_GPU_S = 30.0
 MAX_GAP_ON_GPU_MS = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """The configuration of a node's service. The workers of the node share `store`.
+    """The configuration of a node's service. The workers of the node that have its KV layout share `store`.
 
     model: a folder that must exist. block_address: HOST:PORT from which other nodes read the arena, port 0 for a free
     port; empty without other nodes. token: the cluster's. identity: the service's, for TLS. shares: a tenant's share of
-    the arena, by the digest of its namespace root, in hex. keeps: bounds on hints.
+    the arena, as in `wire.pools.Shares`. keeps: bounds on hints.
     """
 
     store: StoreSettings
@@ -51,12 +53,25 @@ class NodeConfig:
 class NodeBaseline:
     """A node that hosts workers, and its machine as it was before them, from which all sizes follow.
 
-    block_address: the service's block port; empty before the service starts, and if no other node reads the arena.
+    Each KV layout that workers have gives a node a service, an arena and a baseline of their own. block_address: the
+    service's block port; empty before the service starts, and if no other node reads the arena. layout_tag: see
+    ClusterPlan.
     """
 
     node: RayNode
     machine: Machine
     block_address: str = ""
+    layout_tag: str = ""
+
+    @property
+    def node_id(self) -> str:
+        """The id under which routers know the arena, whose node `node_name` tells."""
+        return "#".join(filter(None, (self.node.name, self.layout_tag)))
+
+    @property
+    def label(self) -> str:
+        """The name of the arena and of the directory's folder, behind that of the run folder."""
+        return ".".join(filter(None, (self.node.label, self.layout_tag)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +104,12 @@ class ClusterPlan:
     def is_alone(self) -> bool:
         """Whether the head is the only node for ever."""
         return self.machine is not None
+
+    @property
+    def layout_tag(self) -> str:
+        """The tag of the KV layout in the names of nodes' services; empty for the layout of `baton up`."""
+        layout = self.model.served.layout
+        return "" if layout == self.router.model.layout else hashlib.sha256(layout.encode()).hexdigest()[:TAG_LEN]
 
     @property
     def routers(self) -> list[str]:
@@ -125,12 +146,11 @@ class ClusterPlan:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns the tenants' shares of an arena, by the digests of their namespace roots, in hex."""
-        shares, secret = self.router.keys.shares, self.router.cluster.secret
+        """Returns the tenants' shares of an arena, as `wire.pools.Shares` has them."""
+        secret, versions = self.router.cluster.secret, self.versions or (self.model.served,)
         return {
-            digest_of(model.namespace.root_of(secret, tenant)).hex(): share
-            for model in self.versions or (self.model.served,)
-            for tenant, share in shares.items()
+            ",".join(digest_of(one.namespace.root_of(secret, tenant)).hex() for one in versions): share
+            for tenant, share in self.router.keys.shares.items()
         }
 
     def resources(self, role: Role) -> Resources:
@@ -168,12 +188,12 @@ class ClusterPlan:
         self._require_network(baseline.node)
         return NodeConfig(
             store=self._store(baseline),
-            arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{baseline.node.label}"),
+            arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{baseline.label}"),
             model=self.model.served,
             num_slots=self.sizes(Role.DECODE, baseline).num_arena_slots,
             block_address="" if self.is_alone else baseline.block_address or f"{baseline.node.host}:0",
             token=self.token,
-            identity=self._identity(baseline.node.service, baseline.node.host),
+            identity=self._identity(service_of(baseline.node.id, baseline.layout_tag), baseline.node.host),
             shares=self.shares,
             keeps=KeepLimits(self.config.arena.max_keep_s, self.config.arena.keep_share),
         )
@@ -194,7 +214,7 @@ class ClusterPlan:
                 self.model.served, self.model.device, self.model.kernels, settings.kv_dtype, settings.weight_cache_bytes
             ),
             num_blocks=sizes.num_pool_blocks,
-            store=replace(self._store(baseline), node_id=baseline.node.name, block_address=baseline.block_address),
+            store=replace(self._store(baseline), node_id=baseline.node_id, block_address=baseline.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=batch,
             speculation=replace(self.config.speculation, draft=self._model_of(worker.role).draft.folder),
@@ -225,7 +245,7 @@ class ClusterPlan:
     def _store(self, baseline: NodeBaseline) -> StoreSettings:
         """Describes a node's store: the socket of its directory, in its service's folder, and the reachable tiers."""
         cold = tuple(one for one in self.cold if baseline.node.is_head or not one.place.startswith("unix:"))
-        return StoreSettings(f"{self.run_dir}.{baseline.node.label}/directory.sock", self.mac_key_hex, cold)
+        return StoreSettings(f"{self.run_dir}.{baseline.label}/directory.sock", self.mac_key_hex, cold)
 
 
 def namespace(run_dir: str) -> str:

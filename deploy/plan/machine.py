@@ -128,18 +128,14 @@ class RayNode:
         """The node's name for people, distinct for nodes on one machine, too."""
         return f"{self.label}@{self.host}"
 
-    @property
-    def service(self) -> str:
-        return service_of(self.id)
-
     def has(self, resources: Resources) -> bool:
         """Whether the node could give these resources if nothing else ran on it."""
         return all(self.resources.get(name, 0) >= amount for name, amount in resources.asked.items())
 
 
-def service_of(node_id: str) -> str:
-    """Returns the name of the actor that is a node's service."""
-    return f"{SERVICE_PREFIX}{node_id[:8]}"
+def service_of(node_id: str, layout_tag: str = "") -> str:
+    """Returns the name of the actor that is a node's service for a KV layout."""
+    return SERVICE_PREFIX + "-".join(filter(None, (node_id[:8], layout_tag)))
 
 
 def require_node(resources: Resources, nodes: Sequence[RayNode]) -> None:

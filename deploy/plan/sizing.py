@@ -50,16 +50,13 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
         if num_gpus
         else _default_pool_bytes(num_workers, model, machine, open_bytes)
     )
-    arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
-    if arena_bytes > machine.shared_bytes:
-        problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
-        raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes; {MORE_SHARED}")
+    arena_bytes = _arena_bytes(config, model, machine)
     worker_bytes = WORKER_BYTES + (0 if num_gpus else model.worker_bytes(pool_bytes))
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
     _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes - model.node_bytes, advice)
     sizes = Sizes(
         num_pool_blocks=_num_blocks(pool_bytes, layout.payload_bytes, "worker.pool_bytes", open_bytes),
-        num_arena_slots=_num_blocks(arena_bytes, layout.block_bytes, "arena.size_bytes", advice=f"; {MORE_SHARED}"),
+        num_arena_slots=arena_bytes // layout.block_bytes,
         num_threads=config.worker.num_threads or max(1, machine.num_cores // num_workers),
         num_gpus=num_gpus,
     )
@@ -79,6 +76,11 @@ def require_room(
     worker_bytes = max([WORKER_BYTES, *used_bytes])
     free_bytes = machine.memory_bytes + sum(used_bytes) - num_before * worker_bytes
     _require_memory(num_after - num_before, "more workers", worker_bytes, free_bytes, "")
+
+
+def beside_arena(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Machine:
+    """Returns the rest of a machine after an arena that is sized by it. Raises ConfigError without room for it."""
+    return replace(machine, memory_bytes=machine.memory_bytes - _arena_bytes(config, model, machine))
 
 
 def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
@@ -127,6 +129,16 @@ def _default_pool_bytes(num_workers: int, model: ModelFacts, machine: Machine, o
     """Returns a small share of memory, for laptops."""
     share = machine.memory_bytes // (8 * num_workers)
     return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes + open_bytes)
+
+
+def _arena_bytes(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
+    """Returns the size of an arena. Raises ConfigError if /dev/shm has no room for it, or for too few blocks."""
+    arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
+    if arena_bytes > machine.shared_bytes:
+        problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
+        raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes; {MORE_SHARED}")
+    _num_blocks(arena_bytes, model.served.layout.block_bytes, "arena.size_bytes", advice=f"; {MORE_SHARED}")
+    return arena_bytes
 
 
 def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:

@@ -20,11 +20,15 @@ OF_ROUTERS = frozenset(
     for name in ("served_name", "generation_config", "max_chat_tokens", "tool_format", "reasoning_format")
 )
 """The model's settings by which routers go, which are not rolled."""
-_OF_VERSIONS = frozenset(("folder", "dtype", "fingerprint_hex", "sampling"))
+_OF_VERSIONS = frozenset(("folder", "dtype", "fingerprint_hex", "layout_hex", "sampling"))
 """The parts of the served model in which the versions that a router knows at once may differ."""
+_OF_ROUTERS_LAYOUT = ("block_size", "window", "num_sinks")
+"""The parts of the KV layout by which a router goes; it has one prompt index for all versions."""
 _SETTINGS = {
     "text_hex": "tokenizer or chat template (model.path)",
-    "layout_hex": "KV layout (model.path, model.dtype, model.kv_dtype, model.block_size)",
+    "block_size": "block size of KV (model.block_size)",
+    "window": "attention window (model.path, model.kv_policy)",
+    "num_sinks": "attention sinks (model.path, model.kv_policy)",
     "kv_policies": "KV policies (model.kv_policy, model.allowed_kv_policies)",
     "max_context_len": "context",
     "vocab_size": "vocabulary size (model.path)",
@@ -74,7 +78,11 @@ class Revisions:
 
     def plan_of(self, number: int) -> ClusterPlan:
         """Returns the plan by which workers of a revision start."""
-        return replace(self._plan, config=self[number].config, model=self[number].model)
+        return self.plan_by(self[number])
+
+    def plan_by(self, revision: Revision) -> ClusterPlan:
+        """Returns the plan by which workers of a revision would start, which need not be recorded."""
+        return replace(self._plan, config=revision.config, model=revision.model)
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -123,8 +131,9 @@ def rolled(present: Revision, config: ClusterConfig, model: ModelFacts) -> Revis
 
 
 def _require_alike(was: ServedModel, now: ServedModel) -> None:
-    """Raises ConfigError for a model that a router and the node services could not serve beside the present one."""
+    """Raises ConfigError for a model that a router could not serve beside the present one."""
     changed = [one.name for one in fields(was) if getattr(was, one.name) != getattr(now, one.name)]
+    changed += [name for name in _OF_ROUTERS_LAYOUT if getattr(was.layout, name) != getattr(now.layout, name)]
     if told := " and ".join(_SETTINGS.get(name, name) for name in changed if name not in _OF_VERSIONS):
         raise ConfigError(f"a roll does not change the model's {told}: `baton down` and `baton up` do")
 

@@ -8,7 +8,7 @@ from statistics import median
 from router.observe.demand import Demand
 
 WINDOW_S, RATE_S, START_S = 120.0, 20.0, 8.0
-"""Times over which sums are compared; the last is a worker's from its order until it serves."""
+"""Times over which sums are compared; the last is a worker's from its order until it serves, before one is learned."""
 JUDGED: tuple[Callable[[Demand], float], ...] = (
     lambda demand: demand.num_judged,
     lambda demand: demand.late_first,
@@ -22,14 +22,15 @@ class PoolLoad:
     """The load of the pools. Rates are over the window, the other numbers of now.
 
     prefill_tokens_s: tokens that arrive and are not cached, as they must be served; arriving_tokens_s: as they come,
-    over START_S; waiting_tokens: such tokens before their first token. prompt_len: mean tokens of a prompt to compute.
-    num_streams: choices that generate. itl_s: mean time of a token; None without tokens. prefill_token_s: see Demand.
-    judged, late_first, late_next: since the last load.
+    over start_s, a worker's time from its order until it serves; waiting_tokens: such tokens before their first token.
+    prompt_len: mean tokens of a prompt to compute. num_streams: choices that generate. itl_s: mean time of a token;
+    None without tokens. prefill_token_s: see Demand. judged, late_first, late_next: since the last load.
     """
 
     prefill_tokens_s: float = 0.0
     arriving_tokens_s: float = 0.0
     waiting_tokens: float = 0.0
+    start_s: float = START_S
     prompt_len: float = 0.0
     decode_tokens_s: float = 0.0
     num_streams: float = 0.0
@@ -100,8 +101,8 @@ class Loads:
         news = (window.news(amount) for amount in JUDGED)
         self._judged = [sum(pair) for pair in zip(self._judged, news, strict=True)]
 
-    def load(self) -> PoolLoad:
-        """Returns the load by the last answers; the judged requests are counted once."""
+    def load(self, start_s: float = START_S) -> PoolLoad:
+        """Returns the load by the last answers; the judged requests are counted once. start_s: at most WINDOW_S."""
         windows = list(self._windows.values())
         known = sum(one.grown(lambda demand: demand.known_tokens) for one in windows)
         if known:
@@ -115,8 +116,9 @@ class Loads:
         return PoolLoad(
             prefill_tokens_s=sum(one.bound(lambda demand: demand.prompt_tokens, self._limit_s) for one in windows)
             * self._uncached,
-            arriving_tokens_s=sum(one.rate(lambda demand: demand.prompt_tokens, START_S) for one in windows)
+            arriving_tokens_s=sum(one.rate(lambda demand: demand.prompt_tokens, start_s) for one in windows)
             * self._uncached,
+            start_s=start_s,
             waiting_tokens=sum(one.last.waiting_tokens for one in windows) * self._uncached,
             prompt_len=tokens / prompts if prompts else 0.0,
             decode_tokens_s=sum(one.rate(lambda demand: demand.gaps, RATE_S) for one in windows),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deploy.plan.config import SloSettings
-from deploy.scaling.demand import START_S, PoolLoad
+from deploy.scaling.demand import PoolLoad
 from router.observe.demand import LEAST_S
 from wire.pools import PoolSizes, Role
 
@@ -242,7 +242,7 @@ class Policy:
     def _prefill_work(self, load: PoolLoad, size: int) -> PoolWork:
         token_s, limit_s = self._prefill.token_s or 0.0, (self._slo.ttft_ms or math.inf) / 1000
         mean = load.prefill_tokens_s * token_s
-        queued_s = load.waiting_tokens * token_s + max(0.0, load.arriving_tokens_s * token_s - size) * START_S
+        queued_s = load.waiting_tokens * token_s + max(0.0, load.arriving_tokens_s * token_s - size) * load.start_s
         backlog = max(0.0, queued_s / max(CLEAR_S, limit_s) - mean)
         told = f"{load.prefill_tokens_s:.0f} uncached tokens/s arrive, {load.waiting_tokens:.0f} wait"
         reason = f"{told}, and a worker computes {1 / token_s if token_s else 0:.0f}/s"

@@ -8,12 +8,13 @@ from deploy.actors.actor_host import ask
 from deploy.controller.supervised import Supervision, reason_of, repeat
 from deploy.plan.config import SloSettings
 from deploy.processes.atomic_file import AtomicFile
-from deploy.scaling.demand import Loads
+from deploy.scaling.demand import WINDOW_S, Loads
 from deploy.scaling.policy import Policy, SizeOrder
 from router.observe.demand import Demand
 from router.workers.controller_port import SizedPool
 from wire.errors import BatonError
 from wire.pools import PoolSizes, Role
+from wire.tier import Duration
 from wire.typed_reader import from_json, to_json
 
 FILE = "orders.json"
@@ -46,8 +47,11 @@ class Scaler:
         means: Supervision,
         sizes: Callable[[], PoolSizes],
         resize: Callable[[int | None, int | None], Awaitable[object]],
+        start: Duration,
     ) -> None:
         """sizes: returns the ordered sizes. resize: orders sizes, None leaving a pool as it is; see `Fleet.resize`.
+
+        start: a worker's time from its order until it serves.
 
         Goes on from the last orders of an earlier controller, by their record in the run folder.
         """
@@ -55,6 +59,7 @@ class Scaler:
         self._means = means
         self._sizes = sizes
         self._resize = resize
+        self._start = start
         self._loads = Loads((slo.ttft_ms or 0.0) / 1000)
         self._slo = slo
         self._record = AtomicFile(means.run_dir / FILE)
@@ -81,7 +86,8 @@ class Scaler:
     async def _step(self) -> None:
         await asyncio.sleep(ASK_EVERY_S)
         await asyncio.gather(*map(self._ask, self._routers))
-        orders = list(self._policy.decide(self._loads.load(), self._sizes(), self._means.clock()))
+        load = self._loads.load(min(self._start.mean_s, WINDOW_S))
+        orders = list(self._policy.decide(load, self._sizes(), self._means.clock()))
         if orders:
             await self._order(orders)
         for role in Role:

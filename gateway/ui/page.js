@@ -231,7 +231,7 @@ function drawWorkers(workers) {
     const computed = worker.computed_prompt_tokens + worker.cached_prompt_tokens;
     const state = worker.state || "no answer";
     const isSilent = worker.silent_s >= 5;
-    return [name, [name, worker.role, worker.node_id, state === "ready" ? state : bad(state),
+    return [name, [name, worker.role, nodeName(worker.node_id), state === "ready" ? state : bad(state),
       number(worker.num_running), number(worker.num_waiting), number(worker.num_preemptions),
       speed ? number(speed.tokens) : "-", share(worker.cached_prompt_tokens, computed),
       pages ? share(pages.total - pages.free - pages.cached, pages.total) : "-", pagesBar(pages),
@@ -239,11 +239,16 @@ function drawWorkers(workers) {
   }));
 }
 
+// An arena's id is its node's name, and for a KV layout that a roll brought a tag behind #.
+function nodeName(id) {
+  return id.split("#")[0];
+}
+
 function drawNodes(nodes, workers) {
   const columns = [["node"], ["workers", "number"], ["arena", "number"], ["in use", "number"], ["slots by state", "wide"],
     ["holds", "number"], ["being read", "number"]];
   fill($("nodes"), columns, nodes.map(([name, { pages, block_bytes: size, counts }]) => [name, [
-    name || "this machine", number(workers.filter(([, worker]) => worker.node_id === name).length), bytes(pages.total * size),
+    nodeName(name) || "this machine", number(workers.filter(([, worker]) => worker.node_id === name).length), bytes(pages.total * size),
     share(pages.total - pages.free - pages.cached, pages.total), pagesBar(pages), number(counts.holds), number(counts.leases)]]));
 }
 

@@ -22,6 +22,8 @@ from wire.layout import PAGE_ALIGNMENT
 _MAGIC = b"BATONKV1"
 _TRAILER = struct.Struct("<8sQQ")
 _STEP_BYTES = 256 << 20
+_POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE, which `mmap` does not name; it takes 0.2 s a GiB where touching each page takes 0.4."""
 GPU_CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 log = logging.getLogger(__name__)
@@ -160,14 +162,15 @@ def _make(path: str) -> int:
 
 
 def _allocate(descriptor: int, size: int) -> mmap.mmap:
-    """Takes the memory from the system step by step; then touches it, page by page, in this process's mapping."""
+    """Takes the memory from the system step by step; then maps all its pages in this process."""
     for start in range(0, size, _STEP_BYTES):
         os.posix_fallocate(descriptor, start, min(_STEP_BYTES, size - start))
     memory = mmap.mmap(descriptor, size)
-    with memoryview(memory) as view:
-        for start in range(0, size, _STEP_BYTES):
-            end = min(size, start + _STEP_BYTES)
-            view[start:end:PAGE_ALIGNMENT] = bytes(-(-(end - start) // PAGE_ALIGNMENT))
+    try:
+        memory.madvise(_POPULATE_WRITE)
+    except OSError:  # a kernel before 5.14
+        memory.close()
+        return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return memory
 
 

@@ -155,20 +155,21 @@ class DirectoryState:
 
 
 class SlotShares:
-    """The share of the slots (0 to 1) of each namespace, by root digest; namespaces without a share are owner 0."""
+    """The share of the slots (0 to 1) of each tenant, the owner of its namespaces; without a share it is owner 0."""
 
     def __init__(self, ledger: Ledger[SlotId]) -> None:
         self.by_namespace: Mapping[bytes, float] = {}
         self._ledger = ledger
         self._owners: dict[bytes, int] = {}
 
-    def set(self, shares: Mapping[bytes, float], blocks: Iterable[Block]) -> None:
-        """Sets the shares, and the owner of each of the indexed `blocks`."""
+    def set(self, shares: Mapping[tuple[bytes, ...], float], blocks: Iterable[Block]) -> None:
+        """Sets the shares, by the root digests of a tenant's namespaces, and the owners of the indexed `blocks`."""
         order, num_slots = self._ledger.order, self._ledger.num_pages
-        self.by_namespace = shares
-        for digest in shares:
-            self._owners.setdefault(digest, len(self._owners) + 1)
-        order.max_owned = {self._owners[digest]: int(share * num_slots) for digest, share in shares.items()}
+        self.by_namespace = {digest: share for digests, share in shares.items() for digest in digests}
+        for digests in shares:
+            known = [self._owners[one] for one in digests if one in self._owners]
+            self._owners |= dict.fromkeys(digests, known[0] if known else len(self._owners) + 1)
+        order.max_owned = {self._owners[digests[0]]: int(share * num_slots) for digests, share in shares.items()}
         for block in blocks:
             order.set_owner(block.slot, self.owner_of(block.name.root_digest))
 

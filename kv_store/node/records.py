@@ -70,10 +70,10 @@ class Records(RecordsPort):
         return self.state.shares.by_namespace
 
     @exclusive
-    def set_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own blocks go first.
+    def set_shares(self, shares: Mapping[tuple[bytes, ...], float]) -> None:
+        """Bounds the slots of tenants, by the digests of their namespaces' roots: beyond its share, its own go first.
 
-        Writers apply the same shares to cold tiers.
+        Writers apply the same shares to cold tiers, there to each namespace.
         """
         self.state.shares.set(shares, self.state.blocks())
 

@@ -14,7 +14,7 @@ compared. docs/timeline.md describes each span.
 from collections.abc import Mapping, Sequence
 
 from wire.convert import reason_from_pb, tiers_from_pb
-from wire.errors import BatonError, Cancelled, InvalidRequest, Unsupported
+from wire.errors import BatonError, Cancelled, InvalidRequest, PromptReturned, Unsupported
 from wire.ids import QualifiedId, WorkerId
 from wire.journal import GATES, Journal, Kind
 from wire.pb import inference_pb2 as pb
@@ -24,6 +24,7 @@ from wire.tier import Tier
 
 ROUTER, NETWORK = Kind.ELSEWHERE.step, Kind.NETWORK.step
 OK, CANCELLED = "OK", Cancelled.status.grpc
+PROMPT_RETURNED = PromptReturned("").reason
 
 
 def outcome_of(error: Exception) -> str:
@@ -157,6 +158,11 @@ class RequestJournal(Journal):
     @property
     def num_attempts(self) -> int:
         return len(self.attempts_ms) or 1
+
+    @property
+    def num_moves(self) -> int:
+        """Attempts that ended since the prompt moved to another worker."""
+        return sum(span.error == PROMPT_RETURNED for span in self.spans)
 
     @property
     def cached(self) -> Mapping[str, int]:

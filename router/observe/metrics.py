@@ -61,7 +61,8 @@ class RequestMetrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in a tier", "tier")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier")
         self._pools = self._counter("prompt_pools", "Prompts by the pool that computes them, and why", "pool", "reason")
-        self._replays = self._counter("request_replays", "Attempts at requests after their first")
+        self._replays = self._counter("request_replays", "Attempts at requests after their first, but for moves")
+        self._moves = self._counter("prompt_moves", "Prompts that moved from a queue to another prefill worker")
         self._used = {
             name: self._counter(f"tenant_{name}", f"{text}, by tenant and key", "tenant", "key")
             for name, text in USAGE.items()
@@ -106,7 +107,8 @@ class RequestMetrics:
         self._requests.labels(journal.outcome).inc()
         for reason in journal.finish_reasons or (ABORT if journal.outcome == CANCELLED else ERROR,):
             self._choices.labels(reason).inc()
-        self._replays.inc(journal.num_attempts - 1)
+        self._moves.inc(journal.num_moves)
+        self._replays.inc(journal.num_attempts - 1 - journal.num_moves)
         if reason := journal.timeline.prefill_reason:
             role = Role.PREFILL if PrefillReason(reason).uses_prefill else Role.DECODE
             self._pools.labels(role.value, reason).inc()

@@ -29,6 +29,7 @@ ENDS = {
     "UNAVAILABLE": "lost {worker}: it went away",
     "CANCELLED": "lost {worker}: it broke off",
     "WORKER_LEAVING": "{worker} gave it back: it drains",
+    "PROMPT_RETURNED": "waited at {worker}, then moved to a worker that was free",
 }
 """Words for the end of an attempt, by its error's reason."""
 

@@ -7,7 +7,8 @@ Only the router can name the tenant of a namespace: stores know digests of roots
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from router.other_namespaces import OtherName, OtherNamespaces, miss_in_other_namespace
@@ -16,7 +17,7 @@ from router.requests.versions import ModelVersions
 from router.workers.members import Member, Members
 from wire.block_names import digest_of
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
-from wire.ids import DEFAULT_TENANT, PUBLIC, TENANT
+from wire.ids import DEFAULT_TENANT, PUBLIC, TENANT, BlockKey
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import KeyRing
@@ -27,10 +28,28 @@ TIMEOUT_S = 120.0
 """Bound on a node's answer: it lists Redis and files page by page, and an engine may be in a long step."""
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The blocks of namespaces, or of a prompt, to count or to clear. keys: the prompt's, in each version."""
+
+    namespaces: Collection[bytes] = ()
+    keys: Sequence[Sequence[BlockKey]] = ()
+
+    @property
+    def asked(self) -> worker_pb2.BlockSelection:
+        """The selection as workers take it."""
+        return worker_pb2.BlockSelection(namespaces=self.namespaces, keys=[key for keys in self.keys for key in keys])
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of the prompt's blocks, which is the same in each version."""
+        return len(self.keys[0]) if self.keys else 0
+
+
 class StoreAdministration:
     """Counts and clears the blocks of tiers. Silent nodes and tiers become `problems` of the answer, not errors.
 
-    Names only namespaces of the served model and of tenants with a key.
+    Names only namespaces of the served versions of the model and of tenants with a key.
     """
 
     def __init__(
@@ -45,16 +64,16 @@ class StoreAdministration:
     async def count(self, request: cluster_pb2.CacheRequest) -> cluster_pb2.CacheContents:
         """Counts blocks. Raises InvalidRequest or ModelNotFound, and Unavailable without workers."""
         selection = await self._select(request)
-        return self._contents(selection, await self._of_nodes(worker_pb2.Ask(count=selection)))
+        return self._contents(selection, await self._of_nodes(worker_pb2.Ask(count=selection.asked)))
 
     async def clear(self, request: cluster_pb2.CacheRequest) -> cluster_pb2.CacheContents:
         """Clears blocks, devices first, since only devices and arenas feed cold tiers. Raises the errors of `count`."""
         if request == cluster_pb2.CacheRequest():
             raise InvalidRequest("everything", "wanted where no tenant, model or prompt is given")
         selection = await self._select(request)
-        drop = worker_pb2.Ask(drop_pages=worker_pb2.BlockSelection(keys=selection.keys))
+        drop = worker_pb2.Ask(drop_pages=Selection(keys=selection.keys).asked)
         dropped = await asyncio.gather(*(_ask(member, drop) for member in self._members))
-        contents = self._contents(selection, await self._of_nodes(worker_pb2.Ask(clear=selection)))
+        contents = self._contents(selection, await self._of_nodes(worker_pb2.Ask(clear=selection.asked)))
         contents.dropped_pages = sum(one.blocks for told in dropped for one in told.holdings)
         contents.problems.extend(problem for told in dropped for problem in told.problems)
         return contents
@@ -63,13 +82,13 @@ class StoreAdministration:
         """Compares two prompts by a tenant's block names. Raises the errors of `count`."""
         tenant, texts = request.tenant or DEFAULT_TENANT, (request.first, request.second)
         _require_tenants([tenant])
-        named = [await self._dispatcher.name_blocks(pb.GenerateRequest(text=one), tenant) for one in texts]
-        ids, keys = [one.prompt_ids for one in named], [one.keys for one in named]
-        num_tokens, shared = _num_same(*ids), keys[0][: _num_same(*keys)]
+        first, second = [await self._dispatcher.name_blocks(pb.GenerateRequest(text=one), tenant) for one in texts]
+        ids = first[0].prompt_ids, second[0].prompt_ids
+        num_tokens, num_shared = _num_same(*ids), _num_same(first[0].keys, second[0].keys)
         around = slice(max(0, num_tokens - TOKENS_AROUND), num_tokens + TOKENS_AROUND)
         shown = [self._dispatcher.detokenize(pb.DetokenizeRequest(token_ids=one[around])).text for one in ids]
-        selection = worker_pb2.BlockSelection(keys=shared)
-        told = await self._of_nodes(worker_pb2.Ask(count=selection)) if shared else {}
+        selection = Selection(keys=[one.keys[:num_shared] for one in first])
+        told = await self._of_nodes(worker_pb2.Ask(count=selection.asked)) if num_shared else {}
         contents = self._contents(selection, told)
         return cluster_pb2.PromptComparison(
             first_tokens=len(ids[0]),
@@ -78,7 +97,7 @@ class StoreAdministration:
             first_text=shown[0],
             second_text=shown[1],
             block_size=self._versions.wanted.model.layout.block_size,
-            shared_blocks=len(shared),
+            shared_blocks=num_shared,
             held=contents.rows,
             problems=contents.problems,
         )
@@ -93,9 +112,7 @@ class StoreAdministration:
         journal, problems = recent.find(ended.number), list[str]()
         if journal is not None and (others := await self._names.of(journal)):
             told = await self._holdings_of(others)
-            miss = miss_in_other_namespace(
-                self._versions.wanted.model.namespace, others, (one for each in told for one in each.holdings)
-            )
+            miss = miss_in_other_namespace(others, (one for each in told for one in each.holdings))
             if miss is not None:
                 ended.misses[0].cause, ended.misses[0].how = miss.cause, miss.how
             problems = [problem for each in told for problem in each.problems]
@@ -109,7 +126,7 @@ class StoreAdministration:
         except Unavailable as error:
             return [worker_pb2.Holdings(problems=[error.message])]
 
-    async def _select(self, request: cluster_pb2.CacheRequest) -> worker_pb2.BlockSelection:
+    async def _select(self, request: cluster_pb2.CacheRequest) -> Selection:
         if request.everything and request != cluster_pb2.CacheRequest(everything=True):
             raise InvalidRequest("everything", "goes without tenant, model and prompt")
         tenants = [request.tenant] if request.HasField("tenant") else []
@@ -119,9 +136,9 @@ class StoreAdministration:
         if (prompt := request.WhichOneof("prompt")) is not None:
             given = pb.GenerateRequest(**{prompt: getattr(request, prompt)})
             named = await self._dispatcher.name_blocks(given, request.tenant or DEFAULT_TENANT)
-            return worker_pb2.BlockSelection(keys=named.keys)
+            return Selection(keys=[one.keys for one in named])
         is_any = not tenants and not request.HasField("model")
-        return worker_pb2.BlockSelection(namespaces=[] if is_any else self._digests(tenants or self._tenants))
+        return Selection(() if is_any else self._digests(tenants or self._tenants))
 
     @property
     def _tenants(self) -> list[str]:
@@ -137,13 +154,13 @@ class StoreAdministration:
             raise Unavailable("no worker is ready to ask the tiers: see `baton status`")
         return {node_id: await _ask(member, question) for node_id, member in by_node.items()}
 
-    def _contents(
-        self, selection: worker_pb2.BlockSelection, told: dict[str, worker_pb2.Holdings]
-    ) -> cluster_pb2.CacheContents:
-        problems = [problem for answer in told.values() for problem in answer.problems]
-        return cluster_pb2.CacheContents(rows=self._rows(told), prompt_blocks=len(selection.keys), problems=problems)
+    def _contents(self, selection: Selection, told: dict[str, worker_pb2.Holdings]) -> cluster_pb2.CacheContents:
+        problems, num_blocks = [one for answer in told.values() for one in answer.problems], selection.num_blocks
+        rows = self._rows(told, num_blocks)
+        return cluster_pb2.CacheContents(rows=rows, prompt_blocks=num_blocks, problems=problems)
 
-    def _rows(self, told: dict[str, worker_pb2.Holdings]) -> Iterator[cluster_pb2.CacheRow]:
+    def _rows(self, told: dict[str, worker_pb2.Holdings], num_blocks: int) -> Iterator[cluster_pb2.CacheRow]:
+        """Yields a row for each namespace of a tier. num_blocks: the prompt's blocks, asked for in each version."""
         known = self._digests(self._tenants)
         for node_id, one in ((node_id, one) for node_id, answer in told.items() for one in answer.holdings):
             tenant = known.get(one.namespace, "")
@@ -157,7 +174,7 @@ class StoreAdministration:
                 newest_s=one.newest_s,
                 oldest_s=one.oldest_s,
                 share=self._keys.shares.get(tenant),
-                places=one.places,
+                places=[place % num_blocks for place in one.places],
             )
 
 

@@ -3,6 +3,7 @@
     route ─┬─▶ wait for room ──▶ prefill ─┬─▶ choose decode ──▶ stream ──▶ every choice has ended
            └────────── decode alone ──────┘
 
+A prompt that waits at its prefill worker may be called back for another one (`router/moves.py`): a new attempt follows.
 An attempt goes to decode alone where the router expects that to be cheaper, or without a prefill pool. Once the client
 has a token it always does: the decode worker fetches published blocks and computes the rest. So does the attempt after
 NaN or infinite logits, if cached KV was read; it reads no cached KV.
@@ -11,8 +12,10 @@ NaN or infinite logits, if cached KV was read; it reads no cached KV.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from router.disaggregation import PrefillReason
+from router.moves import PromptMoves, QueuedPrompt
 from router.observe.counterfactual import RequestCosts
 from router.observe.demand import DemandMeter
 from router.observe.journal import RequestJournal
@@ -34,8 +37,16 @@ from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
 from text.grammar import in_sources
 from wire.convert import sampling_to_pb, tiers_to_pb
-from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable, WireError, WorkerLeaving
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
+from wire.errors import (
+    BatonError,
+    Cancelled,
+    InvalidRequest,
+    PromptReturned,
+    Unavailable,
+    WireError,
+    WorkerLeaving,
+)
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers, tenant_of
 from wire.journal import Kind
 from wire.load.fairness import OUTPUT_COST, FairShares
 from wire.pb import inference_pb2 as pb
@@ -64,6 +75,7 @@ class Services:
     recent: RecentRequests = field(default_factory=RecentRequests)
     shares: FairShares = field(default_factory=FairShares)
     forecast: Forecast = field(default_factory=Forecast)
+    moves: PromptMoves = field(default_factory=PromptMoves)
     attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)
 
 
@@ -86,9 +98,14 @@ class AdmittedRequest:
     weight: float = 1.0
     trace: RequestTrace | None = None
 
+    @property
+    def tenant(self) -> str:
+        """The tenant, which has one fair share of all versions of the model."""
+        return tenant_of(self.id)
+
     def charge(self, shares: FairShares, num_tokens: int) -> None:
         """Charges its tenant for generated tokens."""
-        shares.charge_output(self.root, OUTPUT_COST * num_tokens / self.weight)
+        shares.charge_output(self.tenant, OUTPUT_COST * num_tokens / self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +144,8 @@ class PreparedRequest:
         self.journal.source = worker_pb2.PromptSource()
         self.journal.source.CopyFrom(source)  # it keeps the line's message, else, with the updates of others
         prepared = self.prompt
-        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public)
+        present = self.admitted.limits.model.namespace
+        self.services.namespaces.begin(self.journal, prepared.prompt_ids, prepared.public, present)
 
 
 class AttemptFailed(Exception):
@@ -170,7 +188,7 @@ class Attempt:
         route = placement.route(keys, num_prompt, request.services.holds.full_nodes)
         if is_fresh:
             request.journal.plan(route.reason)
-        prompt = PromptAhead(admitted.root, route.num_new_tokens, admitted.weight)
+        prompt = PromptAhead(admitted.tenant, route.num_new_tokens, admitted.weight)
         forecast, left_s = request.services.forecast, admitted.deadline_s - self._clock()
         if is_fresh and self.history.number == 1:
             speeds = placement.token_s(route)
@@ -188,7 +206,7 @@ class Attempt:
         request.reply.begin(num_prompt)
         journal.begin(Kind.WAIT_ROOM, self._clock())
         admitted = request.admitted
-        claim = Claim(admitted.root, route.num_new_tokens / admitted.weight, admitted.valid.priority)
+        claim = Claim(admitted.tenant, self._cost(route), admitted.valid.priority)
         async with holds.hold(self.id, request.prompt.held_keys, route.prefill_node, claim):
             journal.leave(self._clock())
             member = placement.choose_prefill(route)
@@ -207,15 +225,27 @@ class Attempt:
 
         A decode worker reads them meanwhile, unless the first token is the last.
         """
-        sampling, keep = self.request.prompt.sampling, self.request.services.holds.keep
-        with member.assigned(sampling.n, route.num_new_tokens, route.keys), ahead.running() as on_stored:
+        sampling, services = self.request.prompt.sampling, self.request.services
+        keep, work = services.holds.keep, member.assigned(sampling.n, route.num_new_tokens, route.keys)
+        queued = services.moves.queued(self._queued(route, member))
+        with queued, work, ahead.running() as on_stored:
             goes_on = sampling.max_tokens > 1
             return await self._run_on(route, member, Role.PREFILL, keep, on_stored if goes_on else _leave_alone)
+
+    def _queued(self, route: Route, member: Member) -> QueuedPrompt:
+        """Describes the prompt at a prefill worker; a prompt that has moved, or is tried alone, stays there."""
+        priority, recall = self.request.admitted.valid.priority, partial(member.line.recall, self.id)
+        may_move = not (self.history.is_moved or self.is_alone)
+        return QueuedPrompt(member, route.num_new_tokens, priority, recall, may_move)
+
+    def _cost(self, route: Route) -> float:
+        """Returns the cost of the prompt for its tenant: none if the prompt has moved, for it was charged before."""
+        return 0.0 if self.history.is_moved else route.num_new_tokens / self.request.admitted.weight
 
     async def _decode(self, route: Route) -> Sequence[pb.Span]:
         """Has a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
         answer, services, journal = self.request.answer, self.request.services, self.request.journal
-        services.shares.charge(self.request.admitted.root, route.num_new_tokens / self.request.admitted.weight)
+        services.shares.charge(self.request.admitted.tenant, self._cost(route))
         journal.begin(Kind.WAIT_DECODE, self._clock())
         member = await services.placement.choose_decode(route)
         self.request.reply.begin(route.num_prompt_tokens)
@@ -266,7 +296,7 @@ class Attempt:
         if isinstance(error, InvalidRequest):
             sources = self.request.prompt.frame.sources(self.request.admitted.valid.sampling.response_format)
             return AttemptFailed(in_sources(error, sources))
-        if not isinstance(error, Unavailable | Cancelled):
+        if isinstance(error, PromptReturned) or not isinstance(error, Unavailable | Cancelled):
             return AttemptFailed(error)
         is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
         self.request.services.mark_lost(member.id)
@@ -300,7 +330,7 @@ class Attempt:
             keep_s=admitted.valid.keep_s,
             weight=admitted.weight,
             priority=admitted.valid.priority,
-            output_cost=request.services.shares.output_cost(admitted.root) if role is Role.PREFILL else 0.0,
+            output_cost=request.services.shares.output_cost(admitted.tenant) if role is Role.PREFILL else 0.0,
         )
 
     def _taker(

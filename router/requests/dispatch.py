@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from router.config import StreamBounds
+from router.moves import PromptMoves
 from router.observe.demand import Demand
 from router.observe.journal import RequestJournal
 from router.requests.admission import Admission, Quotas
@@ -23,10 +23,9 @@ from router.requests.versions import ModelVersion, ModelVersions
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
-from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
+from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified, tenant_of
 from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
-from wire.pools import Role
 from wire.served_model import ServedModel
 from wire.trust.key_ring import ANYONE, Key
 
@@ -60,7 +59,7 @@ class OpenRequest:
         self._id = request.id
         self._compare = partial(services.costs.compare, block_size=services.placement.block_size)
         self.journal = request.journal
-        learn = partial(services.forecast.learn, tenant=request.root)
+        learn = partial(services.forecast.learn, tenant=request.tenant)
         self._folds: list[Callable[[RequestJournal], None]] = [services.metrics.ended, services.recent.add]
         self._folds += [services.demand.add, learn]
         if request.trace is not None:
@@ -75,7 +74,7 @@ class OpenRequest:
             partial(services.metrics.gained, request.journal),
             lambda: on_first_token(request.id),
             self.stop,
-            request.limits.model.fingerprint_hex,
+            request.limits.model.version_hex,
         )
         self._task: asyncio.Task[pb.Complete] = asyncio.create_task(Flow(request, services, reply).serve())
         self._task.add_done_callback(self._ended)
@@ -137,7 +136,6 @@ class Dispatcher:
     def __init__(self, services: Services, versions: ModelVersions, admission: Admission, bounds: StreamBounds) -> None:
         self._versions = versions
         self.recent, self._services = services.recent, services
-        self._version_to_services = WeakKeyDictionary[ModelVersion, Services]()
         self._admission = admission
         self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds
@@ -170,8 +168,7 @@ class Dispatcher:
     def needed(self) -> tuple[WorkerId, ...]:
         """The workers that alone can decode for a version with open requests, and that no worker to come will have."""
         _, *ending = self._versions
-        busy = [one for one in ending if one.num_ready == 1 and one.num_open]
-        return tuple(member.id for version in busy for member in version.members.ready(Role.DECODE))
+        return tuple(member.id for version in ending for member in version.needed)
 
     @property
     def formats(self) -> AnswerFormats:
@@ -201,18 +198,24 @@ class Dispatcher:
         """
         services = self._services
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
-        pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts)
+        placement, moves = services.placement.only(worker_id), PromptMoves()
+        pinned = replace(services, placement=placement, prompts=prompts, moves=moves)
         root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
-        return self._begin(request, time_left_s, pinned, self._versions.wanted, root, ANYONE)
+        return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, ANYONE)
 
-    async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> PreparedPrompt:
-        """Tokenizes a prompt and names its blocks as a tenant's, for the operator. Raises the errors of `tokenize`."""
-        version = self._versions.wanted
-        prompts, limits = self._services_of(version).prompts, version.limits
-        valid = validate(request, limits)
-        require_may_fit(valid.prompt, prompts.codec, limits)
+    async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> list[PreparedPrompt]:
+        """Tokenizes a prompt and names its blocks as a tenant's in each version, for the operator.
+
+        Raises the errors of `tokenize`.
+        """
+        named = []
         async with self._in_time():
-            return await prompts.prepare(valid, limits, self.root_of(tenant), lambda: None)
+            for version in self._versions:
+                prompts, limits = self._services_of(version).prompts, version.limits
+                valid = validate(request, limits)
+                require_may_fit(valid.prompt, prompts.codec, limits)
+                named.append(await prompts.prepare(valid, limits, version.root_of(tenant), lambda: None))
+        return named
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or at once Overloaded."""
@@ -301,10 +304,9 @@ class Dispatcher:
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        started, leave = partial(self._started, root), partial(self._leave, caller, version, root)
-        opened = OpenRequest(admitted, services, outbox, started, leave)
+        opened = OpenRequest(admitted, services, outbox, self._started, partial(self._leave, caller, version))
         self._quotas.enter(caller, now_s)
-        services.shares.enter(root)
+        services.shares.enter(admitted.tenant)
         version.num_open += 1
         self._open[qualified_id] = opened
         return opened
@@ -314,27 +316,23 @@ class Dispatcher:
 
         They last as long as the version.
         """
-        if version not in self._version_to_services:
+        if version.services is None:
             services, prompts = self._services, self._services.prompts
             prefixes = replace(prompts.prefixes, root=version.root_of(PUBLIC))
             placement = services.placement.among(version.members)
-            self._version_to_services[version] = replace(
-                services, placement=placement, prompts=replace(prompts, prefixes=prefixes)
-            )
-        return self._version_to_services[version]
+            version.services = replace(services, placement=placement, prompts=replace(prompts, prefixes=prefixes))
+        return version.services
 
-    def _started(self, root: NamespaceRoot, request_id: QualifiedId) -> None:
+    def _started(self, request_id: QualifiedId) -> None:
         """Ends a request's wait in the queue."""
         if self._admission.started(request_id):
-            self._services.shares.begin_stream(root)
+            self._services.shares.begin_stream(tenant_of(request_id))
 
-    def _leave(
-        self, caller: Key, version: ModelVersion, root: NamespaceRoot, request_id: QualifiedId, num_tokens: int
-    ) -> None:
-        self._started(root, request_id)
+    def _leave(self, caller: Key, version: ModelVersion, request_id: QualifiedId, num_tokens: int) -> None:
+        self._started(request_id)
         self._admission.leave(request_id)
         version.num_open -= 1
-        self._services.shares.end_stream(root)
+        self._services.shares.end_stream(tenant_of(request_id))
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
 

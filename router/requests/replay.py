@@ -7,7 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from wire.errors import BatonError, Cancelled, RequestExists, Unavailable, WireError, WorkerLeaving
+from wire.errors import (
+    BatonError,
+    Cancelled,
+    PromptReturned,
+    RequestExists,
+    Unavailable,
+    WireError,
+    WorkerLeaving,
+)
 from wire.ids import BlockKey, QualifiedId
 
 MAX_ATTEMPTS = 3
@@ -33,7 +41,8 @@ class NextStep(Enum):
 class AttemptHistory:
     """The attempts at a request: their number, the running attempt included, and how many of the last were in vain.
 
-    reads_cache: false after NaN or infinite logits in an attempt that had read cached KV.
+    reads_cache: false after NaN or infinite logits in an attempt that had read cached KV. is_moved: whether the last
+    worker has returned the prompt for another one.
 
     An attempt with fewer than `MIN_PROGRESS` new tokens was in vain. Several in a row suggest that the request itself
     kills workers; a long request may outlive any number of workers.
@@ -43,6 +52,7 @@ class AttemptHistory:
     num_in_vain: int = 0
     num_tokens_before: int = 0
     reads_cache: bool = True
+    is_moved: bool = False
 
     def is_in_vain(self, num_tokens: int) -> bool:
         """Tells whether the running attempt was in vain if the client now has `num_tokens` tokens."""
@@ -54,7 +64,8 @@ class AttemptHistory:
         A leaving worker that gives a request back has not died of it.
         """
         num_in_vain = self.num_in_vain + (not isinstance(error, WorkerLeaving)) if self.is_in_vain(num_tokens) else 0
-        return AttemptHistory(self.number + 1, num_in_vain, num_tokens, self.reads_cache)
+        is_moved = isinstance(error, PromptReturned)
+        return AttemptHistory(self.number + 1, num_in_vain, num_tokens, self.reads_cache, is_moved)
 
     def without_cache(self) -> "AttemptHistory":
         """Returns the next attempt after NaN or infinite logits: it reads no cached KV, which may be the cause."""

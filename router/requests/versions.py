@@ -6,16 +6,17 @@ Workers of different versions are never paired, and their blocks have different 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from router.config import RouterConfig
+from router.requests.attempt import Services
 from router.requests.checks import ServingLimits
-from router.workers.members import Members, version_of
+from router.workers.members import Member, Members, version_of
 from wire.errors import ModelReplaced, RouterLeaving
-from wire.ids import NamespaceRoot
+from wire.ids import NamespaceRoot, WorkerId
 from wire.layout import Window
-from wire.pools import Role
+from wire.pools import Role, WorkerState
 from wire.served_model import ServedModel
 
 MAX_KNOWN_ROOTS = 4096
@@ -26,13 +27,14 @@ MAX_KNOWN_ROOTS = 4096
 class ModelVersion:
     """A version: the model as its workers loaded it, these workers at each time, and the roots of its block names.
 
-    num_open: the open requests of this version.
+    num_open: the open requests of this version. services: the parts that they share, once there are any.
     """
 
     model: ServedModel
     members: Members
     root_of: Callable[[str], NamespaceRoot]
     num_open: int = 0
+    services: Services | None = None
 
     @property
     def limits(self) -> ServingLimits:
@@ -44,15 +46,21 @@ class ModelVersion:
 
     @property
     def num_ready(self) -> int:
-        """The decode workers that take requests."""
-        return len(self.members.ready(Role.DECODE))
+        """The decode workers that take new requests."""
+        return sum(one.state is WorkerState.READY for one in self.members.ready(Role.DECODE))
+
+    @property
+    def needed(self) -> list[Member]:
+        """The decode workers without which its open requests cannot end: a single worker, or all, where all drain."""
+        able = self.members.ready(Role.DECODE)
+        return able if self.num_open and (len(able) == 1 or not self.num_ready) else []
 
 
 class ModelVersions:
     """The versions that workers have, the wanted one first, which all workers have in the end."""
 
     def __init__(self, config: RouterConfig, members: Members) -> None:
-        self._secret = config.cluster.secret
+        self._config = config
         self._members = members
         self._are_told = False
         self._busy: list[ModelVersion] = []
@@ -65,6 +73,10 @@ class ModelVersions:
     def wanted(self) -> ModelVersion:
         return self._versions[0]
 
+    def of(self, worker_id: WorkerId) -> ModelVersion:
+        """Returns the version of a worker."""
+        return next((one for one in self if worker_id in one.members), self.wanted)
+
     def replace(self, models: Sequence[ServedModel]) -> None:
         """Takes the versions that workers have from now on, the wanted one first; none leaves them as they are.
 
@@ -76,6 +88,7 @@ class ModelVersions:
             self._versions = tuple(known.get(version_of(model)) or self._make(model) for model in models)
             self._busy = [one for one in known.values() if one.num_open]
             self._members.versions[:] = map(version_of, models)
+            self._members.are_complete = False
         for version, model in zip(self, models, strict=False):
             version.model = model
 
@@ -85,7 +98,7 @@ class ModelVersions:
         Until then, the one that has the fewest open requests for each of its decode workers. fingerprint: names the
         version of an answer that goes on; raises ModelReplaced if it is gone, RouterLeaving before any version is told.
         """
-        known = [one for one in self if fingerprint in ("", one.model.fingerprint_hex)]
+        known = [one for one in self if fingerprint in ("", one.model.version_hex)]
         if not known and not self._are_told:
             raise RouterLeaving("the router has just started, and was told no versions of the model yet")
         if not known:
@@ -96,7 +109,5 @@ class ModelVersions:
         return min(able, key=lambda one: one.num_open / one.num_ready, default=known[0])
 
     def _make(self, model: ServedModel) -> ModelVersion:
-        def root_of(tenant: str) -> NamespaceRoot:
-            return model.namespace.root_of(self._secret, tenant)
-
-        return ModelVersion(model, self._members.of(version_of(model)), lru_cache(MAX_KNOWN_ROOTS)(root_of))
+        root_of = lru_cache(MAX_KNOWN_ROOTS)(replace(self._config, model=model).root_of)
+        return ModelVersion(model, self._members.of(version_of(model)), root_of)

@@ -20,7 +20,7 @@ from functools import partial
 from router.workers.line import Line
 from router.workers.members import Members
 from wire.errors import BatonError
-from wire.ids import AttemptId, BlockKey, NamespaceRoot
+from wire.ids import AttemptId, BlockKey
 from wire.load.fairness import FairShares
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
@@ -40,12 +40,12 @@ class Claim:
     priority: the lower goes first within a tenant.
     """
 
-    tenant: NamespaceRoot
+    tenant: str
     cost: float = 0.0
     priority: int = 0
 
 
-NO_CLAIM = Claim(NamespaceRoot(b""))
+NO_CLAIM = Claim("")
 
 
 class HoldBudget:
@@ -93,7 +93,7 @@ class HoldBudget:
     @property
     def _next(self) -> AttemptId | None:
         """The waiting attempt that may start: while there is room the first, else of a tenant below its equal part."""
-        sizes = Counter[NamespaceRoot]()
+        sizes = Counter[str]()
         for one, claim in self._claims.items():
             sizes[claim.tenant] += len(self._granted.get(one, ()))
         bound = len(self._blocks) / len(sizes) if 4 * len(self._blocks) <= 3 * self._num_arena_blocks else 0

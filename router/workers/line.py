@@ -1,6 +1,6 @@
 """The router's end of the line to one worker: orders of all requests go out, and updates come in, each to its attempt.
 
-    begin, abort, end_choices, prefetch, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
+    begin, abort, end_choices, recall, prefetch, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
     _Attempt.take(update) ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
     Questions.answer(reply) ◀┘
 
@@ -220,6 +220,10 @@ class Line:
     def prefetch(self, order: worker_pb2.Prefetch) -> bool:
         """Has the worker read blocks of an attempt that may begin there; returns False if the line is behind."""
         return self._outgoing.prefetch(order)
+
+    def recall(self, attempt: AttemptId) -> None:
+        """Has the worker end an attempt with PromptReturned if it has not begun the prompt."""
+        self._outgoing.short().recalls.append(attempt)
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Renews the holds of these attempts."""

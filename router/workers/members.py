@@ -99,7 +99,8 @@ class Member:
 class Members:
     """The workers of the cluster. Each has a version of the model that the router serves; two of one can be paired.
 
-    versions: the wanted version first, which all workers have in the end.
+    versions: the wanted version first, which all workers have in the end. are_complete: whether the workers of these
+    versions have been taken in.
     """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:
@@ -108,6 +109,7 @@ class Members:
         self.versions: list[Version] = [(fingerprint, layout)]
         self._members: dict[WorkerId, Member] = {}
         self._shown: Version | None = None
+        self.are_complete = True
 
     def __iter__(self) -> Iterator[Member]:
         return iter([one for one in self._members.values() if self._shown in (None, one.version)])
@@ -148,8 +150,21 @@ class Members:
         del self._members[worker_id]
         return member
 
+    @property
+    def are_ending(self) -> bool:
+        """Whether these are the members of a version that no worker to come will have."""
+        return self._shown not in (None, self.versions[0])
+
     def ready(self, role: Role) -> list[Member]:
-        return [member for member in self if member.role is role and member.state is WorkerState.READY]
+        """Lists the READY workers; of a version that ends without such a decode worker, the DRAINING ones.
+
+        The controller drains these once the version has no open request.
+        """
+        of_role = [member for member in self if member.role is role]
+        ready = [member for member in of_role if member.state is WorkerState.READY]
+        if ready or role is Role.PREFILL or not self.are_ending:
+            return ready
+        return [member for member in of_role if member.state is WorkerState.DRAINING and member.line.is_open]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
@@ -172,7 +187,8 @@ class Members:
     @property
     def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
-        return self._shown not in (None, self.versions[0]) and all(one.role is Role.PREFILL for one in self)
+        is_over = self.are_ending and self._whole.are_complete
+        return is_over and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:

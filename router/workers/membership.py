@@ -43,6 +43,7 @@ class Membership:
             for worker in listed:
                 if worker.id in self._members:
                     self._take_state(worker)
+            self._members.are_complete = True
             self._on_change()
         return {worker.id: reason for worker, reason in zip(new, reasons, strict=True) if reason is not None}
 

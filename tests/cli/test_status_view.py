@@ -152,6 +152,25 @@ problems
     )
 
 
+def test_two_arenas_of_a_node_are_told_apart_and_its_workers_show_its_name() -> None:
+    host = worker_pb2.TierStatus(tier="host", blocks=BlockCounts(free=16, total=16), block_bytes=1 << 18, epoch="e")
+    old = worker("decode-0", "decode", blocks=BlockCounts(free=8, total=8), node_id="a@h", tiers=[host])
+    host.blocks.total = 32
+    new = worker("decode-1", "decode", blocks=BlockCounts(free=8, total=8), node_id="a@h#0f1e2d", tiers=[host])
+    status = cluster_pb2.ClusterStatus(workers=[old, new], tiers=[host])
+    shown = render_status(status)
+    assert "arena of a@h         4 MiB" in shown
+    assert "arena of a@h#0f1e2d  8 MiB" in shown
+    assert [line.split()[-1] for line in shown.splitlines() if line.startswith("worker ")] == ["generated"], "one node"
+    described = to_object(status, Addresses(), {})
+    assert [one["node"] for one in described["pools"]["decode"]] == ["a@h"] * 2
+    assert [(node["id"], node["workers"]) for node in described["nodes"]] == [
+        ("a@h", ["decode-0"]),
+        ("a@h", ["decode-1"]),
+    ]
+    assert [*memory_lines([old, new])][-1].startswith("node a@h: ")
+
+
 def test_workers_and_arenas_of_several_nodes_are_told_apart() -> None:
     host = worker_pb2.TierStatus(tier="host", blocks=BlockCounts(free=16, total=16), block_bytes=1 << 18, epoch="e")
     blocks = BlockCounts(free=8, total=8)

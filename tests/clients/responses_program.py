@@ -27,10 +27,12 @@ turns = [
     {"type": "function_call_output", "call_id": call.call_id, "output": "2"},
 ]
 after = client.responses.create(**{**settings, "input": turns, "tools": tools, "max_output_tokens": 4})
+search = {"type": "web_search"}
+without = client.responses.with_raw_response.create(**plain, tools=[search])
 refused = {}
-for name, value in (("store", True), ("previous_response_id", whole.id), ("tools", [{"type": "web_search"}])):
+for name, value in (("store", True), ("previous_response_id", whole.id), ("tool_choice", search)):
     try:
-        client.responses.create(**{**plain, name: value})
+        client.responses.create(**{**plain, "tools": [search], name: value})
     except openai.BadRequestError as error:
         refused[name] = error.param
 print(
@@ -39,6 +41,7 @@ print(
             "text": [
                 whole.output_text,
                 "".join(one.delta for one in events if one.type == "response.output_text.delta"),
+                without.parse().output_text,
             ],
             "statuses": [one.status for one in (whole, events[-1].response, called, final, typed)],
             "usage": whole.usage.model_dump(),
@@ -47,6 +50,7 @@ print(
             "num_deltas": len(deltas),
             "typed": typed.output_parsed.model_dump(),
             "after": after.usage.output_tokens,
+            "left_out": without.headers["x-baton-ignored"],
             "refused": refused,
         }
     )

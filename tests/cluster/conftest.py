@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.served_cluster import ServedCluster
+from tests.cluster.served_cluster import ALWAYS, ServedCluster
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.fork_server import ON_RAY, ForkServer
 
@@ -39,7 +39,7 @@ def on_ray(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer, checkpoi
 @contextmanager
 def _served(served: ServedCluster, checkpoint: Path) -> Iterator[ServedCluster]:
     try:
-        served.do("up", "--model", str(checkpoint), "--prefill", "1", "--decode", "1", "--grpc-port", "0")
+        served.do("up", "--model", str(checkpoint), *ALWAYS, "--grpc-port", "0")
         yield served
         served.do("status", "--check")
     finally:

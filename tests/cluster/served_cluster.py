@@ -25,6 +25,8 @@ from wire.pb import cluster_pb2
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
 RUN_ROOT = Path("/tmp")
+ALWAYS = ("--disaggregation", "always")
+"""Flags of `up` for tests in which each prompt is handed off, whatever the load."""
 Command = subprocess.Popen[str] | ForkedCommand
 
 
@@ -134,11 +136,11 @@ class ServedCluster:
         return Path(self._env["XDG_STATE_HOME"]) / "baton" / f"{self.name}.keys.json"
 
     def actor(self, name: str) -> psutil.Process:
-        """The process of an actor, by the beginning of its name in Ray."""
-        (record,) = Path(self.state()["run_dir"]).glob(f"{name}*.process")
-        process = recorded(record.parent, record.stem)
-        assert process is not None
-        return psutil.Process(process.pid)
+        """The living process of an actor, by the beginning of its name in Ray; those that ended leave records."""
+        records = Path(self.state()["run_dir"]).glob(f"{name}*.process")
+        known = [process for one in records if (process := recorded(one.parent, one.stem)) is not None]
+        (living,) = (process for process in known if process.is_alive)
+        return psutil.Process(living.pid)
 
     def left_behind(self) -> list[str]:
         """Processes, shared memory and files of this cluster."""

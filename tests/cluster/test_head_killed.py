@@ -21,7 +21,7 @@ from baton import Client
 from deploy.local.head_supervisor import HEAD
 from deploy.processes.process import ProcessRef, recorded
 from tests.cluster.ray_nodes import RayNodes
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.cluster.served_cluster import ALWAYS, ServedCluster, wait_until
 from tests.cluster.test_two_routers import PROMPT_LEN, TENANTS, Asked, ask
 from tests.harness.checkpoints import make_checkpoint
 from tests.harness.fork_server import ON_RAY, ForkServer
@@ -100,7 +100,17 @@ def served(tmp_path: Path, forks: ForkServer) -> Iterator[tuple[ServedCluster, S
         cluster = ServedCluster(f"v{os.getpid()}", tmp_path, forks=forks, target=ON_RAY)
         keys = [cluster.do("key create", "--tenant", tenant).strip() for tenant in TENANTS]
         asked = ask(checkpoint, keys, NUM_STREAMS)
-        flags = ["--config", str(config), "--ray-address", head.nodes.address, "--grpc-port", "0", "--redis-url", "off"]
+        flags = [
+            "--config",
+            str(config),
+            "--ray-address",
+            head.nodes.address,
+            "--grpc-port",
+            "0",
+            "--redis-url",
+            "off",
+            *ALWAYS,
+        ]
         cluster.do("up", "--model", str(checkpoint), *flags)
         try:
             yield cluster, head, asked

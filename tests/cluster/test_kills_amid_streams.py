@@ -16,7 +16,7 @@ import pytest
 from baton import Client, Completion
 from benchmarks.baton_service import num_in_use
 from engine.engine import ChoiceOutput, Engine
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.cluster.served_cluster import ALWAYS, ServedCluster, wait_until
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.harness.fork_server import ForkServer
 from wire.sampling import SamplingParams
@@ -122,7 +122,7 @@ def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path, fork
     over_grpc, over_http = asked[: NUM_STREAMS // 2], asked[NUM_STREAMS // 2 :]
     cluster = ServedCluster(f"k{os.getpid()}", tmp_path, forks=forks)
     try:
-        flags = ["--prefill", "1", "--decode", "2", "--grpc-port", "0", "--speculate", "ngram", *flags]
+        flags = ["--prefill", "1", "--decode", "2", "--grpc-port", "0", "--speculate", "ngram", *ALWAYS, *flags]
         cluster.do("up", "--model", str(checkpoint), *flags)
         status = cluster.status()
         (_, prefill), (decode_id, decode) = (min(cluster.workers(role).items()) for role in ("prefill", "decode"))

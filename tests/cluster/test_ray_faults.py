@@ -75,6 +75,12 @@ def test_the_end_of_ray_is_told_at_once_and_cleaned_up(
     assert other.left_behind() == []
 
 
+def test_ray_starts_no_program_that_no_cluster_asks(on_ray: ServedCluster) -> None:
+    """Each of its autoscaler, log monitor and dashboard takes half a second of a processor, and 80 MB."""
+    head = psutil.Process(on_ray.state()["head"]["pid"])
+    assert {child.name() for child in head.children()} == {"gcs_server", "raylet"}
+
+
 def test_kv_does_not_go_through_rays_object_store(on_ray: ServedCluster) -> None:
     on_ray.generate([number % 200 for number in range(700)], "--max-tokens", "4", "--ignore-eos")
     store = [

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from engine.engine import Engine
+from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 from tests.cluster.test_scaling_under_load import LENGTHS, NUM_CLIENTS, NUM_TOKENS, Load
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
+from wire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -78,3 +81,39 @@ def test_answers_amid_a_roll_to_other_weights_are_whole_of_the_old_or_of_the_new
     assert cluster.generate(prompts[0].prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")[
         "token_ids"
     ] == list(prompts[0].token_ids)
+
+
+@pytest.mark.parametrize(("setting", "value", "before"), [("kv_dtype", "int4", "auto"), ("dtype", "bfloat16", "auto")])
+def test_answers_amid_a_roll_to_another_kv_layout_and_back_are_whole_of_one_version_and_one_arena_is_left(
+    cluster: ServedCluster, checkpoint: Path, setting: str, value: str, before: str
+) -> None:
+    flag = f"--{setting.replace('_', '-')}"
+    prompts = [choose_prompt(checkpoint, length, NUM_TOKENS) for length in LENGTHS]
+    served: dict[str, Any] = {setting: value}
+    alone = Engine.load(str(checkpoint), num_blocks=64, **served)
+    asked = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    right = [tuple(one.choices[0].token_ids) for one in alone.generate([one.prompt_ids for one in prompts], asked)]
+    load, processes = Load(cluster.status()["address"], prompts), pids(cluster)
+    (arena,) = arenas(cluster)
+    with load.running():
+        load.wait_for_more(NUM_CLIENTS)
+        cluster.do("roll", flag, value)
+        load.wait_for_more(NUM_CLIENTS)
+        wait_until(lambda: len(arenas(cluster)) == 1, "one arena")
+        assert arena not in arenas(cluster)
+        load.wait_for_more(NUM_CLIENTS)
+        refused = cluster.run("roll", "--block-size", "32")
+        assert (refused.returncode, "the model's block size of KV (model.block_size)" in refused.stderr) == (78, True)
+        cluster.do("roll", flag, before)
+        load.wait_for_more(NUM_CLIENTS)
+    assert not processes & pids(cluster)
+    assert [one.token_ids for one in prompts] != right
+    for prompt, other in zip(prompts, right, strict=True):
+        told = [answer.choices[0].token_ids for one, answer in load.answers if one is prompt]
+        assert set(told) == {prompt.token_ids, other}
+    wait_until(lambda: arenas(cluster) == [arena], "the arena of before")
+    wait_until(cluster.is_sound, "all invariants hold")
+
+
+def arenas(cluster: ServedCluster) -> list[Path]:
+    return sorted(SHARED_MEMORY.glob(f"baton-{cluster.name}-*"))

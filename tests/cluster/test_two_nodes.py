@@ -17,7 +17,7 @@ import pytest
 from cryptography import x509
 
 from tests.cluster.ray_nodes import START_S, RayNodes, kill_raylet
-from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
+from tests.cluster.served_cluster import ALWAYS, SHARED_MEMORY, ServedCluster, wait_until
 from tests.harness.checkpoints import choose_prompt
 from tests.harness.fork_server import ON_RAY, ForkServer
 
@@ -56,7 +56,16 @@ def decode_node(served: ServedCluster, nodes: RayNodes, checkpoint: Path) -> psu
 
 def up(served: ServedCluster, nodes: RayNodes, checkpoint: Path) -> "subprocess.CompletedProcess[str]":
     return served.run(
-        "up", "--model", str(checkpoint), "--config", SETTINGS, "--ray-address", nodes.address, "--grpc-port", "0"
+        "up",
+        "--model",
+        str(checkpoint),
+        "--config",
+        SETTINGS,
+        "--ray-address",
+        nodes.address,
+        "--grpc-port",
+        "0",
+        *ALWAYS,
     )
 
 

@@ -21,7 +21,7 @@ from baton import Client
 from benchmarks.baton_service import num_in_use
 from deploy.processes.process import recorded
 from engine.engine import ChoiceOutput, Engine
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.cluster.served_cluster import ALWAYS, ServedCluster, wait_until
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.harness.fork_server import ForkServer
 from wire.sampling import SamplingParams
@@ -126,7 +126,7 @@ def test_no_stream_is_lost_or_differs(tmp_path: Path, monkeypatch: pytest.Monkey
     config.write_text("[router]\nrouters = 2\n")
     keys = [cluster.do("key create", "--tenant", tenant).strip() for tenant in TENANTS]
     asked = ask(checkpoint, keys)
-    flags = ["--config", str(config), "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--redis-url", "off"]
+    flags = ["--config", str(config), *ALWAYS, "--grpc-port", "0", "--redis-url", "off"]
     cluster.do("up", "--model", str(checkpoint), *flags)
     try:
         status = cluster.status()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.cluster.served_cluster import ALWAYS, ServedCluster, wait_until
 from tests.harness.checkpoints import choose_prompt
 from tests.harness.fork_server import ON_RAY, ForkServer
 from tests.harness.redis_process import RedisProcess
@@ -40,7 +40,9 @@ def started(folder: Path, checkpoint: Path, settings: str, forks: ForkServer) ->
     (folder / "baton.toml").write_text(settings)
     cluster = ServedCluster(f"w{os.getpid()}", folder, forks=forks, target=ON_RAY)
     try:
-        cluster.do("up", "--config", str(folder / "baton.toml"), "--model", str(checkpoint), "--grpc-port", "0")
+        cluster.do(
+            "up", "--config", str(folder / "baton.toml"), "--model", str(checkpoint), "--grpc-port", "0", *ALWAYS
+        )
         yield cluster
     finally:
         cluster.run("down")

@@ -10,7 +10,7 @@ from engine.model.batch import CausalModel, DraftModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
-from router.config import ClusterAccess, RouterConfig, RouterSettings, TraceSettings
+from router.config import ClusterAccess, Disaggregation, RouterConfig, RouterSettings, TraceSettings
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
 from router.workers.local_transport import WorkerPort
 from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
@@ -20,6 +20,9 @@ from text.tokenizer_protocol import TextCodec
 from wire.served_model import ServedModel, ServedNamespace
 from worker.assembly import Assembly, Tiers
 from worker.config import MAX_SILENCE_S, BatchSettings
+
+ALWAYS = RouterSettings(disaggregation=Disaggregation.ALWAYS)
+"""Settings for tests in which each prompt is handed off, whatever the load."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Sizes:
     num_blocks: int = 256
     num_slots: int = 512
     batch: BatchSettings = field(default_factory=BatchSettings)
-    settings: RouterSettings = field(default_factory=RouterSettings)
+    settings: RouterSettings = ALWAYS
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
     draft: DraftModel | None = None

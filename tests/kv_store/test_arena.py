@@ -3,6 +3,7 @@ import random
 import resource
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,13 +77,19 @@ def test_what_is_no_arena_is_discarded_too(path: str, content: bytes | None) -> 
     assert not os.path.exists(path)
 
 
-def test_all_of_it_is_allocated_and_touched_at_the_start(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("advice", [arena_module._POPULATE_WRITE, -1])
+def test_all_of_it_is_allocated_and_mapped_at_the_start(
+    advice: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its owner and by each other process, also on a system that does not know how to populate a mapping."""
     monkeypatch.setattr(arena_module, "_STEP_BYTES", 8 * BLOCK)
-    arena = Arena.create(path, BLOCK, 20)
-    size = os.stat(path).st_size
-    assert os.stat(path).st_blocks * 512 >= size == 20 * BLOCK + 4096
-    assert _resident_bytes(path) >= size
-    arena.close()
+    monkeypatch.setattr(arena_module, "_POPULATE_WRITE", advice)
+    for make in (partial(Arena.create, path, BLOCK, 20), partial(Arena.open, path)):
+        arena = make()
+        size = os.stat(path).st_size
+        assert os.stat(path).st_blocks * 512 >= size == 20 * BLOCK + 4096
+        assert _resident_bytes(path) >= size
+        arena.close()
 
 
 def _resident_bytes(path: str) -> int:

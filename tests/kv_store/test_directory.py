@@ -24,7 +24,7 @@ from wire.tier import COLD_TIERS, EventKind, FarStatus, Tier, Write
 
 NUM_SLOTS = 8
 REQUEST = AttemptId("request")
-ROOT_A, ROOT_B = NamespaceRoot(b"a" * 32), NamespaceRoot(b"b" * 32)
+ROOT_A, ROOT_B, ROOT_C = (NamespaceRoot(letter * 32) for letter in (b"a", b"b", b"c"))
 
 
 @dataclass
@@ -610,10 +610,10 @@ class TestShares:
     def test_beyond_its_share_its_own_go_first(self, is_late: bool) -> None:
         directory = Directory(8)
         if not is_late:
-            directory.records.set_shares({digest_of(ROOT_A): 0.25})
+            directory.records.set_shares({(digest_of(ROOT_A),): 0.25})
         self.publish(directory, ROOT_B, 0, 2)
         self.publish(directory, ROOT_A, 1000, 6)
-        directory.records.set_shares({digest_of(ROOT_A): 0.25})
+        directory.records.set_shares({(digest_of(ROOT_A),): 0.25})
         assert directory.records.check() == []
         assert self.num_of(directory, ROOT_A) == 6, "an arena with room is used"
         self.publish(directory, ROOT_A, 2000, 3)
@@ -623,9 +623,20 @@ class TestShares:
         self.publish(directory, ROOT_B, 4000, 1)
         assert self.num_of(directory, ROOT_A) == 2, "within its share, the least recently used of all goes"
 
+    def test_namespaces_of_one_tenant_have_one_share(self) -> None:
+        directory = Directory(8)
+        directory.records.set_shares({(digest_of(ROOT_A),): 0.25})
+        self.publish(directory, ROOT_B, 0, 2)
+        self.publish(directory, ROOT_A, 1000, 2)
+        directory.records.set_shares({(digest_of(ROOT_C), digest_of(ROOT_A)): 0.25})
+        self.publish(directory, ROOT_C, 2000, 2)
+        self.publish(directory, ROOT_B, 3000, 4)
+        assert self.num_of(directory, ROOT_A) + self.num_of(directory, ROOT_C) == 2
+        assert self.num_of(directory, ROOT_B) == 6
+
     def test_without_a_share_or_after_it_the_oldest_goes(self) -> None:
         directory = Directory(8)
-        directory.records.set_shares({digest_of(ROOT_A): 0.25})
+        directory.records.set_shares({(digest_of(ROOT_A),): 0.25})
         directory.records.set_shares({})
         self.publish(directory, ROOT_B, 0, 2)
         self.publish(directory, ROOT_A, 1000, 6)

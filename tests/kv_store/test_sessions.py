@@ -98,7 +98,7 @@ def test_kept_blocks_with_the_latest_end_go_first_and_all_before_an_error() -> N
 
 def test_the_latest_end_of_all_tenants_goes_first() -> None:
     arena = Arena()
-    arena.directory.records.set_shares({digest_of(ROOT): 0.5, digest_of(OTHER_ROOT): 0.5})
+    arena.directory.records.set_shares({(digest_of(ROOT),): 0.5, (digest_of(OTHER_ROOT),): 0.5})
     soon, late = prompt(0, 4), names_of(range(16), OTHER_ROOT)
     arena.end(soon, hint(keep_s=5.0))
     arena.end(late, hint(keep_s=500.0, root=OTHER_ROOT))
@@ -225,13 +225,13 @@ def test_beyond_the_share_the_longest_hints_count_for_nothing() -> None:
 
 def test_of_a_tenant_with_a_share_of_the_arena_it_is_a_share_of_that() -> None:
     arena = Arena(limits=KeepLimits(share=0.5))
-    arena.directory.records.set_shares({digest_of(ROOT): 0.5})
+    arena.directory.records.set_shares({(digest_of(ROOT),): 0.5})
     assert arena.end(prompt(0, 4), hint(keep_s=5.0)) == 2
 
 
 def test_kept_blocks_beyond_a_share_go_before_blocks_of_others() -> None:
     arena = Arena()
-    arena.directory.records.set_shares({digest_of(ROOT): 0.25})
+    arena.directory.records.set_shares({(digest_of(ROOT),): 0.25})
     kept, theirs = prompt(0, 4), names_of(range(16), OTHER_ROOT)
     arena.end(kept, hint(keep_s=100.0))
     arena.publish(theirs)

@@ -171,7 +171,7 @@ def test_a_sweep_of_a_server_that_is_away_is_an_error_that_harms_no_writer(redis
     redis.kill()
     with pytest.raises(StoreError):
         tier.sweep({digest_of(OTHER): 0.5})
-    directory.records.set_shares({digest_of(OTHER): 0.5})
+    directory.records.set_shares({(digest_of(OTHER),): 0.5})
     writer = ColdWriter(LAYOUT, Arena.anonymous(LAYOUT.block_bytes, 4), directory, tier, interval_s=0.01)
     writer.start()
     wait_until(lambda: directory.records.status().cold)
@@ -184,7 +184,7 @@ def test_a_writer_holds_its_tier_to_the_shares_of_the_arena(tmp_path: Path) -> N
     for name in other:
         assert put_one(folder.tier, name)
     directory = Directory(4, writes={folder.tier.tier: Write.ALL})
-    directory.records.set_shares({digest_of(OTHER): 0.25})
+    directory.records.set_shares({(digest_of(OTHER),): 0.25})
     writer = ColdWriter(LAYOUT, Arena.anonymous(LAYOUT.block_bytes, 4), directory, folder.tier)
     writer.start()
     wait_until(lambda: sum(map(folder.has, other)) < 20)

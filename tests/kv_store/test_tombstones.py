@@ -90,7 +90,7 @@ def test_a_block_that_was_rejected_or_purged_says_so(loss: str, how: str) -> Non
 
 def test_a_block_beyond_its_tenants_share_says_so() -> None:
     directory = Directory(8, FakeClock())
-    directory.records.set_shares({digest_of(ROOT): 0.25})
+    directory.records.set_shares({(digest_of(ROOT),): 0.25})
     names = names_of(4 * BLOCK)
     publish(directory, names)
     publish(directory, names_of(6 * BLOCK, first=500))

@@ -15,7 +15,7 @@ from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT
 from tests.harness.scripted_worker import ScriptedWorker
 from wire.errors import Unavailable
-from wire.ids import AttemptId, BlockKey, NamespaceRoot, WorkerId
+from wire.ids import AttemptId, BlockKey, WorkerId
 from wire.load.fairness import FairShares
 from wire.pb import worker_pb2
 from wire.pools import Role, Worker, WorkerState
@@ -54,33 +54,33 @@ def test_no_prefill_starts_while_more_than_half_is_held(budget: HoldBudget) -> N
     assert budget.num_blocks == 5
 
 
-def of_tenants() -> tuple[HoldBudget, dict[str, NamespaceRoot]]:
+def of_tenants() -> HoldBudget:
     """A budget over 40 blocks, of a tenant with room and a long queue, and of another one."""
-    shares, roots = FairShares(), {name: NamespaceRoot(name.encode()) for name in "hl"}
-    for root in roots.values():
-        shares.enter(root)
+    shares = FairShares()
+    for tenant in "hl":
+        shares.enter(tenant)
     budget = HoldBudget(shares)
     budget.resize(40)
     for number in range(8):
-        budget.ask(attempt("h", number + 1), keys(*range(7 * number, 7 * number + 7)), Claim(roots["h"], 100.0))
-    return budget, roots
+        budget.ask(attempt("h", number + 1), keys(*range(7 * number, 7 * number + 7)), Claim("h", 100.0))
+    return budget
 
 
 def test_a_tenant_with_less_than_its_part_has_room_behind_a_queue() -> None:
-    budget, roots = of_tenants()
+    budget = of_tenants()
     assert (budget.num_blocks, budget.num_waiting) == (21, 5)
-    assert budget.ask(A, keys(101, 102), Claim(roots["l"], 100.0)), "into the third quarter of the arena"
-    assert budget.ask(B, keys(*range(111, 120)), Claim(roots["l"], 100.0))
-    assert not budget.ask(C, keys(121), Claim(roots["l"], 100.0)), "three quarters are held"
+    assert budget.ask(A, keys(101, 102), Claim("l", 100.0)), "into the third quarter of the arena"
+    assert budget.ask(B, keys(*range(111, 120)), Claim("l", 100.0))
+    assert not budget.ask(C, keys(121), Claim("l", 100.0)), "three quarters are held"
     assert budget.release(B) == [C], "and its tenant had less"
     assert budget.release(attempt("h", 1)) == [attempt("h", 4)], "less than half is held"
     assert budget.release(C) == [], "the other tenant has its part"
 
 
 def test_tenants_that_wait_take_turns_by_what_they_had() -> None:
-    budget, roots = of_tenants()
+    budget = of_tenants()
     for name, number in ((A, 1), (B, 2)):
-        budget.ask(name, keys(*range(60 + 20 * number, 80 + 20 * number)), Claim(roots["l"], 250.0))
+        budget.ask(name, keys(*range(60 + 20 * number, 80 + 20 * number)), Claim("l", 250.0))
     granted = [one for number in range(1, 4) for one in budget.release(attempt("h", number))]
     assert granted == [attempt("h", 4), attempt("h", 5)], "A has most of the holds"
     assert budget.release(A) == [B], "there is room, and its tenant had 250 for 500"

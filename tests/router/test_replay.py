@@ -21,6 +21,7 @@ from wire.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PromptReturned,
     RequestExists,
     StoreError,
     Unavailable,
@@ -32,12 +33,13 @@ from wire.ids import BlockKey, QualifiedId
 A, B, C = (QualifiedId(name) for name in "abc")
 LOST = Unavailable("the worker is dead")
 LEFT = WorkerLeaving("it drains")
+MOVED = PromptReturned("another worker computes it sooner")
 
 
 @pytest.mark.parametrize(
     ("error", "num_in_vain", "step"),
     [
-        *[(error, 0, NextStep.RETRY) for error in (LOST, LEFT, Cancelled("it stops"), WireError("a gap"))],
+        *[(error, 0, NextStep.RETRY) for error in (LOST, LEFT, MOVED, Cancelled("it stops"), WireError("a gap"))],
         (RequestExists("not quite gone"), 0, NextStep.RETRY),
         (LOST, MAX_ATTEMPTS - 2, NextStep.RETRY),
         (LOST, MAX_ATTEMPTS - 1, NextStep.RETRY_ALONE),
@@ -75,6 +77,8 @@ def test_what_follows_an_attempt(error: BatonError, num_in_vain: int, step: Next
         (AttemptHistory(2, 1, 5), LOST, 5 + MIN_PROGRESS, AttemptHistory(3, 0, 5 + MIN_PROGRESS)),
         (AttemptHistory(2, 1, 0), LEFT, 0, AttemptHistory(3, 1, 0)),
         (AttemptHistory(2, 1, 0), LEFT, MIN_PROGRESS, AttemptHistory(3, 0, MIN_PROGRESS)),
+        (AttemptHistory(2, 1, 0), MOVED, 0, AttemptHistory(3, 1, 0, is_moved=True)),
+        (AttemptHistory(2, 1, 0, is_moved=True), LOST, 0, AttemptHistory(3, 2, 0)),
     ],
     ids=[
         "the first in vain",
@@ -85,6 +89,8 @@ def test_what_follows_an_attempt(error: BatonError, num_in_vain: int, step: Next
         "enough of its own",
         "given back",
         "given back with enough tokens",
+        "returned for another worker",
+        "lost after that",
     ],
 )
 def test_attempts_in_vain_are_counted_in_a_row(

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc.aio
 import pytest
@@ -19,6 +20,7 @@ from tests.harness.fake_cluster import CONFIG
 from tests.harness.fake_worker import FakeWorker
 from tests.router.worker_server import served
 from tests.text.backends import byte_level, write_folder
+from text.token_bound import TokenBound
 from wire.errors import ConfigError, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
@@ -42,8 +44,11 @@ def no_actor(*_: str) -> None:
 
 async def test_from_start_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, byte_level())
+    bounds = Mock(wraps=TokenBound)
+    monkeypatch.setattr("text.tokenizer.TokenBound", bounds)
     actor = RouterActor(config_json(tmp_path))
     started = json.loads(await actor.start())
+    assert bounds.call_count == 1, "the first long text waits for the vocabulary"
     assert set(started) == {"public", "local", "operator", "metrics", "http"}
     async with served(FakeWorker(WorkerId("d0"), Role.DECODE), CONFIG.cluster.token) as (_, address):
         workers = [

@@ -153,6 +153,9 @@ worker has changed.
 """
 _AMID_LEAVING = (Kind.CONTROLLER_DIES, Kind.CONTROLLER_DIES, Kind.HEAD_DIES, Kind.ROUTER_DIES, Kind.CHANGE, Kind.DRAIN)
 """Kinds that strike a cluster whose worker comes to one of LEAVING_STEPS; a crash does, too."""
+RETURN_STEP = "prefill return"
+"""The step of a worker that returns a prompt to its router, for another worker."""
+_AMID_MOVES = (Kind.ROUTER_DIES, Kind.CONTROLLER_DIES, Kind.DRAIN, Kind.GROW, Kind.CHANGE, Kind.DELAY, Kind.TWICE)
 _PEER_STEPS = ("prefill peer", "decode peer", "decode peer block")
 _WORST_STEPS = {
     Kind.EXPIRE: ("prefill leased", "decode leased"),
@@ -271,7 +274,7 @@ def draw_plan(seed: int) -> Plan:
     plan = Plan(
         seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window, mode
     )
-    return _with_changes(_with_deaths(_with_splits(plan)))
+    return _with_moves(_with_changes(_with_deaths(_with_splits(plan))))
 
 
 def _with_splits(plan: Plan) -> Plan:
@@ -354,6 +357,32 @@ def _with_changes(plan: Plan) -> Plan:
         num_decode=num_decode,
         num_routers=draw.choice([1, 2]),
         faults=(*plan.faults, *changes, *amid),
+    )
+
+
+def _with_moves(plan: Plan) -> Plan:
+    """Has a third of the plans begin with a burst of prompts amid which a prefill worker starts, to which some move.
+
+    Others die as prompts move. Draws from a stream of its own: the other plans are as they were.
+    """
+    draw = random.Random(f"moves of {plan.seed}")
+    if draw.random() < 2 / 3:
+        return plan
+    is_poisoned = any(one.client is Client.POISONS for one in plan.asks)
+    kinds = [*_AMID_MOVES, *[Kind.CRASH] * 2 * (not is_poisoned)]
+    burst = tuple(replace(_draw_ask(draw), arrives_s=draw.random() * 0.01) for _ in range(draw.randint(4, 10)))
+    start = Fault(Kind.GROW, draw.choice(["prefill begin", "prefill turn"]), draw.randint(1, 3), 0, 1.0)
+    amid = [
+        Fault(draw.choice(kinds), RETURN_STEP, draw.choice([1, 1, 2]), draw.choice([0, 0, 1, 2]), 1.0)
+        for _ in range(draw.randint(0, 3))
+    ]
+    return replace(
+        plan,
+        num_prefill=max(1, plan.num_prefill),
+        num_slots=max(48, plan.num_slots),
+        asks=(*burst, *plan.asks),
+        faults=(start, *plan.faults, *amid),
+        disaggregation=Disaggregation.ALWAYS,
     )
 
 

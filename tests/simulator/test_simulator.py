@@ -29,15 +29,18 @@ from router.workers.holds import HoldBudgets
 from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
 from tests.simulator.plan import (
+    ALONE,
     LATER_KINDS,
     LEAVING_STEPS,
     NUM_KINDS,
+    RETURN_STEP,
     SINKS,
     WINDOW,
     Ask,
     Client,
     Fault,
     Kind,
+    Plan,
     draw_plan,
 )
 from tests.simulator.table import SPLIT
@@ -48,6 +51,11 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.tier import EventKind, Tier
 
+STARTED = Fault(Kind.GROW, "prefill begin", 1, 0, 1.0)
+BURST = Plan(
+    1, ALONE, 1, 1, 64, 400, 512, tuple(Ask(kind, 0.0, Client.STAYS, 0.0) for kind in range(0, NUM_KINDS, 5)), ()
+)
+"""Prompts that come at once to one prefill worker, amid which another one starts."""
 NUM_SEEDS = 30
 FAILED_ONCE: tuple[int, ...] = (38610,)
 MAX_SEEDS_TO_FIND = 200
@@ -120,6 +128,23 @@ def test_a_worker_serves_the_other_pool_whatever_dies_meanwhile(death: Kind, ste
     assert [fault.kind for fault in run.struck] == [Kind.CHANGE, death]
     assert run.outcomes == ["complete"] * len(run.outcomes)
     assert run.num["changes of role"] == (death is not Kind.CRASH)
+
+
+def test_a_share_of_the_plans_moves_queued_prompts_to_a_worker_that_starts_amid_them() -> None:
+    plans = [draw_plan(seed) for seed in range(1, 61)]
+    amid = [plan for plan in plans if any(fault.step == RETURN_STEP for fault in plan.faults)]
+    assert sum(simulate(plan).num["moves"] > 0 for plan in amid) >= 5
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("death", [Kind.ROUTER_DIES, Kind.CRASH, Kind.CONTROLLER_DIES, Kind.DRAIN, Kind.CHANGE])
+def test_a_queued_prompt_moves_whatever_dies_meanwhile(death: Kind, victim: int) -> None:
+    """The worker that returns it dies, or the other one, or the router that has recalled it."""
+    run = simulate(replace(BURST, faults=(STARTED, Fault(death, RETURN_STEP, 1, victim, 1.0))))
+    assert run.violations == []
+    assert [fault.kind for fault in run.struck] == [Kind.GROW, death]
+    assert run.outcomes == ["complete"] * len(BURST.asks)
+    assert run.num["moves"]
 
 
 def test_a_prompt_within_a_session_and_of_another_tenant_has_the_same_answer() -> None:

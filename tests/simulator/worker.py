@@ -10,7 +10,7 @@ import torch
 
 from cli.bench.plan.paced_worker import VirtualInbox
 from engine.core import EngineCore
-from engine.events import Jumped
+from engine.events import Failed, Jumped
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
@@ -26,6 +26,7 @@ from tests.simulator.peers import SimPeer
 from tests.simulator.plan import POISON
 from tests.simulator.redis import SimRedis, SimRedisTier
 from tests.simulator.virtual_time import Process
+from wire.errors import PromptReturned
 from wire.pools import Role
 from wire.tier import Tier
 from worker.assembly import Assembly, Threads, Tiers
@@ -199,6 +200,10 @@ class SimLoop(WorkerLoop):
     ) -> None:
         def watched(outcome: StepReport) -> None:
             worker.counts.take(outcome)
+            for event in outcome.events:
+                if isinstance(event, Failed) and isinstance(event.error, PromptReturned):
+                    worker.world.count("moves")
+                    worker.step("return")
             for event in outcome.output.before:
                 if isinstance(event, Jumped):
                     worker.world.count("jumps")

@@ -18,6 +18,7 @@ from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.messages import Block
 from kv_store.prefix import costs
+from router import moves
 from router.block_index import mark_of
 from router.config import ClusterAccess, RouterConfig, RouterSettings
 from tests.harness.answer import ChoiceAnswer, Reader
@@ -606,6 +607,7 @@ async def _simulate(run: Run) -> None:
         patches.enter_context(patch("secrets.token_hex", lambda num_bytes: draw.randbytes(num_bytes).hex()))
         patches.enter_context(patch("secrets.randbits", draw.getrandbits))
         patches.enter_context(_costs(run.plan.far_block_s))
+        patches.enter_context(patch.object(moves, "LEAST_GAIN_S", 0.0))
         world = World(run)
         patches.enter_context(patch("time.time", lambda: world.wall_s + loop.time()))
         patches.enter_context(patch("time.monotonic", loop.time))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -22,6 +23,7 @@ from tests.text.backends import (
 )
 from text import tokenizer as tokenizer_module
 from text.byte_tokenizer import ByteTokenizer
+from text.token_bound import TokenBound
 from text.tokenizer import Tokenizer
 from text.tokenizer_protocol import TextCodec, TokenKind
 from wire.errors import InvalidRequest, ModelError
@@ -114,6 +116,18 @@ def test_codecs_agree_on_the_contract(codec: TextCodec) -> None:
     assert codec.kind(codec.vocab_size) is TokenKind.SILENT
     with pytest.raises(InvalidRequest, match=r"^text: "):
         codec.encode("lone \ud800")
+
+
+def test_the_whole_vocabulary_is_read_for_the_first_bound_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = Mock(wraps=TokenBound)
+    monkeypatch.setattr(tokenizer_module, "TokenBound", bounds)
+    backend = byte_level()
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.definition
+    assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
+    assert bounds.call_count == 0
+    assert [tokenizer.min_tokens("a fox", 9) for _ in range(2)] == [TokenBound(backend).min_tokens("a fox", 9)] * 2
+    assert bounds.call_count == 1
 
 
 def test_other_threads_run_while_it_encodes() -> None:

@@ -43,6 +43,9 @@ class Worker:
     def end_choice(self, line: WorkerLine, attempt: AttemptId, index: int) -> None:
         self.orders.append(("end_choice", (attempt, index)))
 
+    def recall(self, line: WorkerLine, attempt: AttemptId) -> None:
+        self.orders.append(("recall", attempt))
+
     def prefetch(self, order: worker_pb2.Prefetch) -> None:
         self.orders.append(("prefetch", order.id))
 

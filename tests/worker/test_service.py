@@ -28,6 +28,7 @@ from wire.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
+    PromptReturned,
     RequestExists,
     Unavailable,
     Unsupported,
@@ -163,6 +164,30 @@ async def test_an_aborted_prefill_leaves_nothing_behind(prefill: Worker) -> None
     await prefill.was_aborted()
     prefill.model.may_go.set()
     assert (await prefill.at_rest()).generated_tokens <= 1
+
+
+async def test_a_prompt_that_is_recalled_goes_back_unless_it_has_begun(prefill: Worker) -> None:
+    prefill.model.may_go.clear()
+    first = prefill.caller.begin(begin_of())
+    await prefill.at_work()
+    second = prefill.caller.begin(begin_of(request_id="second"))
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(prefill.service.attempts) < 2:
+            await prefill.service.status()
+    for attempt in ("r/1", "second/1", "unknown/1"):
+        prefill.caller.line.recall(AttemptId(attempt))
+    prefill.service.connect().take(worker_pb2.ConnectRequest(recalls=["second/1"]))  # of no attempt on that line
+    await prefill.service.status()
+    prefill.model.may_go.set()
+    with pytest.raises(PromptReturned):
+        await second.end()
+    [update] = second.updates
+    assert [span.name for span in update.end.spans] == ["prefill.queue"]
+    assert tokens_of(await first.end()) == ORACLE.oracle(PROMPT, 1)
+    status = await prefill.idle()
+    assert (status.computed_prompt_tokens, await prefill.num_holds()) == (len(PROMPT), 1)
+    again = await prefill.caller.prefill(begin_of(request_id="second", attempt=2))
+    assert tokens_of([again]) == ORACLE.oracle(PROMPT, 1)
 
 
 async def test_an_abort_takes_the_attempt_out_of_the_engine(decode: Worker) -> None:

@@ -8,12 +8,16 @@ Templates come from model folders and are untrusted programs.
 """
 
 import sys
+from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 from text.child import Handler, serve
 
 MAX_FAILURE_CHARS = 100
+PACKAGES = ("transformers", "transformers.utils")
+"""The renderer's packages, whose own modules list all models, for 0.5 s of a processor."""
 
 
 def _prepare(first: dict[str, Any]) -> Handler:
@@ -21,8 +25,22 @@ def _prepare(first: dict[str, Any]) -> Handler:
 
 
 def _import_renderer() -> Any:
-    """Imports the renderer without torch, which would take a second and 200 MB."""
+    """Imports the renderer without torch, which would take a second and 200 MB, and without its packages' own modules.
+
+    A release of transformers whose renderer needs these has them imported, too.
+    """
     sys.modules["torch"] = None  # type: ignore[assignment]
+    for package in PACKAGES:
+        if (spec := find_spec(package)) is not None:
+            sys.modules[package] = module_from_spec(spec)
+    with suppress(ImportError, AttributeError):
+        return _find_renderer()
+    for package in PACKAGES:
+        sys.modules.pop(package, None)
+    return _find_renderer()
+
+
+def _find_renderer() -> Any:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof", "ended_choices", "prefetches")
+    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof", "ended_choices", "prefetches", "recalls")
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     RENEWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class ConnectRequest(_message.Message):
     PROOF_FIELD_NUMBER: _ClassVar[int]
     ENDED_CHOICES_FIELD_NUMBER: _ClassVar[int]
     PREFETCHES_FIELD_NUMBER: _ClassVar[int]
+    RECALLS_FIELD_NUMBER: _ClassVar[int]
     aborts: _containers.RepeatedScalarFieldContainer[str]
     renewals: _containers.RepeatedScalarFieldContainer[str]
     releases: _containers.RepeatedScalarFieldContainer[str]
@@ -27,7 +28,8 @@ class ConnectRequest(_message.Message):
     proof: bytes
     ended_choices: _containers.RepeatedCompositeFieldContainer[EndedChoice]
     prefetches: _containers.RepeatedCompositeFieldContainer[Prefetch]
-    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[BeginPart, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[EndedChoice, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[Prefetch, _Mapping]]] = ...) -> None: ...
+    recalls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[BeginPart, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[EndedChoice, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[Prefetch, _Mapping]]] = ..., recalls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("updates", "answers", "ended_holds")

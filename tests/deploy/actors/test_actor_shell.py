@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import os
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ class Clerk:
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorShell:
     monkeypatch.setattr(Clerk, "num_made", 0)
     monkeypatch.setattr(ray_host, "start_logging", lambda _name: None)  # which is that of the whole process
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # likewise
     return ActorShell("clerk", f"{__name__}:Clerk", str(tmp_path))
 
 
@@ -40,6 +43,14 @@ async def test_its_process_is_written_down(shell: ActorShell, tmp_path: Path) ->
     assert process == ProcessRef.of(os.getpid())
     assert recorded_living(tmp_path) == [process]
     assert recorded(tmp_path, "another") is None
+
+
+@pytest.mark.usefixtures("shell")
+def test_garbage_is_looked_for_again_once_all_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    was_enabled = []
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda _target: was_enabled.append(gc.isenabled()))
+    ActorShell("clerk", f"{__name__}:Clerk", str(tmp_path))
+    assert (was_enabled, gc.isenabled()) == ([False], True)
 
 
 async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> None:

@@ -303,11 +303,36 @@ async def test_a_tenants_share_of_arenas_holds_for_both_versions_of_a_rolled_mod
     await controller.roll(to_json(Revision(config=cluster.plan.config, model=rolled)))
     secret = cluster.plan.router.cluster.secret
     roots = [one.namespace.root_of(secret, "acme") for one in (served, rolled.served)]
-    both = Shares({digest_of(root).hex(): 0.25 for root in roots})
+    both = Shares({",".join(digest_of(root).hex() for root in roots): 0.25})
     await until(lambda: cluster.host.shares == both)
     cluster.host.shares = Shares({})
     await cluster.controller_dies()
     await until(lambda: cluster.host.shares == both)
+
+
+def models_of(cluster: Cluster, name: str, kind: type[RouterConfig | NodeConfig]) -> list[ServedModel]:
+    return [from_json(kind, text, name).model for one, text in cluster.host.started if one == name]
+
+
+async def test_a_router_that_starts_again_amid_a_roll_has_the_model_that_decode_workers_have(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fleet, "_require_room", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.01)
+    start = cluster.host.start
+
+    async def start_others(name: str, config_json: str, timeout_s: float) -> str:
+        if name == "decode-1":
+            await asyncio.sleep(timeout_s)
+        return await start(name, config_json, timeout_s)
+
+    monkeypatch.setattr(cluster.host, "start", start_others)
+    controller, served = await cluster.start(), cluster.plan.model.served
+    rolled = replace(cluster.plan.model, served=replace(served, fingerprint_hex="ab" * 32))
+    await controller.roll(to_json(Revision(config=cluster.plan.config, model=rolled)))
+    cluster.host.actors[ROUTER] = Liveness.DEAD
+    await until(lambda: len(models_of(cluster, ROUTER, RouterConfig)) == 2)
+    assert models_of(cluster, ROUTER, RouterConfig) == [served] * 2
 
 
 @pytest.mark.parametrize(("name", "kind"), [(ROUTER, RouterConfig), (NODE, NodeConfig)])
@@ -315,13 +340,15 @@ async def test_a_router_or_node_service_that_starts_again_has_the_model_that_wor
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[RouterConfig | NodeConfig]
 ) -> None:
     def models() -> list[ServedModel]:
-        return [from_json(kind, text, name).model for one, text in cluster.host.started if one == name]
+        return models_of(cluster, name, kind)
 
     monkeypatch.setattr(Fleet, "_require_room", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.01)
     controller, served = await cluster.start(), replace(cluster.plan.model.served, fingerprint_hex="ab" * 32)
     revision = Revision(config=cluster.plan.config, model=replace(cluster.plan.model, served=served))
-    await controller.roll(to_json(revision))
+    number = await controller.roll(to_json(revision))
+    if name == ROUTER:
+        await controller.rolled(number)
     cluster.host.actors[name] = Liveness.DEAD
     await until(lambda: len(models()) == 2)
     await cluster.controller_dies()

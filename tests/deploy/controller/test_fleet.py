@@ -1,7 +1,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,13 @@ from deploy.controller.supervised import EventLog, Supervision
 from deploy.controller.workers import RouterMembers
 from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
-from deploy.plan.machine import Machine, RayNode, Resources
+from deploy.plan.machine import Machine, RayNode, Resources, service_of
+from deploy.plan.sizing import WORKER_BYTES
 from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import Revisions
+from deploy.scaling.demand import START_S
 from router.config import RouterSettings
-from tests.deploy.plan.test_cluster_plan import MACHINE, planned
+from tests.deploy.plan.test_cluster_plan import MACHINE, planned, with_codes
 from wire.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -164,9 +166,9 @@ class World:
             inspect=lambda: self.machine,
         )
 
-    async def _join(self, node: RayNode) -> NodeBaseline:
+    async def _join(self, node: RayNode, plan: ClusterPlan) -> NodeBaseline:
         await self.node_is_up.wait()
-        return NodeBaseline(node, MACHINE)
+        return NodeBaseline(node, MACHINE, layout_tag=plan.layout_tag)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -211,6 +213,7 @@ async def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "PROBE_EVERY_S", 0.005)
+    monkeypatch.setattr(workers_module, "ASK_EVERY_S", 0.005)
     monkeypatch.setattr(supervised, "PAUSE_S", 0.005)
 
 
@@ -229,8 +232,11 @@ async def test_workers_are_launched_at_once_and_go_to_work_when_the_node_is_up()
         await until(lambda: world.host.launched == [P0, D0])
         with pytest.raises(DeadlineExceeded):
             await world.fleet.settle(0.05)
+        assert world.fleet.workers.start.learned_s is None
+        world.now_s += 24.0
         world.node_is_up.set()
         await world.settled()
+        assert START_S < world.fleet.workers.start.mean_s <= 24.0, "the time of a start is learned"
 
 
 async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:
@@ -261,7 +267,7 @@ async def test_of_several_nodes_each_that_hosts_workers_tells_its_room() -> None
         other = RayNode("b", "10.0.0.2")
         world.host.ray_nodes.append(other)
         for node in world.host.ray_nodes:
-            world.host.actors[node.service] = Liveness.ANSWERING
+            world.host.actors[service_of(node.id)] = Liveness.ANSWERING
         world.host.machine = replace(MACHINE, memory_bytes=0)
         with pytest.raises(ConfigError, match="2 more decode workers do not fit into the memory of 2 nodes: at most 0"):
             await world.fleet.resize(None, 3)
@@ -269,7 +275,7 @@ async def test_of_several_nodes_each_that_hosts_workers_tells_its_room() -> None
         assert await world.scaled(None, 3) == PoolSizes(1, 3)
         world.host.machine = replace(MACHINE, memory_bytes=0)
         assert await world.scaled(None, 2) == PoolSizes(1, 2)
-        del world.host.actors[other.service]
+        del world.host.actors[service_of(other.id)]
         assert await world.scaled(None, 3) == PoolSizes(1, 3), "of a node without workers nothing is known"
 
 
@@ -786,6 +792,7 @@ class SpreadHost(FleetHost):
         super().__init__()
         self.ray_nodes.append(OTHER)
         self.left = Drained()
+        self.services: tuple[str, ...] = (service_of(OTHER.id),)
         self.asked: list[str] = []
 
     def launch(
@@ -794,10 +801,12 @@ class SpreadHost(FleetHost):
         super().launch(name, target, resources, None if name == D1 or not_on else OTHER.id, not_on)
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
-        if name != OTHER.service:
+        if name not in self.services:
             return await super().call(name, method, *arguments, timeout_s=timeout_s)
         assert method == "drain"
-        assert {"prefill-0", "decode-0"} & self.router.known, "decode finds the node by its workers"
+        assert {one for one in self.router.known if self.places[one] == OTHER.id}, (
+            "decode finds the node by its workers"
+        )
         self.asked.append(name)
         return to_json(self.left)
 
@@ -813,8 +822,8 @@ async def test_a_node_is_drained_with_all_of_its_workers_and_gets_no_others() ->
         assert world.pools.sizes == PoolSizes(1, 2), "others have taken their places"
         assert world.router.known == {P1, D1, D2}
         assert (host.places[P1], host.places[D2]) == ("head", "head")
-        assert host.asked == [OTHER.service] * 2
-        assert f"{OTHER.service} goes with 2 prompts and 3 blocks" in str(world.events.report())
+        assert host.asked == [service_of(OTHER.id)] * 2
+        assert f"{service_of(OTHER.id)} goes with 2 prompts and 3 blocks" in str(world.events.report())
 
 
 async def test_others_start_in_the_places_of_a_node_that_drains_before_its_workers_have_gone() -> None:
@@ -883,7 +892,7 @@ async def test_a_drain_of_a_node_that_another_has_begun_waits_for_what_its_arena
             host.finish(D0)
             host.finish(P0)
             await world.fleet.drained_node(OTHER, 5)
-            assert host.asked == [OTHER.service] * 2
+            assert host.asked == [service_of(OTHER.id)] * 2
             await world.settled()
             assert host.places[P1] == "head", "the node still gets no others"
 
@@ -1197,6 +1206,21 @@ async def test_routers_know_both_versions_amid_a_roll_to_other_weights_the_wante
         assert world.router.models == [after], "a new router hears it, too"
 
 
+async def test_a_router_starts_with_the_version_before_until_a_decode_worker_has_the_wanted_one() -> None:
+    async with rollable(1, 1) as world:
+        before, after = BEFORE.model.served, OTHER_WEIGHTS.served
+        assert world.fleet.served == before
+        world.rolls.gate.clear()
+        number = await world.fleet.roll(BEFORE.config, OTHER_WEIGHTS)
+        await until(lambda: P1 in world.pools)
+        assert world.fleet.served == before
+        world.rolls.gate.set()
+        await until(lambda: world.pools.has(D1, WorkerState.READY))
+        assert world.fleet.served == after
+        await world.fleet.rolled(number, 5)
+        assert world.fleet.served == after
+
+
 async def test_before_a_roll_a_router_of_a_release_without_versions_can_read_the_members() -> None:
     async with rollable(1, 1) as world:
         assert world.router.fields == {"sizes", "workers"}
@@ -1209,11 +1233,74 @@ async def test_the_last_decode_worker_of_a_version_stays_while_a_router_needs_it
         await until(lambda: {P1, D0, D1} == world.router.known)
         with pytest.raises(DeadlineExceeded, match="the roll is still under way"):
             await world.fleet.rolled(number, 0.05)
-        assert world.pools.has(D0, WorkerState.READY)
+        assert world.pools.has(D0, WorkerState.DRAINING)
+        assert D0 not in world.host.drained
         world.router.needed = ()
-        world.fleet.introduce()
         await world.fleet.rolled(number, 5)
         assert world.router.known == {P1, D1}
+        assert D0 in world.host.drained
+
+
+async def by_scale(world: World) -> None:
+    await world.fleet.resize(None, 1)
+
+
+async def by_drain(world: World) -> None:
+    world.fleet.drain(D1)
+
+
+async def by_drain_of_its_node(world: World) -> None:
+    await world.fleet.drain_node(OTHER)
+
+
+LET_GO = [(by_scale, D1), (by_drain, D1), (by_drain_of_its_node, D0)]
+
+
+async def let_go(world: World, way: Callable[[World], Awaitable[None]], worker_id: WorkerId) -> None:
+    """Lets a worker go that the router needs, and returns when the router knows that it drains."""
+    await world.settled()
+    world.router.needed = (worker_id,)
+    await way(world)
+    await until(lambda: (worker_id, WorkerState.DRAINING) in [(one.id, one.state) for one in world.router.told[-1]])
+
+
+@pytest.mark.parametrize(("way", "worker_id"), LET_GO)
+async def test_a_worker_that_a_router_needs_drains_once_it_is_needed_no_more(
+    way: Callable[[World], Awaitable[None]], worker_id: WorkerId
+) -> None:
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await let_go(world, way, worker_id)
+        num_told = len(world.router.told)
+        await until(lambda: len(world.router.told) > num_told + 3)
+        assert worker_id not in host.drained
+        world.router.needed = ()
+        await world.fleet.drained(worker_id, 5)
+        assert worker_id in host.drained
+        assert f"worker {worker_id} is the last of its model's version" in str(world.events.report())
+        await world.settled()
+
+
+async def test_a_worker_that_a_router_needs_on_and_on_drains_after_the_longest_deadline_of_a_request() -> None:
+    async with World(1, 2, SpreadHost()).running() as world:
+        await let_go(world, by_scale, D1)
+        await until(lambda: "stays for open requests" in str(world.events.report()))
+        world.now_s += PLAN.config.router.max_deadline_s
+        await world.fleet.drained(D1, 5)
+
+
+async def test_a_router_that_does_not_answer_needs_the_workers_that_it_needed() -> None:
+    host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
+    routers = planned(ClusterConfig(router=RouterSettings(routers=2))).routers
+    members = RouterMembers(pools, routers, host, EventLog(float))
+    host.second.needed = (D0,)
+    await members.announce()
+    host.second.away = True
+    await members.announce()
+    assert members.needed == {D0}
+    host.second.away, host.second.needed = False, ()
+    await members.announce()
+    assert members.needed == set()
 
 
 async def test_a_roll_to_other_weights_that_fails_leaves_one_version() -> None:
@@ -1225,3 +1312,85 @@ async def test_a_roll_to_other_weights_that_fails_leaves_one_version() -> None:
             await world.fleet.rolled(number, 5)
         await world.has_only(1, 4)
         await until(lambda: world.router.models == [BEFORE.model.served])
+
+
+CODES = with_codes(BEFORE.model)
+CODED = replace(BEFORE, model=CODES)
+ROOMY = Machine(memory_bytes=8 << 30, shared_bytes=1 << 30, num_cores=2)
+
+
+async def test_workers_are_rolled_to_another_kv_layout_and_the_layouts_in_use_are_known_at_each_time() -> None:
+    async with rollable(1, 1) as world:
+        world.machine = ROOMY
+        assert world.fleet.plan_with(CODED.layout_tag) is None
+        number = await world.fleet.roll(with_threads(2), CODES)
+        await until(lambda: P1 in world.router.known)
+        plans = [world.fleet.plan_with(tag) for tag in (CODED.layout_tag, "")]
+        assert [plan and plan.model for plan in plans] == [CODES, BEFORE.model]
+        assert world.router.models == [CODES.served, BEFORE.model.served]
+        await world.fleet.rolled(number, 5)
+        assert world.fleet.plan_with("") is None
+
+
+async def test_the_layout_of_a_roll_that_is_taken_back_is_in_use_no_more() -> None:
+    async with rollable(1, 1) as world:
+        world.machine, world.rolls.bad = ROOMY, 2
+        number = await world.fleet.roll(with_threads(2), CODES)
+        with pytest.raises(Unavailable, match="is taken back"):
+            await world.fleet.rolled(number, 5)
+        await until(lambda: world.fleet.plan_with(CODED.layout_tag) is None)
+        assert world.fleet.plan_with("") == BEFORE
+
+
+@pytest.mark.parametrize(
+    ("free", "problem"),
+    [
+        (replace(ROOMY, shared_bytes=0), "arena.size_bytes: 0 B is too little"),
+        (replace(ROOMY, memory_bytes=WORKER_BYTES), "1 more workers take 256 MiB of memory each, and .* are left"),
+    ],
+)
+async def test_a_roll_without_room_for_a_second_arena_and_a_worker_beside_it_changes_nothing(
+    free: Machine, problem: str
+) -> None:
+    async with rollable(1, 1) as world:
+        world.machine = free
+        why = "a roll to another KV layout has a second arena beside the present one for a while"
+        with pytest.raises(ConfigError, match=f"^{why}: {problem}"):
+            await world.fleet.roll(BEFORE.config, CODES)
+        assert (world.pools.roll.wanted, len(world.host.launched)) == (0, 2)
+
+
+async def test_the_room_for_a_worker_of_another_kv_layout_is_by_its_own_settings() -> None:
+    """The present workers, whose memory stands for that of a worker more, have shorter numbers and fewer pages."""
+    async with rollable(1, 1) as world:
+        world.machine = replace(ROOMY, memory_bytes=1 << 30)
+        larger = ClusterConfig.load(None, {"worker": {"num_threads": 1, "pool_bytes": "1GiB"}})
+        with pytest.raises(ConfigError, match="for a while: 1 more prefill workers do not fit into the memory"):
+            await world.fleet.roll(larger, CODES)
+        await world.fleet.rolled(await world.fleet.roll(larger, BEFORE.model), 5)
+
+
+async def test_the_room_of_each_of_several_nodes_is_without_a_second_arena() -> None:
+    async with rollable(1, 1) as world:
+        world.host.ray_nodes.append(RayNode("b", "10.0.0.2"))
+        for node in world.host.ray_nodes:
+            world.host.actors[service_of(node.id)] = Liveness.ANSWERING
+        world.host.machine = replace(ROOMY, shared_bytes=0)
+        with pytest.raises(ConfigError, match=r"a second arena beside the present one for a while: arena\.size"):
+            await world.fleet.roll(BEFORE.config, CODES)
+        world.host.machine = ROOMY
+        number = await world.fleet.roll(BEFORE.config, CODES)
+        await world.fleet.rolled(number, 5)
+
+
+async def test_a_node_that_drains_is_drained_at_the_service_of_each_workers_layout() -> None:
+    host = SpreadHost()
+    async with World(1, 2, host, BEFORE).running() as world:
+        await world.settled()
+        world.machine = world.host.machine = ROOMY
+        host.actors[service_of(OTHER.id)] = Liveness.ANSWERING
+        await world.fleet.rolled(await world.fleet.roll(BEFORE.config, CODES), 5)
+        host.services = (name := service_of(OTHER.id, CODED.layout_tag),)
+        await world.fleet.drain_node(OTHER)
+        await world.fleet.drained_node(OTHER, 5)
+        assert {*host.asked} == {name}

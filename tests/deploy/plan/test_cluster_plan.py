@@ -14,7 +14,7 @@ from tests.harness.served import served_model
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError, Unauthenticated
 from wire.ids import WorkerId
-from wire.pools import Role, Worker
+from wire.pools import Role, Worker, node_name
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import Identity
 from wire.trust.key_ring import NO_KEYS, KeyRing, Scope
@@ -39,7 +39,7 @@ BOUNDS = {
     "max_buffered_tokens": 16,
     "max_stall_s": 17.0,
     "max_worker_wait_s": 18.0,
-    "disaggregation": "conditional",
+    "disaggregation": "never",
 }
 LISTENERS = {
     "host": "127.0.0.2",
@@ -53,6 +53,12 @@ LISTENERS = {
 
 def planned(config: ClusterConfig, model: ModelFacts = MODEL, machine: Machine | None = MACHINE) -> ClusterPlan:
     return make_plan(config, model, machine, (REDIS, FILES), "/tmp/baton-a-12345678", "token", b"secret", "/none")
+
+
+def with_codes(model: ModelFacts, quantization: str = "int8") -> ModelFacts:
+    """Returns a model with another KV layout of the same block size."""
+    layout_hex = replace(model.served.layout, quantization=quantization).encode().hex()
+    return replace(model, served=replace(model.served, layout_hex=layout_hex))
 
 
 def worker_of(plan: ClusterPlan, baseline: NodeBaseline = HEAD, role: Role = Role.DECODE) -> WorkerConfig:
@@ -171,6 +177,25 @@ def test_each_node_of_several_has_its_own_files_sizes_and_address() -> None:
     assert worker.server.host == "10.0.0.2"
     assert worker_of(plan, HEAD, Role.PREFILL).server.host == "127.0.0.1"
     assert worker.num_threads == 4, "a prefill worker may come to that node, too"
+
+
+def test_another_kv_layout_has_files_names_and_sizes_of_its_own_on_a_node() -> None:
+    plan = planned(ClusterConfig(), machine=None).under(Authority.make())
+    other = replace(plan, model=with_codes(MODEL))
+    tag = other.layout_tag
+    assert (plan.layout_tag, len(tag)) == ("", 6)
+    assert replace(plan, model=with_codes(MODEL, "fp8")).layout_tag not in ("", tag)
+    assert replace(other, model=MODEL).layout_tag == ""
+    baseline = replace(OTHER, layout_tag=tag)
+    node, worker = other.node_config(baseline), worker_of(other, baseline)
+    assert node.arena_path == f"/dev/shm/baton-a-12345678.bbbbbbbb.{tag}"
+    assert node.store.directory_path == f"/tmp/baton-a-12345678.bbbbbbbb.{tag}/directory.sock"
+    assert names_of(node.identity) == [f"node-bbbbbbbb-{tag}", "10.0.0.2"]
+    assert worker.store == replace(node.store, node_id=f"bbbbbbbb@10.0.0.2#{tag}", block_address="10.0.0.2:7")
+    assert node_name(worker.store.node_id) == OTHER.node.name
+    assert node_name(worker_of(plan, OTHER).store.node_id) == OTHER.node.name
+    given = replace(other, config=ClusterConfig.load(None, {"arena": {"size_bytes": "1MiB"}}))
+    assert given.node_config(baseline).num_slots == (1 << 20) // other.model.served.layout.block_bytes
 
 
 def test_workers_of_the_head_listen_for_routers_of_another_node_too() -> None:

@@ -16,6 +16,11 @@ from wire.sampling import SamplingParams
 PRESENT = Revision(config=ClusterConfig(), model=MODEL)
 
 
+def in_layout(**changes: Any) -> str:
+    """Returns an encoded KV layout that differs in these fields."""
+    return replace(LAYOUT, **changes).encode().hex()
+
+
 def changed(**tables: Any) -> ClusterConfig:
     return ClusterConfig.load(None, tables)
 
@@ -34,6 +39,16 @@ def test_settings_of_workers_are_rolled(tables: dict[str, Any]) -> None:
     version = replace(SERVED, folder="/elsewhere", fingerprint_hex="ab" * 32, sampling=SamplingParams(top_k=3))
     revision = rolled(PRESENT, config, replace(MODEL, served=replace(version, name="elsewhere")))
     assert (revision.config, revision.model.served) == (config, version)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"dtype": "bfloat16", "quantization": "int4"}, {"num_layers": 3}],
+)
+def test_a_model_with_another_kv_layout_of_the_same_block_size_is_rolled(fields: dict[str, Any]) -> None:
+    served = replace(SERVED, dtype=fields.get("dtype", "float32"), layout_hex=in_layout(**fields))
+    config = changed(model={"dtype": served.dtype})
+    assert rolled(PRESENT, config, replace(MODEL, served=served)).model.served == served
 
 
 @pytest.mark.parametrize(
@@ -61,7 +76,12 @@ def test_any_other_setting_is_refused_by_name(tables: dict[str, Any], words: str
     ("change", "words"),
     [
         ({"text_hex": "ab" * 32}, r"the model's tokenizer or chat template \(model.path\): `baton down` and"),
-        ({"layout_hex": replace(LAYOUT, block_size=32).encode().hex()}, "the model's KV layout"),
+        (
+            {"layout_hex": in_layout(block_size=32)},
+            r"the model's block size of KV \(model.block_size\): `baton down` and",
+        ),
+        ({"layout_hex": in_layout(window=8)}, r"the model's attention window \(model.path, model.kv_policy\)"),
+        ({"layout_hex": in_layout(window=8, num_sinks=4)}, r"attention window \(.*\) and attention sinks \("),
         ({"max_context_len": 65}, "the model's context:"),
         ({"vocab_size": 7}, r"the model's vocabulary size \(model.path\): `baton down` and"),
         ({"batch_invariant": False}, r"the model's batch invariance \(.*, model.exact, speculation.proposer\):"),

@@ -9,11 +9,13 @@ from cli.bench.plan import virtual_time
 from deploy.actors.actor_host import LocalHost
 from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.config import SloSettings
+from deploy.scaling.demand import START_S
 from deploy.scaling.policy import REVERSE_S
 from deploy.scaling.scaler import ASK_EVERY_S, FILE, Scaler
 from router.observe.demand import Demand
 from wire.errors import ConfigError, Unavailable
 from wire.pools import PoolSizes
+from wire.tier import Duration
 from wire.typed_reader import to_json
 
 SLO = SloSettings(ttft_ms=2000.0, itl_ms=50.0, dwell_s=60.0, max_prefill=6, max_decode=4)
@@ -46,6 +48,7 @@ class World:
         self.sizes = PoolSizes(1, 1)
         self.orders: list[tuple[float, PoolSizes]] = []
         self.has_room = True
+        self.start_time = Duration(START_S)
         clock = asyncio.get_running_loop().time
         self.events = EventLog(clock)
         self.folder = folder
@@ -54,7 +57,9 @@ class World:
 
     def start(self) -> None:
         """Starts a scaler, which knows of earlier ones what they have recorded."""
-        self.scaler = Scaler(SLO, list(self.host.tokens_s), self._means, lambda: self.sizes, self._resize)
+        self.scaler = Scaler(
+            SLO, list(self.host.tokens_s), self._means, lambda: self.sizes, self._resize, self.start_time
+        )
         self._task = asyncio.create_task(self.scaler.run())
 
     async def pass_by(self, seconds: float) -> PoolSizes:
@@ -97,6 +102,17 @@ def test_sizes_follow_a_load_that_comes_and_goes_and_events_say_why() -> None:
         )
         assert world.texts[-1].startswith("prefill ")
         assert " to 1: 0 uncached tokens/s arrive, 0 wait" in world.texts[-1]
+
+    at_work(steps)
+
+
+@pytest.mark.parametrize(("start_s", "wanted"), [(8.0, 2), (30.0, 5), (1e6, 6)])
+def test_a_longer_start_orders_more_for_what_arrives_until_then(start_s: float, wanted: int) -> None:
+    async def steps(world: World) -> None:
+        for _ in range(50):
+            world.start_time.learn(start_s)
+        world.host.tokens_s = {"router": 2500, "router-1": 0}
+        assert (await world.pass_by(2 * ASK_EVERY_S + 1)).prefill == wanted
 
     at_work(steps)
 

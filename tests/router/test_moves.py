@@ -1,0 +1,174 @@
+"""The choice of queued prompts that move, as tables: a token takes a millisecond. And the books of a router."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import cast
+
+import pytest
+
+from router.moves import MAX_MOVES, PromptMoves, QueuedPrompt, choose_moves
+from router.workers.line import Line
+from router.workers.members import LONG_STEP_S, Member
+from wire.ids import WorkerId
+from wire.pb import worker_pb2
+from wire.pools import Role, Worker, WorkerState
+
+MS = 0.001
+
+
+def prompt(num_tokens: int, priority: int = 0, may_move: bool = True) -> QueuedPrompt:
+    return QueuedPrompt(member("p0", b"one"), num_tokens, priority, lambda: None, may_move)
+
+
+def moved(*queues: tuple[int, ...]) -> list[int]:
+    """The tokens of the prompts that move, of queues of prompts with so many tokens."""
+    return [one.num_tokens for one in choose_moves([[prompt(num) for num in queue] for queue in queues], MS)]
+
+
+@pytest.mark.parametrize(
+    ("queues", "tokens"),
+    [
+        ((), []),
+        (((100,),), []),
+        (((100, 200),), [200]),
+        (((40, 200),), []),
+        (((100, 101, 102, 103),), [102, 103]),
+        (((100, 100, 100, 900),), [900]),
+        (((900, 100, 100, 101),), [100, 100, 101]),
+        (((100, 100, 101), (100, 100, 102)), [101, 102]),
+        (((1000, 60),), [60]),
+        (((1000, 1000, 2000, 90),), [2000, 90]),
+        (((100,), (200,), (300,)), []),
+    ],
+    ids=[
+        "no queue",
+        "a prompt alone ends no sooner elsewhere",
+        "the last of two",
+        "a gain of less than LEAST_GAIN_S",
+        "half of a queue, the first to arrive first",
+        "a long prompt, behind which none would gain",
+        "all that wait behind a long prompt",
+        "the last prompts of the longest queues",
+        "a short prompt behind a long one",
+        "behind the last prompt goes the one before it",
+        "each worker with one prompt keeps it",
+    ],
+)
+def test_the_last_prompts_of_the_longest_queues_move(queues: tuple[tuple[int, ...], ...], tokens: list[int]) -> None:
+    assert moved(*queues) == tokens
+
+
+def test_a_gain_of_less_than_a_tenth_moves_nothing() -> None:
+    assert moved((100, 1000)) == []
+    assert moved((150, 1000)) == [1000]
+
+
+def test_a_worker_is_given_a_bounded_number_of_prompts() -> None:
+    assert len(moved((100,) * 10 * MAX_MOVES)) == MAX_MOVES
+
+
+def test_prompts_that_stay_are_passed_over_and_the_least_urgent_move_first() -> None:
+    urgent, usual, moved_before = prompt(200, -1), prompt(201, 1), prompt(202, 1, may_move=False)
+    begun = prompt(100, may_move=False)
+    assert choose_moves([[begun, usual, moved_before, urgent]], MS) == [urgent, usual]
+    assert choose_moves([[begun, usual, urgent]], MS) == [usual]
+
+
+class Books:
+    """The prompts of a router at three workers of two versions, and the prompts that were recalled, by name."""
+
+    def __init__(self) -> None:
+        versions = {"p0": b"one", "p1": b"one", "p2": b"two"}
+        self.workers = {name: member(name, version) for name, version in versions.items()}
+        self.ready = ["p0"]
+        self.full: set[str] = set()
+        self.recalled: list[str] = []
+        self.moves = PromptMoves(lambda: [self.workers[name] for name in self.ready], lambda: self.full)
+        self.ends: dict[str, ExitStack] = {}
+
+    def queue(self, *names: str, at: str = "p0") -> None:
+        """Queues prompts of 200 tokens."""
+        for name in names:
+            recall = lambda name=name: self.recalled.append(name)  # noqa: E731
+            one = QueuedPrompt(self.workers[at], 200, 0, recall)
+            self.ends[name] = ExitStack()
+            self.ends[name].enter_context(self.moves.queued(one))
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self.ends.pop(name).close()
+
+    def take_recalled(self) -> list[str]:
+        recalled, self.recalled[:] = [*self.recalled], []
+        return recalled
+
+
+def member(name: str, fingerprint: bytes) -> Member:
+    info = worker_pb2.WorkerInfo(worker_id=name, role="prefill", fingerprint=fingerprint, node_id=f"node of {name}")
+    worker = Worker(WorkerId(name), Role.PREFILL, name, WorkerState.READY)
+    return Member(worker=worker, info=info, line=cast(Line, None), prefill_token_s=MS)
+
+
+@pytest.fixture
+def books() -> Iterator[Books]:
+    books = Books()
+    yield books
+    books.end(*books.ends)
+    assert books.moves.check() == []
+
+
+def test_a_worker_that_starts_is_given_prompts_once(books: Books) -> None:
+    books.queue("a", "b", "c", "d")
+    assert books.moves.check() == ["4 prompts are queued at p0"]
+    books.moves.fill()
+    assert books.take_recalled() == []
+    books.ready.append("p1")
+    books.moves.fill()
+    assert books.take_recalled() == ["c", "d"]
+    books.moves.fill()
+    assert books.take_recalled() == [], "it waits for the recalled ones"
+
+
+def test_a_worker_without_prompts_left_is_given_others(books: Books) -> None:
+    books.ready.append("p1")
+    books.queue("z", at="p1")
+    books.queue("a", "b", "c")
+    assert books.take_recalled() == []
+    books.end("z")
+    assert books.take_recalled() == ["c"]
+    books.end("c")  # returned
+    books.queue("c", at="p1")
+    books.end("c")
+    assert books.take_recalled() == ["b"]
+
+
+def test_a_worker_of_another_version_a_silent_one_and_a_full_node_are_given_nothing(books: Books) -> None:
+    books.queue("a", "b", "c", "d")
+    books.ready.append("p2")
+    books.moves.fill()
+    books.ready.append("p1")
+    books.workers["p1"].engine_silent_s = LONG_STEP_S
+    books.moves.fill()
+    books.workers["p1"].engine_silent_s = 0.0
+    books.full = {"node of p1"}
+    books.moves.fill()
+    assert books.take_recalled() == []
+    books.full = set()
+    books.moves.fill()
+    assert books.take_recalled() == ["c", "d"]
+
+
+def test_nothing_moves_before_a_worker_has_learned_its_speed(books: Books) -> None:
+    for one in books.workers.values():
+        one.prefill_token_s = None
+    books.queue("a", "b", "c", "d")
+    books.ready.append("p1")
+    books.moves.fill()
+    assert books.take_recalled() == []
+
+
+def test_prompts_of_a_worker_that_leaves_move_too(books: Books) -> None:
+    books.queue("a", "b", "c", "d")
+    books.ready[:] = ["p1"]
+    books.moves.fill()
+    assert books.take_recalled() == ["c", "d"]
