@@ -16,11 +16,10 @@ from kernels.backend import Int4, KVPages
 from kernels.cpu.checksums import KEYS, WORD_BYTES, num_pieces
 from kv_store.frame import checksum_of, checksum_of_sums
 from kv_store.ledger import Ledger
+from kv_store.node.arena import POPULATE_WRITE
 from wire.ids import PageId
 from wire.layout import KVLayout
 
-_POPULATE_WRITE = 23
-"""Linux's MADV_POPULATE_WRITE, which `mmap` does not name."""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -241,7 +240,7 @@ def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+    for advice in (mmap.MADV_HUGEPAGE, POPULATE_WRITE):
         with suppress(OSError):  # a kernel without it
             memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -77,13 +77,13 @@ def test_what_is_no_arena_is_discarded_too(path: str, content: bytes | None) -> 
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("advice", [arena_module._POPULATE_WRITE, -1])
+@pytest.mark.parametrize("advice", [arena_module.POPULATE_WRITE, -1])
 def test_all_of_it_is_allocated_and_mapped_at_the_start(
     advice: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its owner and by each other process, also on a system that does not know how to populate a mapping."""
     monkeypatch.setattr(arena_module, "_STEP_BYTES", 8 * BLOCK)
-    monkeypatch.setattr(arena_module, "_POPULATE_WRITE", advice)
+    monkeypatch.setattr(arena_module, "POPULATE_WRITE", advice)
     for make in (partial(Arena.create, path, BLOCK, 20), partial(Arena.open, path)):
         arena = make()
         size = os.stat(path).st_size
