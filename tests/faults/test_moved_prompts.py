@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from router import moves
+from router.workers import members
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
 from tests.harness.cluster import until
@@ -31,8 +32,9 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 @pytest.fixture(autouse=True)
 def every_gain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However quick the models are."""
+    """However quick the models are; and no engine counts as silent, however long a test keeps it in a step."""
     monkeypatch.setattr(moves, "LEAST_GAIN_S", 0.0)
+    monkeypatch.setattr(members, "LONG_STEP_S", 1e6)
 
 
 class Queue:
@@ -70,7 +72,7 @@ class Queue:
 
     async def heard(self, name: str) -> None:
         """Returns once a worker has taken all that the router has sent so far."""
-        await self.cluster.router.members[WorkerId(name)].line.questions.status(False, 5.0)
+        await self.cluster.router.members[WorkerId(name)].line.questions.status(False, 30.0)
 
     def num_attempts(self, name: str) -> int:
         return len(self.cluster.workers[name].service.attempts)
@@ -96,6 +98,7 @@ class Queue:
 @asynccontextmanager
 async def queue() -> AsyncIterator[Queue]:
     async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
+        await until(lambda: cluster.router.index.marks("") is not None)
         cluster.models["p0"].pause()
         queue = Queue(cluster)
         await until(lambda: queue.num_attempts("p0") == NUM_REQUESTS and cluster.models["p0"].num_steps == 1)
