@@ -234,9 +234,13 @@ class Attempt:
 
     def _queued(self, route: Route, member: Member) -> QueuedPrompt:
         """Describes the prompt at a prefill worker; a prompt that has moved, or is tried alone, stays there."""
-        priority, recall = self.request.admitted.valid.priority, partial(member.line.recall, self.id)
-        may_move = not (self.history.is_moved or self.is_alone)
-        return QueuedPrompt(member, route.num_new_tokens, priority, recall, may_move)
+        return QueuedPrompt(
+            member,
+            route.num_new_tokens,
+            self.request.admitted.valid.priority,
+            recall=partial(member.line.recall, self.id),
+            may_move=not (self.history.is_moved or self.is_alone),
+        )
 
     def _cost(self, route: Route) -> float:
         """Returns the cost of the prompt for its tenant: none if the prompt has moved, for it was charged before."""

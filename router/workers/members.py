@@ -156,15 +156,18 @@ class Members:
         return self._shown not in (None, self.versions[0])
 
     def ready(self, role: Role) -> list[Member]:
-        """Lists the READY workers; of a version that ends without such a decode worker, the DRAINING ones.
+        """Lists the READY workers."""
+        return [member for member in self if member.role is role and member.state is WorkerState.READY]
+
+    def able(self, role: Role) -> list[Member]:
+        """Lists the workers that take attempts: READY ones; else, of a version that ends, DRAINING decode workers.
 
         The controller drains these once the version has no open request.
         """
-        of_role = [member for member in self if member.role is role]
-        ready = [member for member in of_role if member.state is WorkerState.READY]
-        if ready or role is Role.PREFILL or not self.are_ending:
+        if (ready := self.ready(role)) or role is Role.PREFILL or not self.are_ending:
             return ready
-        return [member for member in of_role if member.state is WorkerState.DRAINING and member.line.is_open]
+        draining = (one for one in self if one.role is role and one.state is WorkerState.DRAINING)
+        return [one for one in draining if one.line.is_open]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
@@ -174,7 +177,7 @@ class Members:
         if (member := self[worker_id]).state is not WorkerState.READY:
             raise WorkerNotFound("the worker takes no work now", worker_id=worker_id)
         chosen, alike = Members(*member.version), self.of(member.version)
-        for one in [member, *(alike.ready(Role.DECODE) if member.role is Role.PREFILL else [])]:
+        for one in [member, *(alike.able(Role.DECODE) if member.role is Role.PREFILL else [])]:
             chosen.add(one)
         return chosen
 
@@ -187,8 +190,7 @@ class Members:
     @property
     def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
-        is_over = self.are_ending and self._whole.are_complete
-        return is_over and all(one.role is Role.PREFILL for one in self)
+        return self.are_ending and self._whole.are_complete and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:
