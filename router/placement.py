@@ -225,8 +225,14 @@ class Placement:
 
     def only(self, worker_id: WorkerId) -> "Placement":
         """Returns a placement that knows only this worker of its role. Raises WorkerNotFound."""
-        members, mode = self._members.only(worker_id), Disaggregation.ALWAYS  # a prefill worker computes the prompt
-        return Placement(members, self._prefixes, self._index, self.block_size, self._wait_s, mode)
+        return Placement(
+            self._members.only(worker_id),
+            self._prefixes,
+            self._index,
+            self.block_size,
+            self._wait_s,
+            Disaggregation.ALWAYS,  # a prefill worker computes the prompt
+        )
 
     def among(self, members: Members) -> "Placement":
         """Returns this placement with these workers alone."""

@@ -166,8 +166,7 @@ class Members:
         """
         if (ready := self.ready(role)) or role is Role.PREFILL or not self.are_ending:
             return ready
-        draining = (one for one in self if one.role is role and one.state is WorkerState.DRAINING)
-        return [one for one in draining if one.line.is_open]
+        return [one for one in self if one.role is role and one.state is WorkerState.DRAINING and one.line.is_open]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
