@@ -26,9 +26,9 @@ TARGET = "deploy.actors.node:NodeActor"
 class NodeService:
     """The service of one node for one KV layout, kept from `open` or `reopen` to `end`.
 
-    layout_tag: the layout's, of ClusterPlan. shares: returns the tenants' shares of the arena. plan_with: returns the
-    plan for the next start; None leaves the plan of the last one. opening: the task that opens it. baseline: None
-    until the machine is known; its `block_address` is the address of the last start.
+    layout_tag: the tag of the KV layout (ClusterPlan.layout_tag). shares: returns the tenants' shares of the arena.
+    plan_with: returns the plan for the next start; None leaves the plan of the last one. opening: the task that opens
+    it. baseline: None until the machine is known; its `block_address` is the address of the last start.
     """
 
     opening: "asyncio.Task[None]"
@@ -62,8 +62,8 @@ class NodeService:
     async def open(self, before: Machine | None) -> None:
         """Starts the service. Raises ConfigError if nothing fits, and the errors of `KeptActor.serve`.
 
-        before: the machine before all workers, of the node's baseline for another layout, if any. The arena then has
-        what is free beside the other one now.
+        before: the machine before its first worker, if the node has another arena; the new arena is sized by
+        the shared memory that is free now.
         """
         try:
             self._actor.prepare()

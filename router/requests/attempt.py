@@ -3,7 +3,7 @@
     route ─┬─▶ wait for room ──▶ prefill ─┬─▶ choose decode ──▶ stream ──▶ every choice has ended
            └────────── decode alone ──────┘
 
-A prompt that waits at its prefill worker may be called back for another one (`router/moves.py`): a new attempt follows.
+A prompt that waits at its prefill worker may be recalled for another one (`router/moves.py`): a new attempt follows.
 An attempt goes to decode alone where the router expects that to be cheaper, or without a prefill pool. Once the client
 has a token it always does: the decode worker fetches published blocks and computes the rest. So does the attempt after
 NaN or infinite logits, if cached KV was read; it reads no cached KV.

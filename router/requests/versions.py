@@ -27,7 +27,7 @@ MAX_KNOWN_ROOTS = 4096
 class ModelVersion:
     """A version: the model as its workers loaded it, these workers at each time, and the roots of its block names.
 
-    num_open: the open requests of this version. services: the parts that they share, once there are any.
+    num_open: the open requests of this version. services: the services of its requests, made at the first request.
     """
 
     model: ServedModel

@@ -198,7 +198,7 @@ class Members:
 
     @property
     def num_arena_blocks(self) -> dict[str, int]:
-        """Blocks of each node's arena, as its workers report."""
+        """Blocks of each arena, by its id, as its workers report."""
         return {member.info.node_id: member.info.num_arena_blocks for member in self}
 
     def check(self) -> list[str]:
