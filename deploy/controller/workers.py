@@ -269,13 +269,23 @@ class Workers:
         self._events.note(f"worker {worker.id} has left")
 
     async def _until_unneeded(self, worker_id: WorkerId) -> None:
-        """Waits while a router needs a worker, for requests that were open before it was announced as DRAINING."""
+        """Waits while a router needs a worker, for requests that were open before it was announced as DRAINING.
+
+        It does not wait for a worker that is lost, or whose node Ray drains.
+        """
         until_s = self._clock() + self._plan_of(worker_id).config.router.max_deadline_s
         if worker_id in self._members.needed:
             self._events.note(f"worker {worker_id} is the last of its model's version, and stays for open requests")
-        while worker_id in self._members.needed and self._clock() < until_s:
+        while worker_id in self._members.needed and self._clock() < until_s and not await self._is_going(worker_id):
             await asyncio.sleep(ASK_EVERY_S)
             await self._members.announce()
+
+    async def _is_going(self, worker_id: WorkerId) -> bool:
+        """Probes a worker; tells whether it is lost, or Ray drains its node: that drain may have a deadline."""
+        with suppress(Unavailable):
+            leaving = [one.id for one in await self._means.host.nodes() if one.is_leaving]
+            return await self._actor(worker_id).judge() is not None or await self._node_of(worker_id) in leaving
+        return False
 
     async def _drain(self, name: str, until_s: float) -> Drained:
         """Drains an actor; if it does not answer, notes its loss."""

@@ -33,12 +33,14 @@ class Member:
     num_prompt_tokens: prompt tokens that a decode worker got without prefill and has not computed yet. under_way:
     blocks of the prompts of assigned work. prefill_token_s: seconds of prefill a token, by its last status.
     engine_silent_s: time since its engine's last step, by its last status or token, and longer if no status came.
+    is_refusing: whether a call on it failed, and it has not answered since that it takes attempts.
     """
 
     worker: Worker
     info: worker_pb2.WorkerInfo
     line: Line
     state: WorkerState = WorkerState.READY
+    is_refusing: bool = False
     num_choices: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -162,11 +164,12 @@ class Members:
     def able(self, role: Role) -> list[Member]:
         """Lists the workers that take attempts: READY ones; else, of a version that ends, DRAINING decode workers.
 
-        The controller drains these once the version has no open request.
+        The controller drains these once the version has no open request. Workers that refuse are left out.
         """
         if (ready := self.ready(role)) or role is Role.PREFILL or not self.are_ending:
             return ready
-        return [one for one in self if one.role is role and one.state is WorkerState.DRAINING and one.line.is_open]
+        of_role = (member for member in self if member.role is role)
+        return [member for member in of_role if member.state is WorkerState.DRAINING and not member.is_refusing]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.

@@ -1289,6 +1289,25 @@ async def test_a_worker_that_a_router_needs_on_and_on_drains_after_the_longest_d
         await world.fleet.drained(D1, 5)
 
 
+async def test_a_worker_that_a_router_needs_and_that_dies_holds_up_nothing() -> None:
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await let_go(world, by_scale, D1)
+        host.actors[D1] = Liveness.DEAD
+        await world.fleet.drained(D1, 5)
+
+
+async def test_a_worker_that_a_router_needs_drains_with_its_service_once_ray_drains_its_node() -> None:
+    """Ray's drain may have a deadline, and the node's blocks go with it."""
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await let_go(world, by_drain_of_its_node, D0)
+        host.ray_nodes[:] = [replace(one, is_leaving=one.id == OTHER.id) for one in host.ray_nodes]
+        await world.fleet.drained(D0, 5)
+        assert D0 in host.drained
+        assert service_of(OTHER.id) in host.asked
+
+
 async def test_a_router_that_does_not_answer_needs_the_workers_that_it_needed() -> None:
     host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
     routers = planned(ClusterConfig(router=RouterSettings(routers=2))).routers
