@@ -130,7 +130,7 @@ class Workers:
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # only a start of the same role waits for them
         self.failures: list[str] = []
-        self.start = Duration(START_S)
+        self.start_duration = Duration(START_S)
         """The usual time from a worker's order until it serves."""
 
     async def take_over(self) -> None:
@@ -206,7 +206,7 @@ class Workers:
         if self._pools.has(worker.id, WorkerState.STARTING):
             self._pools.became_ready(worker.id, address)
             self._on_change()
-            self.start.learn(took_s := self._clock() - began_s)
+            self.start_duration.learn(took_s := self._clock() - began_s)
             self._events.note(f"worker {worker.id} is ready after {took_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:

@@ -158,15 +158,17 @@ class Members:
         return self._shown not in (None, self.versions[0])
 
     def ready(self, role: Role) -> list[Member]:
-        """Lists the READY workers; of a version that ends without such a decode worker, the DRAINING ones.
+        """Lists the READY workers."""
+        return [member for member in self if member.role is role and member.state is WorkerState.READY]
+
+    def able(self, role: Role) -> list[Member]:
+        """Lists the workers that take attempts: READY ones; else, of a version that ends, DRAINING decode workers.
 
         The controller drains these once the version has no open request. Workers that refuse are left out.
         """
-        of_role = [member for member in self if member.role is role]
-        ready = [member for member in of_role if member.state is WorkerState.READY]
-        if ready or role is Role.PREFILL or not self.are_ending:
+        if (ready := self.ready(role)) or role is Role.PREFILL or not self.are_ending:
             return ready
-        return [member for member in of_role if member.state is WorkerState.DRAINING and not member.is_refusing]
+        return [one for one in self if one.role is role and one.state is WorkerState.DRAINING and not one.is_refusing]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
@@ -176,7 +178,7 @@ class Members:
         if (member := self[worker_id]).state is not WorkerState.READY:
             raise WorkerNotFound("the worker takes no work now", worker_id=worker_id)
         chosen, alike = Members(*member.version), self.of(member.version)
-        for one in [member, *(alike.ready(Role.DECODE) if member.role is Role.PREFILL else [])]:
+        for one in [member, *(alike.able(Role.DECODE) if member.role is Role.PREFILL else [])]:
             chosen.add(one)
         return chosen
 
@@ -189,8 +191,7 @@ class Members:
     @property
     def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
-        is_over = self.are_ending and self._whole.are_complete
-        return is_over and all(one.role is Role.PREFILL for one in self)
+        return self.are_ending and self._whole.are_complete and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:
@@ -199,7 +200,7 @@ class Members:
 
     @property
     def num_arena_blocks(self) -> dict[str, int]:
-        """Blocks of each node's arena, as its workers report."""
+        """Blocks of each arena, by its id, as its workers report."""
         return {member.info.node_id: member.info.num_arena_blocks for member in self}
 
     def check(self) -> list[str]:

@@ -263,7 +263,7 @@ async def test_a_worker_is_asked_by_itself_whatever_its_version() -> None:
             assert version.num_open == 1
             told = [response async for response in opened.outbox]
             assert [token for response in told for token in response.chunk.token_ids] == model.oracle(PROMPT, 40)
-            assert told[0].fingerprint == version.model.fingerprint_hex
+            assert told[0].fingerprint == version.model.version_hex
 
 
 def blocks_of(contents: cluster_pb2.CacheContents) -> list[tuple[int, list[int]]]:
