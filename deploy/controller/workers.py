@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from deploy.actors.actor_host import ActorHost, ask
+from deploy.actors.liveness import Liveness
 from deploy.controller.pool import leaving
 from deploy.controller.pools import Pools
 from deploy.controller.supervised import EventLog, SupervisedActor, Supervision, Tasks, reason_of
@@ -36,8 +37,7 @@ log = logging.getLogger(__name__)
 class RouterMembers:
     """Announces the pools to the routers. `are_announced` becomes False at each change.
 
-    refused: the workers that a router did not take at the last announcement, with its reason. needed: the workers
-    without which a router's open requests could not end; a router that does not answer needs the same as before.
+    refused: the workers that a router did not take at the last announcement, with its reason.
     models: lists the versions that workers have, the wanted one first.
     """
 
@@ -55,9 +55,17 @@ class RouterMembers:
         self._events = events
         self._models = models
         self.refused: dict[WorkerId, str] = {}
-        self.needed: set[WorkerId] = set()
+        self._needs: dict[str, tuple[WorkerId, ...]] = {}
         self._announcing = asyncio.Lock()
         self.are_announced = False
+
+    @property
+    def needed(self) -> set[WorkerId]:
+        """The workers without which a router's open requests could not end.
+
+        A router that does not answer needs the same as before, until its process is dead.
+        """
+        return {worker_id for needs in self._needs.values() for worker_id in needs}
 
     async def announce(self) -> None:
         """Sends the sizes of the pools, and the serving and draining workers.
@@ -74,24 +82,24 @@ class RouterMembers:
             members = to_message(MemberList(self._pools.sizes, serving, self._models()))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.reasons.items()}
-            self.needed = {
-                *(() if self.are_announced else self.needed),
-                *(worker_id for one in answers for worker_id in one.needed),
-            }
+            self._needs = {router: one.needed for router, one in zip(self._routers, answers, strict=True)}
             self.are_announced = self.are_announced and not refused
             for worker_id, reason in refused.items() - self.refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self.refused = refused
 
     async def _tell(self, router: str, members: str) -> MembersAnswer:
-        """Sends the members to a router; returns its answer, an empty one if it does not answer."""
+        """Sends the members to a router; returns its answer, or its needs so far if it does not answer."""
         try:
-            answers, timeout_s = MembersAnswer, SET_MEMBERS_TIMEOUT_S
-            return await ask(self._host, router, "set_members", members, answers=answers, timeout_s=timeout_s)
+            return await ask(
+                self._host, router, "set_members", members, answers=MembersAnswer, timeout_s=SET_MEMBERS_TIMEOUT_S
+            )
         except BatonError as error:
             log.info("the %s does not know the workers yet: %s", router, error.message)
             self.are_announced = False
-            return MembersAnswer({})
+            return MembersAnswer(
+                {}, () if await self._host.probe(router) is Liveness.DEAD else self._needs.get(router, ())
+            )
 
 
 class Workers:
@@ -283,8 +291,9 @@ class Workers:
     async def _is_going(self, worker_id: WorkerId) -> bool:
         """Probes a worker; tells whether it is lost, or Ray drains its node: that drain may have a deadline."""
         with suppress(Unavailable):
-            leaving = [one.id for one in await self._means.host.nodes() if one.is_leaving]
-            return await self._actor(worker_id).judge() is not None or await self._node_of(worker_id) in leaving
+            return await self._actor(worker_id).judge() is not None or await self._node_of(worker_id) in [
+                one.id for one in await self._means.host.nodes() if one.is_leaving
+            ]
         return False
 
     async def _drain(self, name: str, until_s: float) -> Drained:

@@ -46,7 +46,7 @@ from wire.errors import (
     WireError,
     WorkerLeaving,
 )
-from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers, tenant_of
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
 from wire.journal import Kind
 from wire.load.fairness import OUTPUT_COST, FairShares
 from wire.pb import inference_pb2 as pb
@@ -83,6 +83,7 @@ class Services:
 class AdmittedRequest:
     """An admitted request. root: its tenant's. weight: its key's, in fair shares. Times are by the event loop's clock.
 
+    tenant: its name in fair shares, one for all versions of the model; a request on one worker has a name of its own.
     id: the client's id, qualified by its tenant. journal: the request's, from its arrival on. life_s: the client's
     deadline, or the longest possible. deadline_s: a moment before its end. trace: None without a trace.
     """
@@ -92,16 +93,12 @@ class AdmittedRequest:
     valid: ValidRequest
     limits: ServingLimits
     root: NamespaceRoot
+    tenant: str
     journal: RequestJournal
     life_s: float
     deadline_s: float
     weight: float = 1.0
     trace: RequestTrace | None = None
-
-    @property
-    def tenant(self) -> str:
-        """The tenant, which has one fair share of all versions of the model."""
-        return tenant_of(self.id)
 
     def charge(self, shares: FairShares, num_tokens: int) -> None:
         """Charges its tenant for generated tokens."""

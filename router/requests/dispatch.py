@@ -23,7 +23,7 @@ from router.requests.versions import ModelVersion, ModelVersions
 from text.answer.formats import AnswerFormats
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, RouterLeaving
-from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified, tenant_of
+from wire.ids import PUBLIC, REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
 from wire.load.limit import Limit
 from wire.pb import inference_pb2 as pb
 from wire.served_model import ServedModel
@@ -189,7 +189,7 @@ class Dispatcher:
         with self._refusals_counted():
             version = self._versions.choose(request.resume.fingerprint)
             services, root = self._services_of(version), version.root_of(caller.tenant)
-            return self._begin(request, time_left_s, services, version, root, caller, traceparent)
+            return self._begin(request, time_left_s, services, version, root, caller.tenant, caller, traceparent)
 
     def open_on(self, worker_id: WorkerId, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
         """Starts a request on one worker, under a newly drawn root, so that no cache has its blocks.
@@ -200,7 +200,7 @@ class Dispatcher:
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
         pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts, moves=PromptMoves())
         root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
-        return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, ANYONE)
+        return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, root.hex())
 
     async def name_blocks(self, request: pb.GenerateRequest, tenant: str) -> list[PreparedPrompt]:
         """Tokenizes a prompt and names its blocks as a tenant's in each version, for the operator.
@@ -274,7 +274,8 @@ class Dispatcher:
         services: Services,
         version: ModelVersion,
         root: NamespaceRoot,
-        caller: Key,
+        tenant: str,
+        caller: Key = ANYONE,
         traceparent: str = "",
     ) -> OpenRequest:
         now_s, limits = asyncio.get_running_loop().time(), version.limits
@@ -296,6 +297,7 @@ class Dispatcher:
             valid=valid,
             limits=limits,
             root=root,
+            tenant=tenant,
             journal=journal,
             life_s=life_s,
             deadline_s=deadline_s,
@@ -303,7 +305,8 @@ class Dispatcher:
             trace=trace,
         )
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        opened = OpenRequest(admitted, services, outbox, self._started, partial(self._leave, caller, version))
+        started, leave = partial(self._started, tenant), partial(self._leave, tenant, caller, version)
+        opened = OpenRequest(admitted, services, outbox, started, leave)
         self._quotas.enter(caller, now_s)
         services.shares.enter(admitted.tenant)
         version.num_open += 1
@@ -322,16 +325,16 @@ class Dispatcher:
             version.services = replace(services, placement=placement, prompts=replace(prompts, prefixes=prefixes))
         return version.services
 
-    def _started(self, request_id: QualifiedId) -> None:
+    def _started(self, tenant: str, request_id: QualifiedId) -> None:
         """Ends a request's wait in the queue."""
         if self._admission.started(request_id):
-            self._services.shares.begin_stream(tenant_of(request_id))
+            self._services.shares.begin_stream(tenant)
 
-    def _leave(self, caller: Key, version: ModelVersion, request_id: QualifiedId, num_tokens: int) -> None:
-        self._started(request_id)
+    def _leave(self, tenant: str, caller: Key, version: ModelVersion, request_id: QualifiedId, num_tokens: int) -> None:
+        self._started(tenant, request_id)
         self._admission.leave(request_id)
         version.num_open -= 1
-        self._services.shares.end_stream(tenant_of(request_id))
+        self._services.shares.end_stream(tenant)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[request_id]
 

@@ -168,8 +168,7 @@ class Members:
         """
         if (ready := self.ready(role)) or role is Role.PREFILL or not self.are_ending:
             return ready
-        of_role = (member for member in self if member.role is role)
-        return [member for member in of_role if member.state is WorkerState.DRAINING and not member.is_refusing]
+        return [one for one in self if one.role is role and one.state is WorkerState.DRAINING and not one.is_refusing]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.

@@ -425,6 +425,19 @@ async def test_a_request_on_one_worker_meets_no_other_of_its_role_and_no_cache(n
         assert len({begin.namespace_root for begin in begun} | {usual}) == 3
 
 
+@pytest.mark.parametrize("name", ["p0", "d0"])
+async def test_a_request_on_one_worker_takes_nothing_of_a_tenants_fair_share(name: str) -> None:
+    async with running(1, 1) as cluster:
+        shares = cluster.router.shares
+        shares.enter(DEFAULT_TENANT)
+        before = shares.spent(DEFAULT_TENANT)
+        assert_is_whole(
+            await collect(cluster.router.dispatcher.open_on(WorkerId(name), request(max_tokens=5), 20.0)), 5
+        )
+        assert shares.spent(DEFAULT_TENANT) == before
+        shares.leave(DEFAULT_TENANT)
+
+
 @pytest.mark.parametrize("name", ["d0", "d9"])
 async def test_a_worker_that_takes_no_work_is_asked_for_none(name: str) -> None:
     async with running(1, 2) as cluster:

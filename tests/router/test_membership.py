@@ -315,15 +315,15 @@ async def test_a_last_worker_of_a_version_that_drains_is_asked_before_it_gets_at
     await club.list("here", draining=True)
     club.members.versions.insert(0, (b"another model", LAYOUT.encode()))
     last = club.members.of((FINGERPRINT, LAYOUT.encode()))
-    assert [one.id for one in last.ready(Role.DECODE)] == [D0]
+    assert [one.id for one in last.able(Role.DECODE)] == [D0]
     club.workers["here"].state = "broken"
     club.membership.mark_lost(D0)
-    assert last.ready(Role.DECODE) == []
+    assert last.able(Role.DECODE) == []
     await club.members[D0].line.questions.status(False, 1.0)
-    assert (club.members[D0].line.is_open, last.ready(Role.DECODE)) == (True, [])
+    assert (club.members[D0].line.is_open, last.able(Role.DECODE)) == (True, [])
     club.workers["here"].state, num_changes = state, club.num_changes
     await until(lambda: club.num_changes == num_changes + 1)
-    assert {one.id for one in last.ready(Role.DECODE)} == able
+    assert {one.id for one in last.able(Role.DECODE)} == able
 
 
 async def test_a_worker_that_answers_that_it_is_broken_stays_lost(club: Club) -> None:

@@ -976,6 +976,7 @@ class TwoRouters(FleetHost):
     def __init__(self) -> None:
         super().__init__()
         self.second = FakeRouter()
+        self.actors["router-1"] = Liveness.ANSWERING
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         if name == "router-1":
@@ -1312,12 +1313,26 @@ async def test_a_router_that_does_not_answer_needs_the_workers_that_it_needed() 
     host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
     routers = planned(ClusterConfig(router=RouterSettings(routers=2))).routers
     members = RouterMembers(pools, routers, host, EventLog(float))
-    host.second.needed = (D0,)
+    host.router.needed, host.second.needed = (D1,), (D0,)
     await members.announce()
     host.second.away = True
     await members.announce()
-    assert members.needed == {D0}
+    assert members.needed == {D0, D1}
+    host.router.needed = ()
+    await members.announce()
+    assert members.needed == {D0}, "the other one has answered that it needs none"
     host.second.away, host.second.needed = False, ()
+    await members.announce()
+    assert members.needed == set()
+
+
+async def test_a_router_that_is_dead_needs_no_worker() -> None:
+    host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
+    routers = planned(ClusterConfig(router=RouterSettings(routers=2))).routers
+    members = RouterMembers(pools, routers, host, EventLog(float))
+    host.second.needed = (D0,)
+    await members.announce()
+    host.second.away, host.actors["router-1"] = True, Liveness.DEAD
     await members.announce()
     assert members.needed == set()
 
