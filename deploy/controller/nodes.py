@@ -94,10 +94,10 @@ class NodeService:
         await self._means.host.call(self.name, "set_shares", to_json(Shares(self.shares)), timeout_s=KEYS_AT_DOOR_S)
 
     async def end(self) -> None:
-        """Ends the service; no later controller reopens it."""
+        """Ends the service; no later controller reopens it, but one that takes over before it has ended."""
         self._tasks.cancel()
-        self._record.path.unlink(missing_ok=True)
         await self._actor.end()
+        self._record.path.unlink(missing_ok=True)
 
     def _keep(self) -> None:
         self._note_address()

@@ -380,6 +380,29 @@ async def test_a_worker_that_joins_a_service_that_ends_gets_a_new_one(
     assert world.host.launched[2:] == [name]
 
 
+async def test_a_service_whose_end_a_controller_did_not_live_to_see_is_ended_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await amid_a_roll(tmp_path)
+    end = world.host.end
+
+    async def end_never(name: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(world.host, "end", end_never)
+    world.plans = [world.coded]
+    await world.until("it ends")
+    await asyncio.sleep(0.01)
+    monkeypatch.setattr(world.host, "end", end)
+    world.controller_dies()
+    async with asyncio.timeout(5):
+        while service_for(B, world.plan) in world.host.actors:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    assert [*world.host.actors] == [service_for(B, world.coded)]
+    assert len([name for name in os.listdir(tmp_path) if name.endswith(".baseline")]) == 1
+
+
 async def test_another_controller_takes_both_services_of_a_node_over_and_starts_each_with_its_model(
     tmp_path: Path,
 ) -> None:
