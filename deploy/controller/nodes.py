@@ -75,7 +75,7 @@ class NodeService:
                 machine = replace(before, shared_bytes=min(now.shared_bytes, now.memory_bytes))
             self.baseline = NodeBaseline(self.node, machine, layout_tag=self.layout_tag)
             await self._actor.serve()
-        except BaseException:
+        except Exception:  # `Nodes` ends a service whose start it cancels
             await self.end()
             raise
         self._keep()
