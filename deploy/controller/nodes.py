@@ -72,7 +72,7 @@ class NodeService:
                 machine = replace(before, shared_bytes=min(machine.shared_bytes, machine.memory_bytes))
             self.baseline = NodeBaseline(self.node, machine, layout_tag=self.layout_tag)
             await self._actor.serve()
-        except BaseException:
+        except Exception:  # `Nodes` ends a service whose start it cancels
             await self.end()
             raise
         self._keep()
@@ -91,10 +91,10 @@ class NodeService:
         await self._means.host.call(self.name, "set_shares", to_json(Shares(self._shares())), timeout_s=KEYS_AT_DOOR_S)
 
     async def end(self) -> None:
-        """Ends the service; no later controller reopens it."""
+        """Ends the service; no later controller reopens it, but one that takes over before it has ended."""
         self._tasks.cancel()
-        self._record.path.unlink(missing_ok=True)
         await self._actor.end()
+        self._record.path.unlink(missing_ok=True)
 
     def _keep(self) -> None:
         self._note_address()

@@ -130,11 +130,13 @@ class Workers:
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # only a start of the same role waits for them
         self.failures: list[str] = []
+        self._taken_over: set[WorkerId] = set()
         self.start_duration = Duration(START_S)
         """The usual time from a worker's order until it serves."""
 
     async def take_over(self) -> None:
         """Takes over the workers of an earlier controller, and forgets lost workers."""
+        self._taken_over = {worker.id for worker in self._pools}
         are_there = {worker: await asyncio.to_thread(self._means.host.adopt, worker.id) for worker in self._pools}
         for worker, is_there in are_there.items():
             if not is_there:
@@ -206,8 +208,9 @@ class Workers:
         if self._pools.has(worker.id, WorkerState.STARTING):
             self._pools.became_ready(worker.id, address)
             self._on_change()
-            self.start_duration.learn(took_s := self._clock() - began_s)
-            self._events.note(f"worker {worker.id} is ready after {took_s:.1f} s")
+            if worker.id not in self._taken_over:  # it may have begun long ago, and serve already
+                self.start_duration.learn(self._clock() - began_s)
+            self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
         """Returns the address of a worker on the node that Ray has chosen for it."""

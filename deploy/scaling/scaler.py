@@ -86,7 +86,8 @@ class Scaler:
     async def _step(self) -> None:
         await asyncio.sleep(ASK_EVERY_S)
         await asyncio.gather(*map(self._ask, self._routers))
-        load = self._loads.load(min(self._start_duration.mean_s, WINDOW_S))
+        # A rate needs two answers of a router within that time.
+        load = self._loads.load(min(max(self._start_duration.mean_s, 2 * ASK_EVERY_S), WINDOW_S))
         orders = list(self._policy.decide(load, self._sizes(), self._means.clock()))
         if orders:
             await self._order(orders)

@@ -391,6 +391,19 @@ async def test_a_change_that_another_controller_has_begun_is_brought_to_its_end(
             assert world.host.launched == [P0, P1, D0]
 
 
+async def test_no_time_of_a_start_is_learned_from_workers_that_are_taken_over() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        world.controller_dies(Pools.recovered(PoolSizes(1, 1), world.host.names()))
+        await world.fleet.workers.take_over()
+        async with world.running():
+            await world.settled()
+            assert world.fleet.workers.start_duration.learned_s is None
+            await world.scaled(None, 2)
+            assert world.fleet.workers.start_duration.learned_s is not None
+
+
 async def test_without_a_record_a_worker_serves_again_what_its_name_tells() -> None:
     world = World(2, 1)
     async with world.running():

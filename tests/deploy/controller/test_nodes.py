@@ -380,6 +380,61 @@ async def test_a_worker_that_joins_a_service_that_ends_gets_a_new_one(
     assert world.host.launched[2:] == [name]
 
 
+async def test_a_service_whose_end_a_controller_did_not_live_to_see_is_ended_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await amid_a_roll(tmp_path)
+    end = world.host.end
+
+    async def end_never(name: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(world.host, "end", end_never)
+    world.plans = [world.coded]
+    await world.until("it ends")
+    await asyncio.sleep(0.01)
+    monkeypatch.setattr(world.host, "end", end)
+    world.controller_dies()
+    async with asyncio.timeout(5):
+        while service_for(B, world.plan) in world.host.actors:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    assert [*world.host.actors] == [service_for(B, world.coded)]
+    assert len([name for name in os.listdir(tmp_path) if name.endswith(".baseline")]) == 1
+
+
+async def test_a_service_that_ends_amid_its_start_ends_once_and_no_later_one_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    end, may_end = world.host.end, asyncio.Event()
+    ends: list[str] = []
+
+    async def end_late(name: str) -> None:
+        ends.append(name)
+        if len(ends) == 1:
+            await may_end.wait()
+        await end(name)
+
+    monkeypatch.setattr(world.host, "end", end_late)
+    world.host.gate = asyncio.Event()
+    joining = asyncio.create_task(world.join(B))
+    await asyncio.sleep(0.01)
+    world.plans = []
+    await world.until("it ends")
+    world.plans = [world.plan]
+    world.host.gate.set()
+    later = asyncio.create_task(world.join(B))
+    await asyncio.sleep(0.01)
+    may_end.set()
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable):
+            await joining
+        await later
+    await asyncio.sleep(0.01)
+    assert (ends, [*world.host.actors]) == ([service_for(B, world.plan)], [service_for(B, world.plan)])
+
+
 async def test_another_controller_takes_both_services_of_a_node_over_and_starts_each_with_its_model(
     tmp_path: Path,
 ) -> None:

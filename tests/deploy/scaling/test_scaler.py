@@ -9,7 +9,7 @@ from cli.bench.plan import virtual_time
 from deploy.actors.actor_host import LocalHost
 from deploy.controller.supervised import EventLog, Supervision
 from deploy.plan.config import SloSettings
-from deploy.scaling.demand import START_S
+from deploy.scaling.demand import START_S, Loads, PoolLoad
 from deploy.scaling.policy import REVERSE_S
 from deploy.scaling.scaler import ASK_EVERY_S, FILE, Scaler
 from router.observe.demand import Demand
@@ -115,6 +115,27 @@ def test_a_longer_start_orders_more_for_what_arrives_until_then(start_s: float, 
         assert (await world.pass_by(2 * ASK_EVERY_S + 1)).prefill == wanted
 
     at_work(steps)
+
+
+def test_workers_that_start_sooner_than_routers_are_asked_do_not_hide_what_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arriving_tokens_s: list[float] = []
+    load = Loads.load
+
+    def load_noted(loads: Loads, start_s: float) -> PoolLoad:
+        arriving_tokens_s.append((answer := load(loads, start_s)).arriving_tokens_s)
+        return answer
+
+    async def steps(world: World) -> None:
+        for _ in range(50):
+            world.start_time.learn(0.1)
+        world.host.tokens_s = {"router": 1000, "router-1": 1500}
+        await world.pass_by(3 * ASK_EVERY_S + 1)
+
+    monkeypatch.setattr(Loads, "load", load_noted)
+    at_work(steps)
+    assert arriving_tokens_s == [0.0, 2500.0, 2500.0], "no rate by one answer"
 
 
 def test_a_new_controller_does_not_reverse_the_last_order_of_its_predecessor_soon() -> None:
