@@ -80,6 +80,8 @@ class PromptMoves:
             self._recalled.pop(prompt, None)
             if not queue:
                 del self._queues[prompt.member.id]
+                # a prompt recalled for this worker may stay where it is, and is asked for anew if that still helps
+                self._recalled = {one: to for one, to in self._recalled.items() if to != prompt.member.id}
                 self.fill()
 
     def fill(self) -> None:

@@ -86,11 +86,11 @@ class Books:
         self.moves = PromptMoves(lambda: [self.workers[name] for name in self.ready], lambda: self.full)
         self.ends: dict[str, ExitStack] = {}
 
-    def queue(self, *names: str, at: str = "p0") -> None:
+    def queue(self, *names: str, at: str = "p0", may_move: bool = True) -> None:
         """Queues prompts of 200 tokens."""
         for name in names:
             recall = lambda name=name: self.recalled.append(name)  # noqa: E731
-            one = QueuedPrompt(self.workers[at], 200, 0, recall)
+            one = QueuedPrompt(self.workers[at], 200, 0, recall, may_move)
             self.ends[name] = ExitStack()
             self.ends[name].enter_context(self.moves.queued(one))
 
@@ -140,6 +140,19 @@ def test_a_worker_without_prompts_left_is_given_others(books: Books) -> None:
     books.queue("c", at="p1")
     books.end("c")
     assert books.take_recalled() == ["b"]
+
+
+def test_a_worker_that_has_computed_its_last_prompt_waits_for_no_prompt_that_another_keeps(books: Books) -> None:
+    books.queue(*"abcdefgh")
+    books.ready.append("p1")
+    books.moves.fill()
+    assert books.take_recalled() == ["e", "f", "g", "h"]
+    books.end("e", "f", "g")  # returned; h is kept
+    books.queue("e", "f", "g", at="p1", may_move=False)
+    books.end("e", "f")
+    assert books.take_recalled() == []
+    books.end("g")
+    assert books.take_recalled() == ["d", "h"], "a second recall of h asks anew, and harms nothing"
 
 
 def test_a_worker_of_another_version_a_silent_one_and_a_full_node_are_given_nothing(books: Books) -> None:
