@@ -153,7 +153,7 @@ def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
 
 def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
     workers = [worker.worker_id for worker in status.workers if worker.node_id == node_id]
-    return {"id": node_name(node_id), "workers": workers, "tiers": {"host": _tier(arena)}}
+    return {"id": node_id, "node": node_name(node_id), "workers": workers, "tiers": {"host": _tier(arena)}}
 
 
 def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The moves of queued prompts to a prefill worker that computes them sooner: the choice, pure, and its books.
+"""The moves of queued prompts to a prefill worker that computes them sooner: the choice, pure, and their record.
 
     a worker is READY, or has computed its last prompt ──▶ choose_moves ──▶ recall ──▶ worker ──▶ PromptReturned
                                                                             another attempt, placed anew ◀──┘
 
 The last prompts of the longest queues move, and the prompts before them are computed no later. The worker decides,
-between two steps: it keeps a prompt that it has begun, so nothing is computed twice. A prompt moves once.
+between two steps: it keeps a prompt that it has begun, so nothing is computed twice. A prompt that has moved stays at
+its new worker.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -18,14 +19,15 @@ from wire.ids import WorkerId
 LEAST_GAIN_S, LEAST_GAIN_SHARE = 0.05, 0.1
 """The least time that a move saves, and its least share of the time until the prompt would be computed."""
 MAX_MOVES = 32
-"""The most prompts that a worker is given at once; once it has computed these, it is given others."""
+"""The most prompts that are recalled for a worker at once; once it has computed these, others are."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueuedPrompt:
     """A prompt at a prefill worker. num_tokens: its tokens that no worker is thought to have.
 
-    priority: the lower is computed first. recall: asks the worker to return the prompt. may_move: whether it is to.
+    priority: the lower is computed first. recall: asks the worker to return the prompt. may_move: whether the
+    router may recall it.
     """
 
     member: Member
@@ -36,20 +38,20 @@ class QueuedPrompt:
 
 
 def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], token_s: float) -> list[QueuedPrompt]:
-    """Chooses the prompts for a worker without any, the first to compute first.
+    """Chooses the prompts to recall for an idle worker, in the order in which it computes them.
 
     queues: prompts by worker, in order of arrival. token_s: seconds of prefill a token.
     """
     movable = [sorted((one for one in queue if one.may_move), key=lambda one: one.priority) for queue in queues]
     left = [sum(one.num_tokens for one in queue) for queue in queues]
-    moves, num_there = list[QueuedPrompt](), 0
-    while len(moves) < MAX_MOVES and (places := [place for place, prompts in enumerate(movable) if prompts]):
-        place = max(places, key=left.__getitem__)
-        prompt = movable[place].pop()
-        num_there += prompt.num_tokens
-        if (left[place] - num_there) * token_s < max(LEAST_GAIN_S, LEAST_GAIN_SHARE * left[place] * token_s):
+    moves, num_moved_tokens = list[QueuedPrompt](), 0
+    while len(moves) < MAX_MOVES and (candidates := [queue for queue, prompts in enumerate(movable) if prompts]):
+        queue = max(candidates, key=left.__getitem__)
+        prompt = movable[queue].pop()
+        num_moved_tokens += prompt.num_tokens
+        if (left[queue] - num_moved_tokens) * token_s < max(LEAST_GAIN_S, LEAST_GAIN_SHARE * left[queue] * token_s):
             break
-        left[place] -= prompt.num_tokens
+        left[queue] -= prompt.num_tokens
         moves.append(prompt)
     return moves[::-1]
 
@@ -57,7 +59,7 @@ def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], token_s: float) -> li
 class PromptMoves:
     """The prompts at the prefill workers of a router, by worker in order of arrival, and the recalled prompts.
 
-    ready: lists the workers that may be given prompts. full_nodes: the nodes where prompts wait for room.
+    ready: lists the workers that take prompts. full_nodes: the nodes where prompts wait for room.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class PromptMoves:
 
     @contextmanager
     def queued(self, prompt: QueuedPrompt) -> Iterator[None]:
-        """Counts a prompt as its worker's within the context; a worker without further prompts is then given others."""
+        """Counts a prompt as its worker's within the context; others are recalled for a worker that has no more."""
         queue = self._queues.setdefault(prompt.member.id, {})
         queue[prompt] = None
         try:
@@ -92,13 +94,13 @@ class PromptMoves:
         paces_s = [one.prefill_token_s for one in ready if one.prefill_token_s is not None]
         for member in ready if paces_s else ():
             if not (member.id in busy or member.is_silent or member.info.node_id in full):
-                self._give(member, median(paces_s))
+                self._recall_for(member, median(paces_s))
 
     def check(self) -> list[str]:
         """Lists prompts at workers; empty if no request is open."""
         return [f"{len(queue)} prompts are queued at {worker}" for worker, queue in self._queues.items()]
 
-    def _give(self, member: Member, token_s: float) -> None:
+    def _recall_for(self, member: Member, token_s: float) -> None:
         queues = [
             [one for one in queue if one.member.version == member.version and one not in self._recalled]
             for queue in self._queues.values()

@@ -137,7 +137,7 @@ class Placement:
         index: BlockIndex,
         block_size: int,
         wait_s: float,
-        mode: Disaggregation = Disaggregation.ALWAYS,
+        mode: Disaggregation,
     ) -> None:
         self._members = members
         self._prefixes = prefixes
@@ -159,7 +159,7 @@ class Placement:
         }
         cached = {worker: min(num * self.block_size, num_prompt_tokens) for worker, num in found.items() if num}
         num_new_tokens = max(num_prompt_tokens - max(cached.values(), default=0), 1)  # the last token is always run
-        prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
+        prefill, decode = self._members.able(Role.PREFILL), self._members.able(Role.DECODE)
         reason = decide(self._mode, prefill, decode, num_new_tokens, self.hand_off.at(num_new_tokens))
         route = Route(
             keys=keys,
@@ -181,14 +181,14 @@ class Placement:
 
         A worker that has not learned counts like the others.
         """
-        pool = self._members.ready(Role.PREFILL if route.prefill_node is not None else Role.DECODE)
+        pool = self._members.able(Role.PREFILL if route.prefill_node is not None else Role.DECODE)
         known = [one.prefill_token_s for one in pool if one.prefill_token_s is not None]
         typical = median(known) if known else 0.0
         return [one.prefill_token_s or typical for one in pool] if known else []
 
     def choose_prefill(self, route: Route) -> Member | None:
         """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""
-        here = (one for one in self._members.ready(Role.PREFILL) if one.info.node_id == route.prefill_node)
+        here = (one for one in self._members.able(Role.PREFILL) if one.info.node_id == route.prefill_node)
         if not (ready := route.ordered(here)):
             return None
         member = PrefillPlacement().choose(ready, route.cached, route.num_prompt_tokens)
@@ -210,7 +210,7 @@ class Placement:
 
     def likely_decode(self, route: Route) -> Member | None:
         """Returns the decode worker that would be chosen now; None if none is ready."""
-        if not (ready := self._members.ready(Role.DECODE)):
+        if not (ready := self._members.able(Role.DECODE)):
             return None
         return DecodePlacement().choose(
             route.ordered(ready), route.cached if route.num_new_tokens else route.prefetched
@@ -225,7 +225,14 @@ class Placement:
 
     def only(self, worker_id: WorkerId) -> "Placement":
         """Returns a placement that knows only this worker of its role. Raises WorkerNotFound."""
-        return Placement(self._members.only(worker_id), self._prefixes, self._index, self.block_size, self._wait_s)
+        return Placement(
+            self._members.only(worker_id),
+            self._prefixes,
+            self._index,
+            self.block_size,
+            self._wait_s,
+            Disaggregation.ALWAYS,  # a prefill worker computes the prompt
+        )
 
     def among(self, members: Members) -> "Placement":
         """Returns this placement with these workers alone."""

@@ -107,12 +107,12 @@ def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb
 
 
 def arenas_of(workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
-    """Returns the arena of each node that hosts workers, by the node's id."""
+    """Returns each arena's status, by the arena's id."""
     return accounts_of(Tier.HOST, workers)
 
 
 def accounts_of(tier: str, workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
-    """Returns each node's newest counts of a tier, by the node's id: counts of a node's service only grow."""
+    """Returns the newest counts of a tier at each arena's service, by the arena's id: these counts only grow."""
     accounts: dict[str, worker_pb2.TierStatus] = {}
     for worker in workers:
         for status in worker.tiers:

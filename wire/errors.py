@@ -196,7 +196,10 @@ class Unavailable(BatonError):
 
 
 class WorkerLeaving(Unavailable):
-    """The worker drains or goes away: it has nothing against the request, and another will serve it."""
+    """The worker gives a request back, which another worker serves.
+
+    It drains or goes away, or its router recalled the prompt (PromptReturned).
+    """
 
 
 class PromptReturned(WorkerLeaving):

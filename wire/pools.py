@@ -78,7 +78,7 @@ class HeadAnswer:
 
 
 def node_name(node_id: str) -> str:
-    """Returns the name of the node that an arena's id tells: behind it may stand `#` and the tag of a KV layout."""
+    """Returns the node's name of an arena's id, which is NAME or NAME#TAG."""
     return node_id.partition("#")[0]
 
 

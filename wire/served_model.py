@@ -92,7 +92,7 @@ class ServedModel:
 
     @property
     def version_hex(self) -> str:
-        """The fingerprint that an answer tells: behind the model's the codes of KV, if any, which change its tokens."""
+        """The version in an answer: the model's fingerprint, then `-` and the codes of KV, if any."""
         return self.fingerprint_hex + (f"-{self.layout.quantization}" if self.layout.is_quantized else "")
 
     @property

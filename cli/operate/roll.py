@@ -19,9 +19,9 @@ Replaces the workers of a cluster that serves, one by one: a worker with the new
 requests an old one finishes or hands over its own, and ends. No request fails. Settings that neither the file nor a
 flag names stay as they are; without any, the same settings start in the installed release.
 
-Workers' settings are rolled (worker, batch, speculation, and the model's as long as its tokens, context and block size
-stay the same); any other is refused by name, and nothing changes. If the first new worker of a pool does not start, or
-three in a row later, the old settings serve on."""
+Workers' settings are rolled (worker, batch, speculation, and the model's as long as tokenizer, chat template, context,
+block size and window stay the same); any other is refused by name, and nothing changes. If the first new worker of a
+pool does not start, or three in a row later, the old settings serve on."""
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -40,7 +40,7 @@ class ActorShell:
         """`name` names the process in its log and in the cluster's folder; `target` is MODULE:CLASS."""
         start_logging(name)
         record_own(Path(run_dir), name)
-        gc.disable()  # else a part of the imports' time goes into a search for garbage, of which they make none
+        gc.disable()  # imports make no garbage: the collector's searches take 0.1 to 0.5 s of them
         self._class: Any = pkgutil.resolve_name(target)
         gc.freeze()
         gc.enable()

@@ -126,9 +126,12 @@ class Controller:
         self._fleet = Fleet(
             pools=pools, plan=plan, join=self._nodes.join, means=means, record=record, revisions=revisions
         )
-        slo = plan.config.slo
-        parts = plan.routers, means, lambda: pools.sizes, self._fleet.resize, self._fleet.workers.start
-        self._scaler = Scaler(slo, *parts) if slo.roles else None
+        slo, fleet = plan.config.slo, self._fleet
+        self._scaler = (
+            Scaler(slo, plan.routers, means, lambda: pools.sizes, fleet.resize, fleet.workers.start_duration)
+            if slo.roles
+            else None
+        )
         if self._predecessor.was_there:
             self._tasks.begin(self._take_over())
 

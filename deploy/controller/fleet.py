@@ -14,7 +14,7 @@ from deploy.plan.cluster_plan import ClusterPlan, NodeBaseline
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, RayNode, inspect_machine, service_of
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import beside_arena, require_room
+from deploy.plan.sizing import require_room, without_arena
 from deploy.processes.atomic_file import AtomicFile
 from deploy.roll.revisions import Revisions, changes, rolled
 from deploy.roll.roll import Roll
@@ -105,7 +105,12 @@ class Fleet:
         if roll.before is not None and replace(revision, number=roll.wanted) == self.revisions[roll.wanted]:
             return roll.wanted
         roll.begun(tuple(self.pools))
-        await self._require_room_to_roll(self.revisions.plan_by(revision))
+        try:
+            for role in Role:
+                await self._require_room(partial(self._surged, role), self.revisions.plan_by(revision))
+        except ConfigError as error:
+            needs = "a roll has one worker more for a while, and a second arena where the KV layout changes"
+            raise ConfigError(f"{needs}: {error.message}") from error
         begun = self.pools.roll.begun(tuple(self.pools))  # again: another order may have come meanwhile
         self.revisions.add(replace(revision, number=begun.wanted))
         told = changes(self.revisions[self.pools.roll.wanted], revision)
@@ -198,10 +203,8 @@ class Fleet:
         """Lists the versions of the model that workers have, the wanted one first; none before the first roll."""
         if not self.pools.roll.last:
             return ()
-        wanted = self.revisions[self.pools.roll.wanted].model.served
-        served = (self.revisions[self.pools.roll.of(one.id)].model.served for one in self.pools)
-        others = {one.namespace: one for one in served if one.namespace != wanted.namespace}
-        return wanted, *others.values()
+        wanted, *others = (one.model.served for one in self._plans)
+        return wanted, *{one.namespace: one for one in others if one.namespace != wanted.namespace}.values()
 
     def _plan_of(self, worker_id: WorkerId) -> ClusterPlan:
         return self.revisions.plan_of(self.pools.roll.of(worker_id))
@@ -237,17 +240,6 @@ class Fleet:
         size = self.pools.sizes[role]
         return replace(self.pools.sizes, **{role.value: size + bool(size)})
 
-    async def _require_room_to_roll(self, plan: ClusterPlan) -> None:
-        """Raises ConfigError if one worker more by a plan does not fit, beside a second arena if its layout is new."""
-        try:
-            for role in Role:
-                await self._require_room(partial(self._surged, role), plan)
-        except ConfigError as error:
-            if self.plan_with(plan.layout_tag) is not None:
-                raise
-            problem = "a roll to another KV layout has a second arena beside the present one for a while"
-            raise ConfigError(f"{problem}: {error.message}") from error
-
     async def _require_room(self, after: Callable[[], PoolSizes], plan: ClusterPlan) -> None:
         """Raises ConfigError if workers for sizes do not fit, which are asked for when the nodes' room is known.
 
@@ -255,7 +247,7 @@ class Fleet:
         """
         nodes = await self.workers.nodes()
         if len(nodes) == 1 and nodes[0].is_head:
-            machine = self._left(await asyncio.to_thread(self.inspect), plan)
+            machine = self._without_new_arena(await asyncio.to_thread(self.inspect), plan)
             self._require_room_here(machine, after(), plan)
             if self.plan_with(plan.layout_tag) is None:  # workers of another layout tell little of its memory
                 self._require_room_on([(nodes[0], machine)], after(), plan)
@@ -263,11 +255,13 @@ class Fleet:
             rooms = await asyncio.gather(*(self._room(node, plan) for node in nodes))
             self._require_room_on(rooms, after(), plan)
 
-    def _left(self, machine: Machine, plan: ClusterPlan) -> Machine:
-        """Returns a machine with workers without the arena that it gets if no worker has the plan's layout yet."""
-        return (
-            machine if self.plan_with(plan.layout_tag) is not None else beside_arena(plan.config, plan.model, machine)
-        )
+    def _without_new_arena(self, machine: Machine, plan: ClusterPlan) -> Machine:
+        """Returns a machine less the memory of the arena that it gets if no worker has the plan's layout yet.
+
+        Raises ConfigError without room for that arena.
+        """
+        is_new = self.plan_with(plan.layout_tag) is None
+        return without_arena(plan.config, plan.model, machine) if is_new else machine
 
     def _require_room_here(self, machine: Machine, after: PoolSizes, plan: ClusterPlan) -> None:
         used_bytes = [self.means.host.memory_bytes(worker.id) for worker in self.pools]
@@ -296,7 +290,7 @@ class Fleet:
         """Returns the node with the memory that a service of it reports; None without a service."""
         for tag in dict.fromkeys(one.layout_tag for one in self._plans):
             with suppress(Unavailable):
-                return node, self._left(await self.means.host.inspect(service_of(node.id, tag)), plan)
+                return node, self._without_new_arena(await self.means.host.inspect(service_of(node.id, tag)), plan)
         return node, None
 
     def _pools_changed(self) -> None:

@@ -26,9 +26,9 @@ TARGET = "deploy.actors.node:NodeActor"
 class NodeService:
     """The service of one node for one KV layout, kept from `open` or `reopen` to `end`.
 
-    layout_tag: the layout's, of ClusterPlan. shares: the tenants' shares of the arena. plan_of: returns the
-    plan for the next start; None leaves the plan of the last one. opening: the task that opens it. baseline: None
-    until the machine is known; its `block_address` is the address of the last start.
+    layout_tag: the tag of the KV layout (ClusterPlan.layout_tag). shares: returns the tenants' shares of the arena.
+    plan_with: returns the plan for the next start; None leaves the plan of the last one. opening: the task that opens
+    it. baseline: None until the machine is known; its `block_address` is the address of the last start.
     """
 
     opening: "asyncio.Task[None]"
@@ -38,17 +38,17 @@ class NodeService:
         node: RayNode,
         plan: ClusterPlan,
         means: Supervision,
-        plan_of: Callable[[str], ClusterPlan | None],
-        shares: dict[str, float],
+        plan_with: Callable[[str], ClusterPlan | None],
+        shares: Callable[[], dict[str, float]],
         baseline: NodeBaseline | None = None,
     ) -> None:
         """plan: the plan of the first start. baseline: the record of an earlier controller, with the layout's tag."""
         self.node = node
         self.layout_tag = plan.layout_tag if baseline is None else baseline.layout_tag
         self.name = service_of(node.id, self.layout_tag)
-        self.shares = shares
+        self._shares = shares
         self._plan = plan
-        self._plan_of = plan_of
+        self._plan_with = plan_with
         self.baseline = baseline
         self._means = means
         self._actor = KeptActor(self.name, TARGET, self._config_json, node.id, means)
@@ -62,17 +62,14 @@ class NodeService:
     async def open(self, before: Machine | None) -> None:
         """Starts the service. Raises ConfigError if nothing fits, and the errors of `KeptActor.serve`.
 
-        before: the machine before all workers, of the node's baseline for another layout, if any. The arena then has
-        what is free beside the other one now.
+        before: the machine before its first worker, if the node has another arena; the new arena is sized by
+        the shared memory that is free now.
         """
-        inspect = self._means.host.inspect
         try:
             self._actor.prepare()
-            if before is None:
-                machine = self._plan.machine or await inspect(self.name)
-            else:
-                now = await inspect(self.name)
-                machine = replace(before, shared_bytes=min(now.shared_bytes, now.memory_bytes))
+            machine = (None if before else self._plan.machine) or await self._means.host.inspect(self.name)
+            if before is not None:
+                machine = replace(before, shared_bytes=min(machine.shared_bytes, machine.memory_bytes))
             self.baseline = NodeBaseline(self.node, machine, layout_tag=self.layout_tag)
             await self._actor.serve()
         except BaseException:
@@ -91,7 +88,7 @@ class NodeService:
 
     async def share(self) -> None:
         """Shares the arena among tenants. Raises the errors of `ActorHost.call`."""
-        await self._means.host.call(self.name, "set_shares", to_json(Shares(self.shares)), timeout_s=KEYS_AT_DOOR_S)
+        await self._means.host.call(self.name, "set_shares", to_json(Shares(self._shares())), timeout_s=KEYS_AT_DOOR_S)
 
     async def end(self) -> None:
         """Ends the service; no later controller reopens it."""
@@ -113,8 +110,8 @@ class NodeService:
 
     def _config_json(self) -> str:
         assert self.baseline is not None
-        self._plan = self._plan_of(self.layout_tag) or self._plan
-        return to_json(replace(self._plan.node_config(self.baseline), shares=self.shares))
+        self._plan = self._plan_with(self.layout_tag) or self._plan
+        return to_json(replace(self._plan.node_config(self.baseline), shares=self._shares()))
 
 
 class Nodes:
@@ -124,15 +121,15 @@ class Nodes:
         self,
         plan: ClusterPlan,
         means: Supervision,
-        plan_of: Callable[[str], ClusterPlan | None],
+        plan_with: Callable[[str], ClusterPlan | None],
         on_leaving: Callable[[RayNode], Awaitable[None]] | None = None,
     ) -> None:
-        """plan_of: returns the plan of workers with a layout's tag, the newest; None if no worker has that layout.
+        """plan_with: returns the plan of workers with a layout's tag, the newest; None if no worker has that layout.
 
         on_leaving: drains a node with a service that Ray drains; called again while it raises BatonError.
         """
         self._plan = plan
-        self._plan_of = plan_of
+        self._plan_with = plan_with
         self._means = means
         self._events = means.events
         self._on_leaving = on_leaving
@@ -150,7 +147,7 @@ class Nodes:
         await self._endings[name].wait()
         if name not in self._services:
             machines = [one.baseline.machine for one in self._on(node.id) if one.baseline is not None]
-            service = NodeService(node, plan, self._means, self._plan_of, self._plan.shares)
+            service = NodeService(node, plan, self._means, self._plan_with, lambda: self._plan.shares)
             self._begin(service, partial(service.open, next(iter(machines), None)))
         service = self._services[name]
         done, _ = await asyncio.wait([service.opening], timeout=PLACE_S + SERVICE_START_S)
@@ -184,8 +181,6 @@ class Nodes:
         Raises Unavailable for a service that does not answer.
         """
         self._plan = plan
-        for service in self._services.values():
-            service.shares = plan.shares
         await asyncio.gather(*(one.share() for one in self._services.values() if one.is_open))
 
     def take_over(self) -> None:
@@ -193,8 +188,8 @@ class Nodes:
         for path in self._means.run_dir.glob(f"*{SUFFIX}"):
             known = AtomicFile(path).recall(lambda text: from_json(NodeBaseline, text, "baseline"))
             if known is not None:  # else the node's next worker makes another
-                plan = self._plan_of(known.layout_tag) or self._plan
-                service = NodeService(known.node, plan, self._means, self._plan_of, self._plan.shares, known)
+                plan = self._plan_with(known.layout_tag) or self._plan
+                service = NodeService(known.node, plan, self._means, self._plan_with, lambda: self._plan.shares, known)
                 self._begin(service, service.reopen)
 
     async def watch(self) -> None:
@@ -228,8 +223,7 @@ class Nodes:
 
     async def _look(self) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
-        unused_tags = {tag for tag in {one.layout_tag for one in self._services.values()} if self._plan_of(tag) is None}
-        if unused := [one for one in self._services.values() if one.layout_tag in unused_tags]:
+        if unused := [one for one in self._services.values() if self._plan_with(one.layout_tag) is None]:
             self._events.note(
                 f"no worker has the KV layout of {', '.join(one.name for one in unused)} any more: it ends"
             )

@@ -74,8 +74,10 @@ class RouterMembers:
             members = to_message(MemberList(self._pools.sizes, serving, self._models()))
             answers = await asyncio.gather(*(self._tell(router, members) for router in self._routers))
             refused = {worker_id: reason for one in answers for worker_id, reason in one.reasons.items()}
-            needed = {worker_id for one in answers for worker_id in one.needed}
-            self.needed = needed if self.are_announced else needed | self.needed
+            self.needed = {
+                *(() if self.are_announced else self.needed),
+                *(worker_id for one in answers for worker_id in one.needed),
+            }
             self.are_announced = self.are_announced and not refused
             for worker_id, reason in refused.items() - self.refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
@@ -120,7 +122,7 @@ class Workers:
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # only a start of the same role waits for them
         self.failures: list[str] = []
-        self.start = Duration(START_S)
+        self.start_duration = Duration(START_S)
         """The usual time from a worker's order until it serves."""
 
     async def take_over(self) -> None:
@@ -196,7 +198,7 @@ class Workers:
         if self._pools.has(worker.id, WorkerState.STARTING):
             self._pools.became_ready(worker.id, address)
             self._on_change()
-            self.start.learn(took_s := self._clock() - began_s)
+            self.start_duration.learn(took_s := self._clock() - began_s)
             self._events.note(f"worker {worker.id} is ready after {took_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
@@ -267,13 +269,23 @@ class Workers:
         self._events.note(f"worker {worker.id} has left")
 
     async def _until_unneeded(self, worker_id: WorkerId) -> None:
-        """Waits while a router needs a worker, for requests that were open before it was announced as DRAINING."""
+        """Waits while a router needs a worker, for requests that were open before it was announced as DRAINING.
+
+        It does not wait for a worker that is lost, or whose node Ray drains.
+        """
         until_s = self._clock() + self._plan_of(worker_id).config.router.max_deadline_s
         if worker_id in self._members.needed:
             self._events.note(f"worker {worker_id} is the last of its model's version, and stays for open requests")
-        while worker_id in self._members.needed and self._clock() < until_s:
+        while worker_id in self._members.needed and self._clock() < until_s and not await self._is_going(worker_id):
             await asyncio.sleep(ASK_EVERY_S)
             await self._members.announce()
+
+    async def _is_going(self, worker_id: WorkerId) -> bool:
+        """Probes a worker; tells whether it is lost, or Ray drains its node: that drain may have a deadline."""
+        with suppress(Unavailable):
+            leaving = [one.id for one in await self._means.host.nodes() if one.is_leaving]
+            return await self._actor(worker_id).judge() is not None or await self._node_of(worker_id) in leaving
+        return False
 
     async def _drain(self, name: str, until_s: float) -> Drained:
         """Drains an actor; if it does not answer, notes its loss."""

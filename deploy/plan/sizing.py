@@ -78,8 +78,11 @@ def require_room(
     _require_memory(num_after - num_before, "more workers", worker_bytes, free_bytes, "")
 
 
-def beside_arena(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Machine:
-    """Returns the rest of a machine after an arena that is sized by it. Raises ConfigError without room for it."""
+def without_arena(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Machine:
+    """Returns a machine less the memory of an arena sized for it; its free /dev/shm stays as it was.
+
+    Raises ConfigError without room for the arena.
+    """
     return replace(machine, memory_bytes=machine.memory_bytes - _arena_bytes(config, model, machine))
 
 

@@ -47,11 +47,11 @@ class Scaler:
         means: Supervision,
         sizes: Callable[[], PoolSizes],
         resize: Callable[[int | None, int | None], Awaitable[object]],
-        start: Duration,
+        start_duration: Duration,
     ) -> None:
         """sizes: returns the ordered sizes. resize: orders sizes, None leaving a pool as it is; see `Fleet.resize`.
 
-        start: a worker's time from its order until it serves.
+        start_duration: a worker's time from its order until it serves.
 
         Goes on from the last orders of an earlier controller, by their record in the run folder.
         """
@@ -59,7 +59,7 @@ class Scaler:
         self._means = means
         self._sizes = sizes
         self._resize = resize
-        self._start = start
+        self._start_duration = start_duration
         self._loads = Loads((slo.ttft_ms or 0.0) / 1000)
         self._slo = slo
         self._record = AtomicFile(means.run_dir / FILE)
@@ -86,7 +86,7 @@ class Scaler:
     async def _step(self) -> None:
         await asyncio.sleep(ASK_EVERY_S)
         await asyncio.gather(*map(self._ask, self._routers))
-        load = self._loads.load(min(self._start.mean_s, WINDOW_S))
+        load = self._loads.load(min(self._start_duration.mean_s, WINDOW_S))
         orders = list(self._policy.decide(load, self._sizes(), self._means.clock()))
         if orders:
             await self._order(orders)

@@ -21,7 +21,8 @@ from wire.layout import PAGE_ALIGNMENT
 
 _MAGIC = b"BATONKV1"
 _TRAILER = struct.Struct("<8sQQ")
-_STEP_BYTES = 256 << 20
+_STEP_BYTES = 32 << 20
+"""Other threads stand still during a step, such as the event loop of the node's service, or of a worker that serves."""
 POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, which `mmap` does not name; it takes 0.2 s a GiB where touching each page takes 0.4."""
 GPU_CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -73,7 +74,7 @@ class Arena:
         """Maps an arena that another process has made. Raises StoreError if there is none."""
         try:
             with open(path, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                memory = _map(file.fileno(), 0)
         except (OSError, ValueError) as error:
             raise StoreError("the arena cannot be mapped", reason=str(error)) from error
         geometry = _geometry(memory)
@@ -162,15 +163,20 @@ def _make(path: str) -> int:
 
 
 def _allocate(descriptor: int, size: int) -> mmap.mmap:
-    """Takes the memory from the system step by step; then maps all its pages in this process."""
+    """Takes the memory from the system step by step; then maps it."""
     for start in range(0, size, _STEP_BYTES):
         os.posix_fallocate(descriptor, start, min(_STEP_BYTES, size - start))
+    return _map(descriptor, size)
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    """Maps all pages of a file in this process, step by step. size: 0 for the file's. Raises OSError, ValueError."""
     memory = mmap.mmap(descriptor, size)
-    try:
-        memory.madvise(POPULATE_WRITE)
-    except OSError:  # a kernel before 5.14
-        memory.close()
-        return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    for start in range(0, len(memory), _STEP_BYTES):
+        try:
+            memory.madvise(POPULATE_WRITE, start, _STEP_BYTES)
+        except OSError:  # a kernel before 5.14
+            _ = memory[start : start + _STEP_BYTES : PAGE_ALIGNMENT]
     return memory
 
 

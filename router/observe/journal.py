@@ -161,7 +161,7 @@ class RequestJournal(Journal):
 
     @property
     def num_moves(self) -> int:
-        """Attempts that ended since the prompt moved to another worker."""
+        """Counts the attempts that ended because a worker returned the prompt."""
         return sum(span.error == PROMPT_RETURNED for span in self.spans)
 
     @property

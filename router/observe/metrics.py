@@ -62,7 +62,7 @@ class RequestMetrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier")
         self._pools = self._counter("prompt_pools", "Prompts by the pool that computes them, and why", "pool", "reason")
         self._replays = self._counter("request_replays", "Attempts at requests after their first, but for moves")
-        self._moves = self._counter("prompt_moves", "Prompts that moved from a queue to another prefill worker")
+        self._moves = self._counter("prompt_moves", "Prompts returned from a queue because another worker was free")
         self._used = {
             name: self._counter(f"tenant_{name}", f"{text}, by tenant and key", "tenant", "key")
             for name, text in USAGE.items()

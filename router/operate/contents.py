@@ -30,13 +30,16 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Selection:
-    """The blocks of namespaces, or of a prompt, to count or to clear. keys: the prompt's, in each version."""
+    """The blocks of namespaces, or of a prompt, to count or to clear.
+
+    keys: the keys of the prompt's blocks, a sequence for each version.
+    """
 
     namespaces: Collection[bytes] = ()
     keys: Sequence[Sequence[BlockKey]] = ()
 
     @property
-    def asked(self) -> worker_pb2.BlockSelection:
+    def message(self) -> worker_pb2.BlockSelection:
         """The selection as workers take it."""
         return worker_pb2.BlockSelection(namespaces=self.namespaces, keys=[key for keys in self.keys for key in keys])
 
@@ -64,16 +67,16 @@ class StoreAdministration:
     async def count(self, request: cluster_pb2.CacheRequest) -> cluster_pb2.CacheContents:
         """Counts blocks. Raises InvalidRequest or ModelNotFound, and Unavailable without workers."""
         selection = await self._select(request)
-        return self._contents(selection, await self._of_nodes(worker_pb2.Ask(count=selection.asked)))
+        return self._contents(selection, await self._of_nodes(worker_pb2.Ask(count=selection.message)))
 
     async def clear(self, request: cluster_pb2.CacheRequest) -> cluster_pb2.CacheContents:
         """Clears blocks, devices first, since only devices and arenas feed cold tiers. Raises the errors of `count`."""
         if request == cluster_pb2.CacheRequest():
             raise InvalidRequest("everything", "wanted where no tenant, model or prompt is given")
         selection = await self._select(request)
-        drop = worker_pb2.Ask(drop_pages=Selection(keys=selection.keys).asked)
+        drop = worker_pb2.Ask(drop_pages=Selection(keys=selection.keys).message)
         dropped = await asyncio.gather(*(_ask(member, drop) for member in self._members))
-        contents = self._contents(selection, await self._of_nodes(worker_pb2.Ask(clear=selection.asked)))
+        contents = self._contents(selection, await self._of_nodes(worker_pb2.Ask(clear=selection.message)))
         contents.dropped_pages = sum(one.blocks for told in dropped for one in told.holdings)
         contents.problems.extend(problem for told in dropped for problem in told.problems)
         return contents
@@ -88,7 +91,7 @@ class StoreAdministration:
         around = slice(max(0, num_tokens - TOKENS_AROUND), num_tokens + TOKENS_AROUND)
         shown = [self._dispatcher.detokenize(pb.DetokenizeRequest(token_ids=one[around])).text for one in ids]
         selection = Selection(keys=[one.keys[:num_shared] for one in first])
-        told = await self._of_nodes(worker_pb2.Ask(count=selection.asked)) if num_shared else {}
+        told = await self._of_nodes(worker_pb2.Ask(count=selection.message)) if num_shared else {}
         contents = self._contents(selection, told)
         return cluster_pb2.PromptComparison(
             first_tokens=len(ids[0]),

@@ -3,7 +3,7 @@
     route ─┬─▶ wait for room ──▶ prefill ─┬─▶ choose decode ──▶ stream ──▶ every choice has ended
            └────────── decode alone ──────┘
 
-A prompt that waits at its prefill worker may be called back for another one (`router/moves.py`): a new attempt follows.
+A prompt that waits at its prefill worker may be recalled for another one (`router/moves.py`): a new attempt follows.
 An attempt goes to decode alone where the router expects that to be cheaper, or without a prefill pool. Once the client
 has a token it always does: the decode worker fetches published blocks and computes the rest. So does the attempt after
 NaN or infinite logits, if cached KV was read; it reads no cached KV.
@@ -234,9 +234,13 @@ class Attempt:
 
     def _queued(self, route: Route, member: Member) -> QueuedPrompt:
         """Describes the prompt at a prefill worker; a prompt that has moved, or is tried alone, stays there."""
-        priority, recall = self.request.admitted.valid.priority, partial(member.line.recall, self.id)
-        may_move = not (self.history.is_moved or self.is_alone)
-        return QueuedPrompt(member, route.num_new_tokens, priority, recall, may_move)
+        return QueuedPrompt(
+            member,
+            route.num_new_tokens,
+            self.request.admitted.valid.priority,
+            recall=partial(member.line.recall, self.id),
+            may_move=not (self.history.is_moved or self.is_alone),
+        )
 
     def _cost(self, route: Route) -> float:
         """Returns the cost of the prompt for its tenant: none if the prompt has moved, for it was charged before."""

@@ -198,8 +198,7 @@ class Dispatcher:
         """
         services = self._services
         prompts = replace(services.prompts, prefixes=NO_PREFIXES)
-        placement, moves = services.placement.only(worker_id), PromptMoves()
-        pinned = replace(services, placement=placement, prompts=prompts, moves=moves)
+        pinned = replace(services, placement=services.placement.only(worker_id), prompts=prompts, moves=PromptMoves())
         root = NamespaceRoot(secrets.token_bytes(ROOT_BYTES))
         return self._begin(request, time_left_s, pinned, self._versions.of(worker_id), root, ANYONE)
 

@@ -16,7 +16,7 @@ from router.workers.members import Member, Members, version_of
 from wire.errors import ModelReplaced, RouterLeaving
 from wire.ids import NamespaceRoot, WorkerId
 from wire.layout import Window
-from wire.pools import Role, WorkerState
+from wire.pools import Role
 from wire.served_model import ServedModel
 
 MAX_KNOWN_ROOTS = 4096
@@ -27,7 +27,7 @@ MAX_KNOWN_ROOTS = 4096
 class ModelVersion:
     """A version: the model as its workers loaded it, these workers at each time, and the roots of its block names.
 
-    num_open: the open requests of this version. services: the parts that they share, once there are any.
+    num_open: the open requests of this version. services: the services of its requests, made at the first request.
     """
 
     model: ServedModel
@@ -47,12 +47,12 @@ class ModelVersion:
     @property
     def num_ready(self) -> int:
         """The decode workers that take new requests."""
-        return sum(one.state is WorkerState.READY for one in self.members.ready(Role.DECODE))
+        return len(self.members.ready(Role.DECODE))
 
     @property
     def needed(self) -> list[Member]:
         """The decode workers without which its open requests cannot end: a single worker, or all, where all drain."""
-        able = self.members.ready(Role.DECODE)
+        able = self.members.able(Role.DECODE)
         return able if self.num_open and (len(able) == 1 or not self.num_ready) else []
 
 

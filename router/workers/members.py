@@ -33,12 +33,14 @@ class Member:
     num_prompt_tokens: prompt tokens that a decode worker got without prefill and has not computed yet. under_way:
     blocks of the prompts of assigned work. prefill_token_s: seconds of prefill a token, by its last status.
     engine_silent_s: time since its engine's last step, by its last status or token, and longer if no status came.
+    is_refusing: whether a call on it failed, and it has not answered since that it takes attempts.
     """
 
     worker: Worker
     info: worker_pb2.WorkerInfo
     line: Line
     state: WorkerState = WorkerState.READY
+    is_refusing: bool = False
     num_choices: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -156,15 +158,18 @@ class Members:
         return self._shown not in (None, self.versions[0])
 
     def ready(self, role: Role) -> list[Member]:
-        """Lists the READY workers; of a version that ends without such a decode worker, the DRAINING ones.
+        """Lists the READY workers."""
+        return [member for member in self if member.role is role and member.state is WorkerState.READY]
 
-        The controller drains these once the version has no open request.
+    def able(self, role: Role) -> list[Member]:
+        """Lists the workers that take attempts: READY ones; else, of a version that ends, DRAINING decode workers.
+
+        The controller drains these once the version has no open request. Workers that refuse are left out.
         """
-        of_role = [member for member in self if member.role is role]
-        ready = [member for member in of_role if member.state is WorkerState.READY]
-        if ready or role is Role.PREFILL or not self.are_ending:
+        if (ready := self.ready(role)) or role is Role.PREFILL or not self.are_ending:
             return ready
-        return [member for member in of_role if member.state is WorkerState.DRAINING and member.line.is_open]
+        of_role = (member for member in self if member.role is role)
+        return [member for member in of_role if member.state is WorkerState.DRAINING and not member.is_refusing]
 
     def only(self, worker_id: WorkerId) -> "Members":
         """Returns members with this worker as the only one of its role; if it prefills, with all decode workers.
@@ -174,7 +179,7 @@ class Members:
         if (member := self[worker_id]).state is not WorkerState.READY:
             raise WorkerNotFound("the worker takes no work now", worker_id=worker_id)
         chosen, alike = Members(*member.version), self.of(member.version)
-        for one in [member, *(alike.ready(Role.DECODE) if member.role is Role.PREFILL else [])]:
+        for one in [member, *(alike.able(Role.DECODE) if member.role is Role.PREFILL else [])]:
             chosen.add(one)
         return chosen
 
@@ -187,8 +192,7 @@ class Members:
     @property
     def has_lost_decode(self) -> bool:
         """Whether no decode worker of the version is left, and none will come."""
-        is_over = self.are_ending and self._whole.are_complete
-        return is_over and all(one.role is Role.PREFILL for one in self)
+        return self.are_ending and self._whole.are_complete and all(one.role is Role.PREFILL for one in self)
 
     @property
     def num_pool_blocks(self) -> int | None:
@@ -197,7 +201,7 @@ class Members:
 
     @property
     def num_arena_blocks(self) -> dict[str, int]:
-        """Blocks of each node's arena, as its workers report."""
+        """Blocks of each arena, by its id, as its workers report."""
         return {member.info.node_id: member.info.num_arena_blocks for member in self}
 
     def check(self) -> list[str]:

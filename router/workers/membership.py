@@ -48,13 +48,14 @@ class Membership:
         return {worker.id: reason for worker, reason in zip(new, reasons, strict=True) if reason is not None}
 
     def mark_lost(self, worker_id: WorkerId) -> None:
-        """Gives a worker no more work until it answers: its line or a call on it failed.
+        """Gives a worker no more work until it answers that it takes attempts: its line or a call on it failed.
 
         A DRAINING worker keeps its state.
         """
         if worker_id not in self._members or worker_id in self._probes:
             return
         member = self._members[worker_id]
+        member.is_refusing = True
         if member.state is not WorkerState.DRAINING:
             member.state = WorkerState.LOST
             self._on_change()
@@ -114,6 +115,7 @@ class Membership:
         log.info("worker %s answers again, and is %s", member.id, state.value)
         if member.state is WorkerState.LOST:
             member.state = state
+        member.is_refusing = state is WorkerState.DRAINING
         del self._probes[member.id]
         self._on_change()
 

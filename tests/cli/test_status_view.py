@@ -164,9 +164,9 @@ def test_two_arenas_of_a_node_are_told_apart_and_its_workers_show_its_name() -> 
     assert [line.split()[-1] for line in shown.splitlines() if line.startswith("worker ")] == ["generated"], "one node"
     described = to_object(status, Addresses(), {})
     assert [one["node"] for one in described["pools"]["decode"]] == ["a@h"] * 2
-    assert [(node["id"], node["workers"]) for node in described["nodes"]] == [
-        ("a@h", ["decode-0"]),
-        ("a@h", ["decode-1"]),
+    assert [(node["id"], node["node"], node["workers"]) for node in described["nodes"]] == [
+        ("a@h", "a@h", ["decode-0"]),
+        ("a@h#0f1e2d", "a@h", ["decode-1"]),
     ]
     assert [*memory_lines([old, new])][-1].startswith("node a@h: ")
 

@@ -83,6 +83,11 @@ class Queue:
     def metric(self, name: str) -> float | None:
         return self.cluster.router.metrics.registry.get_sample_value(f"baton_{name}_total")
 
+    def check_charged(self, num_prompts: int) -> None:
+        """Asserts that the tenant was charged for all answers, and for so many prompts."""
+        spent = num_prompts * NUM_PROMPT + NUM_REQUESTS * OUTPUT_COST * NUM_TOKENS
+        assert self.cluster.router.shares.spent(DEFAULT_TENANT) == pytest.approx(spent - BURST)
+
     async def answers(self, *numbers: int) -> list[pb.Complete]:
         """The ends of these requests, whose tokens must be right."""
         completes = []
@@ -116,10 +121,7 @@ async def test_queued_prompts_move_to_a_worker_that_starts_and_nothing_is_comput
         assert [one.timeline.prefill_worker for one in completes] == ["p0"] * 3 + ["p1"] * NUM_MOVED
         assert [queued.num_computed(name) for name in ("p0", "p1")] == [3 * NUM_PROMPT, NUM_MOVED * NUM_PROMPT]
         assert (queued.metric("prompt_moves"), queued.metric("request_replays")) == (NUM_MOVED, 0)
-        spent = NUM_REQUESTS * (NUM_PROMPT + OUTPUT_COST * NUM_TOKENS)
-        assert queued.cluster.router.shares.spent(DEFAULT_TENANT) == pytest.approx(spent - BURST), (
-            "each prompt is charged once"
-        )
+        queued.check_charged(NUM_REQUESTS)
 
 
 async def test_the_timeline_of_a_moved_prompt_has_both_queues_and_each_millisecond() -> None:
@@ -161,6 +163,7 @@ async def test_the_new_worker_dies_with_the_prompts_that_have_moved() -> None:
         assert {one.timeline.prefill_worker for one in completes} == {"p0"}
         assert queued.num_computed("p0") == NUM_REQUESTS * NUM_PROMPT
         assert queued.metric("request_replays") == NUM_MOVED
+        queued.check_charged(NUM_REQUESTS + NUM_MOVED)  # as each attempt after a lost worker is; a move costs nothing
 
 
 async def test_the_new_worker_dies_before_the_prompts_come() -> None:

@@ -197,6 +197,33 @@ async def test_a_stream_whose_worker_dies_goes_on_at_another_of_its_version() ->
         await at_rest(cluster)
 
 
+async def test_a_last_worker_that_drains_by_itself_is_tried_once_and_a_stream_of_another_waits_for_its_end() -> None:
+    """Its controller has it drain while another of its version serves, which dies then."""
+    async with Versions.running(OLD, 0, 2, Sizes()) as cluster:
+        for name in ("d0", "d1"):
+            cluster.models[name].pause()
+        begun = [cluster.open(ask()) for _ in range(2)]
+        for name in ("d0", "d1"):
+            await cluster.serves(name)
+        await cluster.roll("d2")
+        await cluster.enlist(*cluster.listed, draining="d1")
+        draining = asyncio.create_task(cluster.workers["d1"].service.attempts.drain(WAIT_S))
+        await until(lambda: cluster.workers["d1"].service.attempts.state is WorkerState.DRAINING)
+        cluster.crash("d0")
+        await cluster.someone_died.wait()
+        await asyncio.sleep(0.2)  # the time of a hundred attempts
+        assert cluster.needed == []
+        cluster.models["d1"].go_on()
+        await draining
+        await cluster.enlist("d2")
+        ends = await asyncio.gather(*(one.read_all() for one in begun), return_exceptions=True)
+        [replaced] = [one for one in ends if isinstance(one, ModelReplaced)]
+        assert len(replaced.timeline.spans) < 20, "its attempts are few"
+        [[whole]] = [one for one in ends if not isinstance(one, BaseException)]
+        assert whole.token_ids == OLD.oracle(PROMPT, 40)
+        await at_rest(cluster)
+
+
 async def test_a_stream_ends_with_its_reason_once_no_worker_of_its_version_is_left() -> None:
     async with Versions.running(OLD, 1, 1, Sizes()) as cluster:
         begun = await cluster.begin()
@@ -236,7 +263,7 @@ async def test_a_worker_is_asked_by_itself_whatever_its_version() -> None:
             assert version.num_open == 1
             told = [response async for response in opened.outbox]
             assert [token for response in told for token in response.chunk.token_ids] == model.oracle(PROMPT, 40)
-            assert told[0].fingerprint == version.model.fingerprint_hex
+            assert told[0].fingerprint == version.model.version_hex
 
 
 def blocks_of(contents: cluster_pb2.CacheContents) -> list[tuple[int, list[int]]]:

@@ -1,3 +1,4 @@
+import mmap
 import os
 import random
 import resource
@@ -90,6 +91,29 @@ def test_all_of_it_is_allocated_and_mapped_at_the_start(
         assert os.stat(path).st_blocks * 512 >= size == 20 * BLOCK + 4096
         assert _resident_bytes(path) >= size
         arena.close()
+
+
+def test_its_pages_are_mapped_in_steps_between_which_other_threads_run(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its owner, and by a worker that maps the next owner's amid its streams: each call holds Python's lock."""
+    steps: list[tuple[int, int | None]] = []
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, descriptor: int, size: int, flags: int = mmap.MAP_SHARED) -> "Mapping":
+            assert not flags & mmap.MAP_POPULATE
+            return super().__new__(cls, descriptor, size, flags)
+
+        def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
+            steps.append((start, length))
+            super().madvise(advice, start, length or len(self))
+
+    monkeypatch.setattr(arena_module, "_STEP_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    for make in (partial(Arena.create, path, BLOCK, 20), partial(Arena.open, path)):
+        steps.clear()
+        make().close()
+        assert steps == [(start * BLOCK, 8 * BLOCK) for start in (0, 8, 16)]
 
 
 def _resident_bytes(path: str) -> int:

@@ -305,6 +305,27 @@ async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_line_breaks(c
     assert not club.port.lost
 
 
+@pytest.mark.parametrize(("state", "able"), [("ready", {D0}), ("draining", set())])
+async def test_a_last_worker_of_a_version_that_drains_is_asked_before_it_gets_attempts_again(
+    club: Club, state: str, able: set[WorkerId], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call on it has failed: it may hang, drain by itself, or have lost a connection."""
+    monkeypatch.setattr("router.workers.membership.PROBE_EVERY_S", 0.01)
+    await club.list("here")
+    await club.list("here", draining=True)
+    club.members.versions.insert(0, (b"another model", LAYOUT.encode()))
+    last = club.members.of((FINGERPRINT, LAYOUT.encode()))
+    assert [one.id for one in last.ready(Role.DECODE)] == [D0]
+    club.workers["here"].state = "broken"
+    club.membership.mark_lost(D0)
+    assert last.ready(Role.DECODE) == []
+    await club.members[D0].line.questions.status(False, 1.0)
+    assert (club.members[D0].line.is_open, last.ready(Role.DECODE)) == (True, [])
+    club.workers["here"].state, num_changes = state, club.num_changes
+    await until(lambda: club.num_changes == num_changes + 1)
+    assert {one.id for one in last.ready(Role.DECODE)} == able
+
+
 async def test_a_worker_that_answers_that_it_is_broken_stays_lost(club: Club) -> None:
     await club.list("here")
     club.workers["here"].state = "broken"

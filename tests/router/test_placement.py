@@ -29,7 +29,9 @@ class Pools:
         self.members = Members(FINGERPRINT, LAYOUT.encode())
         self.index = BlockIndex(LAYOUT)
         self.prefixes = PrefixMap(100)
-        self.placement = Placement(self.members, self.prefixes, self.index, LAYOUT.block_size, wait_s=0.1)
+        self.placement = Placement(
+            self.members, self.prefixes, self.index, LAYOUT.block_size, 0.1, Disaggregation.ALWAYS
+        )
 
     async def join(self, *names: str) -> None:
         for name in names:

@@ -314,6 +314,25 @@ def models_of(cluster: Cluster, name: str, kind: type[RouterConfig | NodeConfig]
     return [from_json(kind, text, name).model for one, text in cluster.host.started if one == name]
 
 
+async def begin_roll(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> tuple[Controller, str, ServedModel]:
+    """Starts a cluster and a roll to other weights; returns the controller, the revision's number and its model."""
+    monkeypatch.setattr(Fleet, "_require_room", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.01)
+    controller, served = await cluster.start(), replace(cluster.plan.model.served, fingerprint_hex="ab" * 32)
+    revision = Revision(config=cluster.plan.config, model=replace(cluster.plan.model, served=served))
+    return controller, await controller.roll(to_json(revision)), served
+
+
+async def models_of_restarts(cluster: Cluster, name: str, kind: type[RouterConfig | NodeConfig]) -> list[ServedModel]:
+    """Ends an actor, the controller and the actor again; returns the models with which the actor was started again."""
+    cluster.host.actors[name] = Liveness.DEAD
+    await until(lambda: len(models_of(cluster, name, kind)) == 2)
+    await cluster.controller_dies()
+    cluster.host.actors[name] = Liveness.DEAD
+    await until(lambda: len(models_of(cluster, name, kind)) == 3)
+    return models_of(cluster, name, kind)[1:]
+
+
 async def test_a_router_that_starts_again_amid_a_roll_has_the_model_that_decode_workers_have(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,23 +354,16 @@ async def test_a_router_that_starts_again_amid_a_roll_has_the_model_that_decode_
     assert models_of(cluster, ROUTER, RouterConfig) == [served] * 2
 
 
-@pytest.mark.parametrize(("name", "kind"), [(ROUTER, RouterConfig), (NODE, NodeConfig)])
-async def test_a_router_or_node_service_that_starts_again_has_the_model_that_workers_are_rolled_to(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[RouterConfig | NodeConfig]
+async def test_a_router_that_starts_again_after_a_roll_has_the_rolled_model(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def models() -> list[ServedModel]:
-        return models_of(cluster, name, kind)
+    controller, number, served = await begin_roll(cluster, monkeypatch)
+    await controller.rolled(number)
+    assert await models_of_restarts(cluster, ROUTER, RouterConfig) == [served] * 2
 
-    monkeypatch.setattr(Fleet, "_require_room", lambda *_: asyncio.sleep(0))
-    monkeypatch.setattr(supervised, "PROBE_EVERY_S", 0.01)
-    controller, served = await cluster.start(), replace(cluster.plan.model.served, fingerprint_hex="ab" * 32)
-    revision = Revision(config=cluster.plan.config, model=replace(cluster.plan.model, served=served))
-    number = await controller.roll(to_json(revision))
-    if name == ROUTER:
-        await controller.rolled(number)
-    cluster.host.actors[name] = Liveness.DEAD
-    await until(lambda: len(models()) == 2)
-    await cluster.controller_dies()
-    cluster.host.actors[name] = Liveness.DEAD
-    await until(lambda: len(models()) == 3)
-    assert models()[1:] == [served] * 2
+
+async def test_a_node_service_that_starts_again_amid_a_roll_has_the_model_that_workers_are_rolled_to(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, served = await begin_roll(cluster, monkeypatch)
+    assert await models_of_restarts(cluster, NODE, NodeConfig) == [served] * 2

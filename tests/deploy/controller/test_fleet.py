@@ -232,11 +232,11 @@ async def test_workers_are_launched_at_once_and_go_to_work_when_the_node_is_up()
         await until(lambda: world.host.launched == [P0, D0])
         with pytest.raises(DeadlineExceeded):
             await world.fleet.settle(0.05)
-        assert world.fleet.workers.start.learned_s is None
+        assert world.fleet.workers.start_duration.learned_s is None
         world.now_s += 24.0
         world.node_is_up.set()
         await world.settled()
-        assert START_S < world.fleet.workers.start.mean_s <= 24.0, "the time of a start is learned"
+        assert START_S < world.fleet.workers.start_duration.mean_s <= 24.0, "the time of a start is learned"
 
 
 async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:
@@ -1138,7 +1138,7 @@ async def test_a_second_roll_is_refused_and_the_same_order_is_not() -> None:
 async def test_a_roll_without_room_for_one_worker_more_changes_nothing() -> None:
     async with rollable() as world:
         world.machine = replace(world.machine, memory_bytes=0)
-        with pytest.raises(ConfigError, match="1 more workers take"):
+        with pytest.raises(ConfigError, match=r"^a roll has one worker more for a while.*: 1 more workers take"):
             await world.fleet.roll(with_threads(2), BEFORE.model)
         with pytest.raises(ConfigError, match="a roll does not change"):
             await world.fleet.roll(ClusterConfig(insecure=True), BEFORE.model)
@@ -1289,6 +1289,25 @@ async def test_a_worker_that_a_router_needs_on_and_on_drains_after_the_longest_d
         await world.fleet.drained(D1, 5)
 
 
+async def test_a_worker_that_a_router_needs_and_that_dies_holds_up_nothing() -> None:
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await let_go(world, by_scale, D1)
+        host.actors[D1] = Liveness.DEAD
+        await world.fleet.drained(D1, 5)
+
+
+async def test_a_worker_that_a_router_needs_drains_with_its_service_once_ray_drains_its_node() -> None:
+    """Ray's drain may have a deadline, and the node's blocks go with it."""
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await let_go(world, by_drain_of_its_node, D0)
+        host.ray_nodes[:] = [replace(one, is_leaving=one.id == OTHER.id) for one in host.ray_nodes]
+        await world.fleet.drained(D0, 5)
+        assert D0 in host.drained
+        assert service_of(OTHER.id) in host.asked
+
+
 async def test_a_router_that_does_not_answer_needs_the_workers_that_it_needed() -> None:
     host, pools = TwoRouters(), Pools(PoolsRecord(sizes=PoolSizes(1, 1)))
     routers = planned(ClusterConfig(router=RouterSettings(routers=2))).routers
@@ -1354,7 +1373,7 @@ async def test_a_roll_without_room_for_a_second_arena_and_a_worker_beside_it_cha
 ) -> None:
     async with rollable(1, 1) as world:
         world.machine = free
-        why = "a roll to another KV layout has a second arena beside the present one for a while"
+        why = "a roll has one worker more for a while, and a second arena where the KV layout changes"
         with pytest.raises(ConfigError, match=f"^{why}: {problem}"):
             await world.fleet.roll(BEFORE.config, CODES)
         assert (world.pools.roll.wanted, len(world.host.launched)) == (0, 2)
@@ -1365,7 +1384,7 @@ async def test_the_room_for_a_worker_of_another_kv_layout_is_by_its_own_settings
     async with rollable(1, 1) as world:
         world.machine = replace(ROOMY, memory_bytes=1 << 30)
         larger = ClusterConfig.load(None, {"worker": {"num_threads": 1, "pool_bytes": "1GiB"}})
-        with pytest.raises(ConfigError, match="for a while: 1 more prefill workers do not fit into the memory"):
+        with pytest.raises(ConfigError, match="KV layout changes: 1 more prefill workers do not fit into the memory"):
             await world.fleet.roll(larger, CODES)
         await world.fleet.rolled(await world.fleet.roll(larger, BEFORE.model), 5)
 
@@ -1376,7 +1395,7 @@ async def test_the_room_of_each_of_several_nodes_is_without_a_second_arena() -> 
         for node in world.host.ray_nodes:
             world.host.actors[service_of(node.id)] = Liveness.ANSWERING
         world.host.machine = replace(ROOMY, shared_bytes=0)
-        with pytest.raises(ConfigError, match=r"a second arena beside the present one for a while: arena\.size"):
+        with pytest.raises(ConfigError, match=r"a second arena where the KV layout changes: arena\.size"):
             await world.fleet.roll(BEFORE.config, CODES)
         world.host.machine = ROOMY
         number = await world.fleet.roll(BEFORE.config, CODES)

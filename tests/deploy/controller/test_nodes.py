@@ -64,10 +64,10 @@ class World:
         self.plan = replace(planned(ClusterConfig(), machine=None), run_dir=str(run_dir))
         self.coded = replace(self.plan, model=with_codes(self.plan.model))
         self.plans = [self.plan]
-        self.nodes = Nodes(self.plan, self.means, self.plan_of)
+        self.nodes = Nodes(self.plan, self.means, self.plan_with)
         self.watch = asyncio.create_task(self.nodes.watch())
 
-    def plan_of(self, layout_tag: str) -> ClusterPlan | None:
+    def plan_with(self, layout_tag: str) -> ClusterPlan | None:
         return next((plan for plan in self.plans if plan.layout_tag == layout_tag), None)
 
     async def join(self, node: RayNode, plan: ClusterPlan | None = None) -> NodeBaseline:
@@ -76,7 +76,7 @@ class World:
     def controller_dies(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        self.nodes = Nodes(self.plan, self.means, self.plan_of)
+        self.nodes = Nodes(self.plan, self.means, self.plan_with)
         self.nodes.take_over()
         self.watch = asyncio.create_task(self.nodes.watch())
 
@@ -162,7 +162,7 @@ async def test_a_node_that_ray_drains_is_told_once(tmp_path: Path) -> None:
     async def note(node: RayNode) -> None:
         leaving.append(node)
 
-    nodes = Nodes(world.plan, world.means, world.plan_of, note)
+    nodes = Nodes(world.plan, world.means, world.plan_with, note)
     await nodes.join(B, world.plan)
     world.host.ray_nodes = [replace(A, is_leaving=True), replace(B, is_leaving=True)]
     watch = asyncio.create_task(nodes.watch())
@@ -182,7 +182,7 @@ async def test_a_node_that_ray_drains_is_tried_again_until_its_workers_can_be_sp
             raise refusals.pop()
         is_drained.set()
 
-    nodes = Nodes(world.plan, world.means, world.plan_of, drain)
+    nodes = Nodes(world.plan, world.means, world.plan_with, drain)
     await nodes.join(B, world.plan)
     world.host.ray_nodes = [A, replace(B, is_leaving=True)]
     watch = asyncio.create_task(nodes.watch())
@@ -345,7 +345,7 @@ async def test_the_only_node_of_a_cluster_loses_the_service_that_no_worker_uses_
     world = World(tmp_path)
     alone = [replace(plan, machine=world.host.machine) for plan in (world.plan, world.coded)]
     world.plans = alone[::-1]
-    nodes = Nodes(alone[0], world.means, world.plan_of)
+    nodes = Nodes(alone[0], world.means, world.plan_with)
     baselines = [await nodes.join(A, plan) for plan in alone]
     assert [one.machine.memory_bytes for one in baselines] == [world.host.machine.memory_bytes] * 2
     world.host.ray_nodes = []

@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 import ray.util
+from ray._private.node import Node
 
 from deploy.controller import ray_head
-from deploy.controller.ray_head import HEAD_RESOURCE, SERVICES, controller_options, watch_services
+from deploy.controller.ray_head import HEAD_RESOURCE, NEEDLESS, SERVICES, controller_options, watch_services
 from deploy.local import run_dir
 from wire.errors import ConfigError
 
 WAIT_S = 60.0
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_each_start_that_the_head_leaves_out_is_a_method_of_rays_node(name: str) -> None:
+    """A private name of Ray: where a release renames it, the head would start that program in silence."""
+    assert callable(getattr(Node, name))
 
 
 @pytest.fixture

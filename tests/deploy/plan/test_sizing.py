@@ -12,11 +12,11 @@ from deploy.plan.sizing import (
     MAX_DEFAULT_CONTEXTS,
     UNUSABLE_OF_A_GPU,
     Sizes,
-    beside_arena,
     num_more,
     require_room,
     share_gpu,
     size,
+    without_arena,
 )
 from engine.model.programs import GRAPH_BYTES
 from tests.harness.served import served_model
@@ -251,13 +251,13 @@ def test_the_shared_memory_of_a_container_that_makes_the_arena_small_is_said_wit
 
 def test_an_arena_beside_another_is_sized_by_what_is_free_and_refused_without_room() -> None:
     free = replace(LAPTOP, shared_bytes=64 * MIB)
-    assert beside_arena(config(), SMALL, free) == replace(free, memory_bytes=free.memory_bytes - 16 * MIB)
+    assert without_arena(config(), SMALL, free) == replace(free, memory_bytes=free.memory_bytes - 16 * MIB)
     given = config(arena={"size_bytes": "64MiB"})
-    assert beside_arena(given, SMALL, free) == replace(free, memory_bytes=free.memory_bytes - 64 * MIB)
+    assert without_arena(given, SMALL, free) == replace(free, memory_bytes=free.memory_bytes - 64 * MIB)
     with pytest.raises(ConfigError, match="the arena takes 64 MiB, but only 63 MiB of /dev/shm are free"):
-        beside_arena(given, SMALL, replace(free, shared_bytes=63 * MIB))
+        without_arena(given, SMALL, replace(free, shared_bytes=63 * MIB))
     with pytest.raises(ConfigError, match=r"arena\.size_bytes: 0 B is too little"):
-        beside_arena(config(), SMALL, replace(free, shared_bytes=0))
+        without_arena(config(), SMALL, replace(free, shared_bytes=0))
 
 
 def test_this_machine_has_something() -> None:
