@@ -19,6 +19,7 @@ from cli.bench.schedule import TraceRow
 from router.moves import QueuedPrompt, choose_moves
 from router.observe.demand import Demand
 from router.workers.members import Member
+from wire.ids import WorkerId
 from wire.pools import PoolSizes
 
 POLL_EVERY_S = 2.0
@@ -169,7 +170,18 @@ class Pools:
         num_tokens = self._rows[request].input_len
         ready = [one for one in self._prefill if one.ready_s <= now_s] or self._prefill
         worker = min(ready, key=lambda one: max(one.free_s, one.ready_s))
-        self._queue(worker, Prompt(NO_MEMBER, num_tokens, 0, lambda: None, request=request), now_s)
+        self._queue(
+            worker,
+            Prompt(
+                member=NO_MEMBER,
+                num_tokens=num_tokens,
+                priority=0,
+                missing=lambda _: num_tokens,
+                recall=lambda: None,
+                request=request,
+            ),
+            now_s,
+        )
         self._waiting += num_tokens
         self._sums["num_prompts"] += 1
         self._sums["prompt_tokens"] += num_tokens
@@ -208,7 +220,7 @@ class Pools:
             if not worker.queue and worker.ready_s <= now_s:
                 queues = [one.queue for one in every]
                 for prompt in choose_moves(
-                    [list[QueuedPrompt](queue) for queue in queues], self._costs.prefill_token_s
+                    [list[QueuedPrompt](queue) for queue in queues], WorkerId(""), self._costs.prefill_token_s
                 ):
                     assert isinstance(prompt, Prompt)
                     source = next(one for one in every if prompt in one.queue)

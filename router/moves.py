@@ -22,22 +22,23 @@ MAX_MOVES = 32
 """The most prompts that are recalled for a worker at once; once it has computed these, others are."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class QueuedPrompt:
     """A prompt at a prefill worker. num_tokens: its tokens that no worker is thought to have.
 
-    priority: the lower is computed first. recall: asks the worker to return the prompt. may_move: whether the
-    router may recall it.
+    priority: the lower is computed first. missing: counts the tokens that another worker computes if the prompt moves
+    there. recall: asks the worker to return the prompt. may_move: whether the router may recall it.
     """
 
     member: Member
     num_tokens: int
     priority: int
+    missing: Callable[[WorkerId], int]
     recall: Callable[[], None]
     may_move: bool = True
 
 
-def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], token_s: float) -> list[QueuedPrompt]:
+def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], destination: WorkerId, token_s: float) -> list[QueuedPrompt]:
     """Chooses the prompts to recall for an idle worker, in the order in which it computes them.
 
     queues: prompts by worker, in order of arrival. token_s: seconds of prefill a token.
@@ -48,11 +49,11 @@ def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], token_s: float) -> li
     while len(moves) < MAX_MOVES and (candidates := [queue for queue, prompts in enumerate(movable) if prompts]):
         queue = max(candidates, key=left.__getitem__)
         prompt = movable[queue].pop()
-        num_moved_tokens += prompt.num_tokens
-        if (left[queue] - num_moved_tokens) * token_s < max(LEAST_GAIN_S, LEAST_GAIN_SHARE * left[queue] * token_s):
-            break
+        num_there = num_moved_tokens + prompt.missing(destination)
+        if (left[queue] - num_there) * token_s >= max(LEAST_GAIN_S, LEAST_GAIN_SHARE * left[queue] * token_s):
+            num_moved_tokens = num_there
+            moves.append(prompt)
         left[queue] -= prompt.num_tokens
-        moves.append(prompt)
     return moves[::-1]
 
 
@@ -82,6 +83,8 @@ class PromptMoves:
             self._recalled.pop(prompt, None)
             if not queue:
                 del self._queues[prompt.member.id]
+                # a prompt recalled for this worker may stay where it is, and is asked for anew if that still helps
+                self._recalled = {one: to for one, to in self._recalled.items() if to != prompt.member.id}
                 self.fill()
 
     def fill(self) -> None:
@@ -103,6 +106,6 @@ class PromptMoves:
             [one for one in queue if one.member.version == member.version and one not in self._recalled]
             for queue in self._queues.values()
         ]
-        for prompt in choose_moves(queues, token_s):
+        for prompt in choose_moves(queues, member.id, token_s):
             self._recalled[prompt] = member.id
             prompt.recall()

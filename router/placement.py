@@ -119,6 +119,10 @@ class Route:
         """Sorts members by the number of blocks that they were sent, most first."""
         return sorted(members, key=lambda member: -self.sent.get(member.id, 0))
 
+    def num_missing(self, worker_id: WorkerId) -> int:
+        """Counts the prompt's tokens that a worker would compute."""
+        return max(self.num_prompt_tokens - self.cached.get(worker_id, 0), 1)
+
     def through(self, worker_id: WorkerId) -> "Route":
         """Returns the rest of the route after a prefill worker, which now has the whole prompt."""
         return replace(self, cached={**self.cached, worker_id: self.num_prompt_tokens}, num_new_tokens=0, sent={})

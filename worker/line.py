@@ -92,13 +92,11 @@ class WorkerLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        """Carries out orders, ends first; errors go back on the line. Does nothing after its end."""
+        """Carries out orders, ends first and recalls last; errors go back on the line. Does nothing after its end."""
         if self._is_closed:
             return
         for message in request.aborts:
             self._abort(AttemptId(message))
-        for message in request.recalls:
-            self._attempts.recall(self, AttemptId(message))
         for ended in request.ended_choices:
             self._attempts.end_choice(self, AttemptId(ended.attempt), ended.index)
         if request.renewals:
@@ -113,6 +111,8 @@ class WorkerLine:
             self._begin(begin)
         if request.HasField("piece"):
             self._take_piece(request.piece)
+        for message in request.recalls:
+            self._attempts.recall(self, AttemptId(message))
 
     def send(self, update: worker_pb2.Update) -> None:
         """Joins an update to its attempt's unsent updates. Does nothing after the end."""

@@ -232,9 +232,10 @@ class Attempt:
     def _queued(self, route: Route, member: Member) -> QueuedPrompt:
         """Describes the prompt at a prefill worker; a prompt that has moved, or is tried alone, stays there."""
         return QueuedPrompt(
-            member,
-            route.num_new_tokens,
-            self.request.admitted.valid.priority,
+            member=member,
+            num_tokens=route.num_new_tokens,
+            priority=self.request.admitted.valid.priority,
+            missing=route.num_missing,
             recall=partial(member.line.recall, self.id),
             may_move=not (self.history.is_moved or self.is_alone),
         )

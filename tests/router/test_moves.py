@@ -16,13 +16,26 @@ from wire.pools import Role, Worker, WorkerState
 MS = 0.001
 
 
-def prompt(num_tokens: int, priority: int = 0, may_move: bool = True) -> QueuedPrompt:
-    return QueuedPrompt(member("p0", b"one"), num_tokens, priority, lambda: None, may_move)
+def prompt(num_tokens: int, priority: int = 0, may_move: bool = True, missing: int | None = None) -> QueuedPrompt:
+    """A prompt at p0; p1 misses as many of its tokens, or `missing`."""
+    elsewhere = num_tokens if missing is None else missing
+    return QueuedPrompt(
+        member=member("p0", b"one"),
+        num_tokens=num_tokens,
+        priority=priority,
+        missing=lambda _: elsewhere,
+        recall=lambda: None,
+        may_move=may_move,
+    )
+
+
+def chosen(*queues: list[QueuedPrompt]) -> list[QueuedPrompt]:
+    return choose_moves(queues, WorkerId("p1"), MS)
 
 
 def moved(*queues: tuple[int, ...]) -> list[int]:
     """The tokens of the prompts that move, of queues of prompts with so many tokens."""
-    return [one.num_tokens for one in choose_moves([[prompt(num) for num in queue] for queue in queues], MS)]
+    return [one.num_tokens for one in chosen(*[[prompt(num) for num in queue] for queue in queues])]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +83,18 @@ def test_a_worker_is_given_a_bounded_number_of_prompts() -> None:
 def test_prompts_that_stay_are_passed_over_and_the_least_urgent_move_first() -> None:
     urgent, usual, moved_before = prompt(200, -1), prompt(201, 1), prompt(202, 1, may_move=False)
     begun = prompt(100, may_move=False)
-    assert choose_moves([[begun, usual, moved_before, urgent]], MS) == [urgent, usual]
-    assert choose_moves([[begun, usual, urgent]], MS) == [usual]
+    assert chosen([begun, usual, moved_before, urgent]) == [urgent, usual]
+    assert chosen([begun, usual, urgent]) == [usual]
+
+
+def test_a_prompt_with_cached_blocks_moves_only_where_it_ends_sooner_without_them() -> None:
+    """Its next attempt counts all that its new worker misses, and would go back to the end of the queue."""
+    ahead = [prompt(1000, may_move=False) for _ in range(3)]
+    assert chosen([*ahead, prompt(100, missing=10_100)]) == []
+    assert chosen([*ahead, cached := prompt(100, missing=900)]) == [cached]
+    assert chosen([*ahead, usual := prompt(100), prompt(100, missing=10_100)]) == [usual], (
+        "one that stays bars no other"
+    )
 
 
 class Books:
@@ -86,11 +109,18 @@ class Books:
         self.moves = PromptMoves(lambda: [self.workers[name] for name in self.ready], lambda: self.full)
         self.ends: dict[str, ExitStack] = {}
 
-    def queue(self, *names: str, at: str = "p0") -> None:
+    def queue(self, *names: str, at: str = "p0", may_move: bool = True) -> None:
         """Queues prompts of 200 tokens."""
         for name in names:
             recall = lambda name=name: self.recalled.append(name)  # noqa: E731
-            one = QueuedPrompt(self.workers[at], 200, 0, recall)
+            one = QueuedPrompt(
+                member=self.workers[at],
+                num_tokens=200,
+                priority=0,
+                missing=lambda _: 200,
+                recall=recall,
+                may_move=may_move,
+            )
             self.ends[name] = ExitStack()
             self.ends[name].enter_context(self.moves.queued(one))
 
@@ -140,6 +170,19 @@ def test_a_worker_without_prompts_left_is_given_others(books: Books) -> None:
     books.queue("c", at="p1")
     books.end("c")
     assert books.take_recalled() == ["b"]
+
+
+def test_a_worker_that_has_computed_its_last_prompt_waits_for_no_prompt_that_another_keeps(books: Books) -> None:
+    books.queue(*"abcdefgh")
+    books.ready.append("p1")
+    books.moves.fill()
+    assert books.take_recalled() == ["e", "f", "g", "h"]
+    books.end("e", "f", "g")  # returned; h is kept
+    books.queue("e", "f", "g", at="p1", may_move=False)
+    books.end("e", "f")
+    assert books.take_recalled() == []
+    books.end("g")
+    assert books.take_recalled() == ["d", "h"], "a second recall of h asks anew, and harms nothing"
 
 
 def test_a_worker_of_another_version_a_silent_one_and_a_full_node_are_given_nothing(books: Books) -> None:

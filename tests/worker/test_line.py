@@ -187,6 +187,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: 
     line.take(
         worker_pb2.ConnectRequest(
             aborts=[A, B],
+            recalls=[A],
             renewals=[A, B],
             ended_choices=[worker_pb2.EndedChoice(attempt=A, index=2)],
             releases=[B],
@@ -203,6 +204,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: 
         ("answer", 1),
         ("answer", 2),
         ("begin", (A, 3)),
+        ("recall", A),
     ]
 
 
