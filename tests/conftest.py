@@ -1,3 +1,4 @@
+import asyncio
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -7,10 +8,13 @@ import pytest
 import torch
 
 from tests.groups import group_of, is_alone, place_of
+from tests.harness.event_loop import LoopPolicy
 from tests.pairs import RUNS_ALL, left_out
 
 YIELDING = 10
 """The niceness of tests that neither start clusters nor measure time, where processes run side by side."""
+
+asyncio.set_event_loop_policy(LoopPolicy())
 
 # Kernels run interpreted where there is no GPU. Set here because Triton looks once, when any test first imports it.
 if not torch.cuda.is_available():

@@ -121,7 +121,7 @@ async def test_usage_has_the_timeline_that_a_body_asks_for(gateway: LocalGateway
     assert {"router", "prefill", "decode"} <= parts
     assert timeline["prefill_worker"]
     assert timeline["decode_worker"]
-    assert timeline["prefill_reason"] == "not_learned"
+    assert timeline["prefill_reason"] == "always"
     assert all(
         span.keys() == {"name", "worker", "start_ms", "duration_ms", "counts", "error"} for span in timeline["spans"]
     )

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.config import ClusterAccess, RouterConfig, RouterSettings
+from router.config import ClusterAccess, Disaggregation, RouterConfig, RouterSettings
 from router.requests.dispatch import OpenRequest
 from tests.harness.cluster import WAIT_S, Cluster, role_of, until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
@@ -27,7 +27,7 @@ CONFIG = RouterConfig(
         layout_hex=LAYOUT.encode().hex(),
     ),
     cluster=ClusterAccess(token="the cluster's token", secret_hex="00" * 32),
-    settings=RouterSettings(grpc_port=0, metrics_port="off"),
+    settings=RouterSettings(grpc_port=0, metrics_port="off", disaggregation=Disaggregation.ALWAYS),
 )
 
 

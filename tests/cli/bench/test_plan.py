@@ -16,6 +16,7 @@ from cli.bench.plan.plan import read_run, verdict_of
 from cli.bench.plan.sizing import PlannedLoad, TriedSizes, find_sizes, smallest
 from cli.bench.plan.twin_cluster import TwinCluster, TwinSettings
 from cli.bench.schedule import Arrival, poisson
+from router.config import Disaggregation, RouterSettings
 from wire.errors import InvalidRequest
 from wire.pools import PoolSizes
 
@@ -53,7 +54,9 @@ def mixed(rate: float, duration_s: float) -> list[Arrival]:
 
 @pytest.fixture(scope="module")
 def run() -> list[Record]:
-    return play(mixed(3.0, 15.0), PoolSizes(1, 1), TwinSettings(costs=COSTS))
+    """A run in which each prompt is handed off, so that costs of prompts and of tokens are told apart."""
+    router = RouterSettings(disaggregation=Disaggregation.ALWAYS)
+    return play(mixed(3.0, 15.0), PoolSizes(1, 1), TwinSettings(costs=COSTS, router=router))
 
 
 def test_costs_are_learned_from_a_run(run: list[Record]) -> None:
@@ -75,11 +78,14 @@ def test_the_message_of_a_first_token_counts_once() -> None:
     assert median(learn([records]).costs.request_s) == pytest.approx(COSTS.request_s[0], rel=0.1)
 
 
-def test_a_run_foretells_another(run: list[Record]) -> None:
+@pytest.mark.parametrize("mode", [Disaggregation.ALWAYS, Disaggregation.CONDITIONAL])
+def test_a_run_foretells_another(mode: Disaggregation) -> None:
     """A load of twice the rate takes as long with the costs that a run has told as with the true ones."""
+    router = RouterSettings(disaggregation=mode)
+    run = play(mixed(3.0, 15.0), PoolSizes(1, 1), TwinSettings(costs=COSTS, router=router))
     load = mixed(4.0, 10.0)
-    true = play(load, PoolSizes(1, 1), TwinSettings(costs=COSTS))
-    told = play(load, PoolSizes(1, 1), TwinSettings(costs=learn([run]).costs))
+    true = play(load, PoolSizes(1, 1), TwinSettings(costs=COSTS, router=router))
+    told = play(load, PoolSizes(1, 1), TwinSettings(costs=learn([run]).costs, router=router))
     assert sum(one.ttft_s for one in told) == pytest.approx(sum(one.ttft_s for one in true), rel=0.1)
     assert sum(one.tpot_s for one in told) == pytest.approx(sum(one.tpot_s for one in true), rel=0.1)
 
