@@ -29,7 +29,7 @@ TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Selection:
+class AskedBlocks:
     """The blocks of namespaces, or of a prompt, to count or to clear.
 
     keys: the keys of the prompt's blocks, a sequence for each version.
@@ -74,7 +74,7 @@ class StoreAdministration:
         if request == cluster_pb2.CacheRequest():
             raise InvalidRequest("everything", "wanted where no tenant, model or prompt is given")
         selection = await self._select(request)
-        drop = worker_pb2.Ask(drop_pages=Selection(keys=selection.keys).message)
+        drop = worker_pb2.Ask(drop_pages=AskedBlocks(keys=selection.keys).message)
         dropped = await asyncio.gather(*(_ask(member, drop) for member in self._members))
         contents = self._contents(selection, await self._of_nodes(worker_pb2.Ask(clear=selection.message)))
         contents.dropped_pages = sum(one.blocks for told in dropped for one in told.holdings)
@@ -90,7 +90,7 @@ class StoreAdministration:
         num_tokens, num_shared = _num_same(*ids), _num_same(first[0].keys, second[0].keys)
         around = slice(max(0, num_tokens - TOKENS_AROUND), num_tokens + TOKENS_AROUND)
         shown = [self._dispatcher.detokenize(pb.DetokenizeRequest(token_ids=one[around])).text for one in ids]
-        selection = Selection(keys=[one.keys[:num_shared] for one in first])
+        selection = AskedBlocks(keys=[one.keys[:num_shared] for one in first])
         told = await self._of_nodes(worker_pb2.Ask(count=selection.message)) if num_shared else {}
         contents = self._contents(selection, told)
         return cluster_pb2.PromptComparison(
@@ -129,7 +129,7 @@ class StoreAdministration:
         except Unavailable as error:
             return [worker_pb2.Holdings(problems=[error.message])]
 
-    async def _select(self, request: cluster_pb2.CacheRequest) -> Selection:
+    async def _select(self, request: cluster_pb2.CacheRequest) -> AskedBlocks:
         if request.everything and request != cluster_pb2.CacheRequest(everything=True):
             raise InvalidRequest("everything", "goes without tenant, model and prompt")
         tenants = [request.tenant] if request.HasField("tenant") else []
@@ -139,9 +139,9 @@ class StoreAdministration:
         if (prompt := request.WhichOneof("prompt")) is not None:
             given = pb.GenerateRequest(**{prompt: getattr(request, prompt)})
             named = await self._dispatcher.name_blocks(given, request.tenant or DEFAULT_TENANT)
-            return Selection(keys=[one.keys for one in named])
+            return AskedBlocks(keys=[one.keys for one in named])
         is_any = not tenants and not request.HasField("model")
-        return Selection(() if is_any else self._digests(tenants or self._tenants))
+        return AskedBlocks(() if is_any else self._digests(tenants or self._tenants))
 
     @property
     def _tenants(self) -> list[str]:
@@ -157,7 +157,7 @@ class StoreAdministration:
             raise Unavailable("no worker is ready to ask the tiers: see `baton status`")
         return {node_id: await _ask(member, question) for node_id, member in by_node.items()}
 
-    def _contents(self, selection: Selection, told: dict[str, worker_pb2.Holdings]) -> cluster_pb2.CacheContents:
+    def _contents(self, selection: AskedBlocks, told: dict[str, worker_pb2.Holdings]) -> cluster_pb2.CacheContents:
         problems, num_blocks = [one for answer in told.values() for one in answer.problems], selection.num_blocks
         rows = self._rows(told, num_blocks)
         return cluster_pb2.CacheContents(rows=rows, prompt_blocks=num_blocks, problems=problems)
