@@ -1,6 +1,6 @@
 // Attention over paged KV, of decoding tokens and of chunks of prompts alike.
 //
-// Keys are taken in pieces of 64 and segments of 256, both counted from position 0. A row's softmax runs over the pieces
+// Keys are taken in pieces of 128 and segments of 512, both counted from position 0. A row's softmax runs over the pieces
 // of a segment in order, online (arXiv 1805.02867), and its segments are then merged in order. Which pieces a row takes depends on its
 // position and window only: it gets the same bits alone and in a chunk, on one thread and on many.
 // Sinks that are behind a row's window (arXiv 2309.17453) are a segment of their own, its first, which a query meets turned back.
@@ -14,15 +14,19 @@
 namespace {
 
 constexpr int SEGMENT = 4 * PIECE;
-constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 96 : 48, MIN_UNITS = 8;  // tiles take less time of a row: packing keys would be half of it
+constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 384 : 48, MIN_UNITS = 8;  // tiles take less time of a row: packing keys would be half of it
+constexpr float LOG2_E = 0x1.715476p+0f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // The state of rows in the middle of a softmax: the largest score, the sum of powers, and the sum of values, unnormalized.
 struct Sums {
     int64_t columns = 0;
+    bool is_empty = true;  // whatever it holds
     std::vector<float> largest, powers, values;
 
+    // Empties it, too.
     void reshape(int64_t rows, int64_t columns_of_values) {
+        is_empty = true;
         columns = columns_of_values;
         largest.resize(rows);
         powers.resize(rows);
@@ -30,29 +34,37 @@ struct Sums {
     }
 
     void clear() {
+        is_empty = false;
         std::fill(largest.begin(), largest.end(), NOTHING);
         std::fill(powers.begin(), powers.end(), 0.0f);
         std::fill(values.begin(), values.end(), 0.0f);
     }
 
-    // Merges a later part of a row's keys into a row. A part without keys has no powers, and changes nothing.
-    void merge(int64_t row, const Sums& part, int64_t part_row) {
-        if (part.powers[part_row] == 0) return;
-        const float now = std::max(largest[row], part.largest[part_row]);
-        const float kept = powers[row] == 0 ? 0 : exponential(largest[row] - now);
-        const float part_kept = exponential(part.largest[part_row] - now);
-        float* sums = values.data() + row * columns;
-        const float* others = part.values.data() + part_row * columns;
-        for (int64_t i = 0; i < columns; i += LANES)
-            store(sums + i, fma(load(others + i), splat(part_kept), load(sums + i) * splat(kept)));
-        powers[row] = powers[row] * kept + part.powers[part_row] * part_kept;
-        largest[row] = now;
+    // Merges a later part of the keys of some rows, up to LANES. A part without keys has no powers, and changes nothing.
+    void merge(int64_t first, const Sums& part, int64_t first_of_part, int count = 1) {
+        const Floats before = load_some(largest.data() + first, count), of_part = load_some(part.largest.data() + first_of_part, count);
+        float now[LANES], kept[LANES], part_kept[LANES];
+        store(now, max(before, of_part));
+        store(kept, exponential(before - load(now)));
+        store(part_kept, exponential(of_part - load(now)));
+        for (int i = 0; i < count; ++i) {
+            const int64_t row = first + i, part_row = first_of_part + i;
+            if (part.powers[part_row] == 0) continue;
+            if (powers[row] == 0) kept[i] = 0;
+            float* sums = values.data() + row * columns;
+            const float* others = part.values.data() + part_row * columns;
+            for (int64_t at = 0; at < columns; at += LANES)
+                store(sums + at, fma(load(others + at), splat(part_kept[i]), load(sums + at) * splat(kept[i])));
+            powers[row] = powers[row] * kept[i] + part.powers[part_row] * part_kept[i];
+            largest[row] = now[i];
+        }
     }
 
-    // Merges a later part of the keys of all rows, and clears it for the next one.
+    // Merges a later part of the keys of all rows, whose memory may then be anything.
     void take(Sums& part) {
-        for (int64_t row = 0; row < int64_t(largest.size()); ++row) merge(row, part, row);
-        part.clear();
+        const int64_t num_rows = largest.size();
+        if (is_empty) return std::swap(*this, part);
+        for (int64_t row = 0; row < num_rows; row += LANES) merge(row, part, row, int(std::min<int64_t>(LANES, num_rows - row)));
     }
 
     // Writes a row that has had all its keys. A sink joins its softmax here, as a last key without a value.
@@ -94,8 +106,8 @@ class Rows {
         num_tokens_ = num_tokens;
         first_position_ = first_position;
         queries_.resize(num_tokens * group_ * depth_ * (call.num_sinks ? 2 : 1));
-        scores_.resize(LANES * PIECE);
-        weights_.resize(LANES * PIECE);
+        scores_.resize(ROWS_OF_TILES * PIECE);
+        weights_.resize(ROWS_OF_TILES * PIECE);
         segment.reshape(num_tokens * group_, call.num_panels() * PANEL);
         segment.clear();
         for (int64_t token = 0; token < num_tokens; ++token) {
@@ -121,6 +133,7 @@ class Rows {
 
    private:
     static constexpr int64_t UNBOUNDED = std::numeric_limits<int32_t>::max();
+    static constexpr int ROWS_OF_TILES = std::max(LANES, Piece<T>::MAX_TILE);
 
     // Keys that rows see: the row at a position p those from p + begin to p + end - 1, below a limit. queries: where those for them are.
     struct Part {
@@ -156,16 +169,20 @@ class Rows {
     // The number of rows is a constant where they are multiplied in registers.
     template <class NumRows, class Keys>
     void tile(NumRows num_rows, Keys& piece, int64_t begin, int64_t row, const Part& part, Prefetcher& prefetcher) {
-        piece.multiply_keys(num_rows, queries_.data() + part.queries + row * depth_, depth_, scale_, scores_.data(), prefetcher);
+        piece.multiply_keys(num_rows, queries_.data() + part.queries + row * depth_, depth_, scores_.data(), prefetcher);
         if (piece.key_scales()) scale(num_rows, piece.num_keys(), piece.key_scales());
         if (soft_cap_) cap(num_rows, piece.num_keys());
-        alignas(64) float kept[LANES];
+        if (is_cut(num_rows, row, begin, part, piece.num_keys()))
+            for (int r = 0; r < num_rows; ++r) hide(scores_.data() + r * PIECE, part, position(row + r), begin, piece.num_keys());
+        alignas(64) float kept[ROWS_OF_TILES];
         if (piece.num_keys() == PIECE)
-            weigh(num_rows, row, begin, part, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
+            weigh(num_rows, row, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
         else
-            weigh(num_rows, row, begin, part, int(piece.num_keys()), piece.value_scales(), kept);
+            weigh(num_rows, row, int(piece.num_keys()), piece.value_scales(), kept);
         piece.add_values(num_rows, weights_.data(), kept, segment.columns, segment.values.data() + row * segment.columns, prefetcher);
     }
+
+    int64_t position(int64_t row) const { return first_position_ + row / group_; }
 
     // Multiplies the scores of rows by the scales of their keys.
     void scale(int num_rows, int64_t num_keys, const float* scales) {
@@ -174,37 +191,62 @@ class Rows {
                 store(score, load(score) * load(scales + (score - end + num_keys)));
     }
 
-    // Caps the scores of rows, which are still to be multiplied by the cap.
+    // Caps the scores of rows: they are then multiples of the cap.
     void cap(int num_rows, int64_t num_keys) {
         for (int r = 0; r < num_rows; ++r)
             for (float *score = scores_.data() + r * PIECE, *end = score + num_keys; score < end; score += LANES)
-                store(score, splat(soft_cap_) * tanh(load(score)));
+                store(score, tanh(load(score) * splat(scale_)));
     }
 
     // Turns the scores of rows into weights, multiplied by the scales of the values, and tells of each row the factor of what
     // was summed before. The number of keys is a constant for a full piece: its loops are then unrolled.
     template <class NumRows, class Count>
-    void weigh(NumRows num_rows, int64_t row, int64_t begin, const Part& part, Count num_keys, const float* scales, float* kept) {
-        float now[LANES] = {}, powers[LANES];
-        for (int r = 0; r < num_rows; ++r) {
-            float* scores = scores_.data() + r * PIECE;
-            hide(scores, part, first_position_ + (row + r) / group_, begin, num_keys);
-            Floats top = load(scores);
-            for (int i = LANES; i < num_keys; i += LANES) top = max(top, load(scores + i));
-            now[r] = std::max(segment.largest[row + r], largest(top));
-            Floats all = splat(0);
-            for (int i = 0; i < num_keys; i += LANES) {
-                const Floats power = exponential(load(scores + i) - splat(now[r]));
-                all = all + power;
-                store(weights_.data() + r * PIECE + i, scales ? power * load(scales + i) : power);
+    void weigh(NumRows num_rows, int64_t row, Count num_keys, const float* scales, float* kept) {
+        const float factor = soft_cap_ ? soft_cap_ : scale_;
+        for (int first = 0; first < num_rows; first += LANES) {
+            const int count = std::min<int>(LANES, num_rows - first);
+            Floats tops[LANES], sums[LANES];
+            for (int r = 0; r < count; ++r) {
+                const float* scores = scores_.data() + (first + r) * PIECE;
+                tops[r] = load(scores);
+                for (int i = LANES; i < num_keys; i += LANES) tops[r] = max(tops[r], load(scores + i));
             }
-            powers[r] = sum(all);
+            const Floats before = load_some(segment.largest.data() + row + first, count);
+            alignas(64) float now[LANES];
+            store(now, max(largest_each(tops, count) * splat(factor), before));
+            for (int r = 0; r < count; ++r) sums[r] = weigh(scores_.data() + (first + r) * PIECE, now[r], factor, num_keys, scales, weights_.data() + (first + r) * PIECE);
+            store(kept + first, exponential(before - load(now)));  // 0 at first: e^-infinity
+            const Floats powers = fma(load_some(segment.powers.data() + row + first, count), load(kept + first), sum_each(sums, count));
+            store_some(segment.powers.data() + row + first, powers, count);
+            store_some(segment.largest.data() + row + first, load(now), count);
         }
-        store(kept, exponential(load_some(segment.largest.data() + row, num_rows) - load(now)));  // 0 at first: e^-infinity
-        for (int r = 0; r < num_rows; ++r) {
-            segment.powers[row + r] = segment.powers[row + r] * kept[r] + powers[r];
-            segment.largest[row + r] = now[r];
-        }
+    }
+
+    // The same of one row, whose largest score so far is `now`; returns its weights' sums by lane.
+    template <class Count>
+    static Floats weigh(const float* scores, float now, float factor, Count num_keys, const float* scales, F* weights) {
+        Floats all = splat(0);
+        const auto weigh = [&](const auto& scaled) {
+            for (int i = 0; i < num_keys; i += LANES) {
+                Floats power;
+                if constexpr (std::is_same_v<F, bf16>)
+                    power = power_of_two(fma(load(scores + i), splat(factor * LOG2_E), splat(-now * LOG2_E)));
+                else
+                    power = exponential(load(scores + i) * splat(factor) - splat(now));
+                all = all + power;
+                store(weights + i, scaled(power, i));
+            }
+        };
+        if (scales)
+            weigh([&](Floats power, int i) { return power * load(scales + i); });
+        else
+            weigh([](Floats power, int) { return power; });
+        return all;
+    }
+
+    // Tells whether any of some rows does not see all keys of a part.
+    bool is_cut(int num_rows, int64_t row, int64_t begin, const Part& part, int64_t num_keys) const {
+        return std::min(position(row) + part.end, part.limit) < begin + num_keys || position(row + num_rows - 1) + part.begin > begin;
     }
 
     // Hides the keys that the row at a position does not see of a part.
@@ -239,7 +281,7 @@ void take_sinks(const Attention& call, const int32_t* table, int64_t last_positi
             rows[head].attend_sinks(piece, begin, nothing);
         }
     }
-    for (int64_t head = 0; head < num_heads; ++head) totals[head].take(rows[head].segment);
+    for (int64_t head = 0; head < num_heads; ++head) totals[head].take(rows[head].segment), rows[head].segment.clear();
 }
 
 // The calling thread's object of a type.
@@ -341,7 +383,6 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
     for (int64_t head = 0; head < share.num_heads; ++head) {
         rows[head].begin(call, share.sequence, 1, share.first_head + head, share.position(call));
         totals[head].reshape(call.group(), rows[head].segment.columns);
-        totals[head].clear();
     }
     if (share.is_first(call))
         take_sinks(call, call.table(share.sequence), share.position(call), share.first_head, share.num_heads, rows.data(), piece, totals.data());
@@ -359,7 +400,7 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
             attend_piece(call, *tokens, begin, share.end, share.first_head + head, rows[head], prefetcher);
         std::swap(tokens, next);
         if ((begin + PIECE) % SEGMENT && begin + PIECE < share.end) continue;
-        for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment);
+        for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment), rows[head].segment.clear();
     }
     piece.release();
     for (int64_t head = 0; head < share.num_heads; ++head)
@@ -421,7 +462,6 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
         rows.begin(call, unit.first_token, unit.num_tokens, unit.kv_head, position);
         total.reshape(num_rows, rows.segment.columns);
-        total.clear();
         take_sinks(call, call.table(unit.sequence), end - 1, unit.kv_head, 1, &rows, piece, &total);
         const int64_t begin = first_visible(call, position);
         const int64_t first = begin / PIECE * PIECE;
@@ -436,6 +476,7 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
             tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             total.take(rows.segment);
+            if (at + PIECE < end) rows.segment.clear();
         }
         piece.release();
         const auto is_number = [](float value) { return std::isfinite(value); };

@@ -456,6 +456,46 @@ inline float largest(Floats a) {
 }
 #endif
 
+// The largest, and the sum, of the lanes of each of `count` vectors, at most LANES: over the same tree.
+#if defined(__AVX512F__)
+template <class Function>
+inline Floats reduce_each(const Floats* rows, Function&& function) {
+    __m512 of_8[8], of_4[4], of_2[2];  // what is left of two rows, four, and eight
+    for (int i = 0; i < 8; ++i) {
+        const __m512 a = rows[2 * i].v, b = rows[2 * i + 1].v;
+        of_8[i] = function(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512 a = of_8[2 * i], b = of_8[2 * i + 1];
+        of_4[i] = function(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m512 a = of_4[2 * i], b = of_4[2 * i + 1];
+        of_2[i] = function(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    }
+    const __m512 all = function(_mm512_shuffle_ps(of_2[0], of_2[1], 0x88), _mm512_shuffle_ps(of_2[0], of_2[1], 0xdd));
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return {_mm512_permutexvar_ps(in_order, all)};
+}
+inline Floats sum_each(const Floats* rows, int) {
+    return reduce_each(rows, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
+}
+inline Floats largest_each(const Floats* rows, int) {
+    return reduce_each(rows, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
+}
+#else
+inline Floats sum_each(const Floats* rows, int count) {
+    float sums[LANES] = {};
+    for (int i = 0; i < count; ++i) sums[i] = sum(rows[i]);
+    return load(sums);
+}
+inline Floats largest_each(const Floats* rows, int count) {
+    float all[LANES] = {};
+    for (int i = 0; i < count; ++i) all[i] = largest(rows[i]);
+    return load(all);
+}
+#endif
+
 // A power of e in parts: x = n ln 2 + r, |r| <= ln 2 / 2, and e^r = 1 + r * rise, by its Taylor polynomial of degree 7.
 struct Parts {
     Floats n, r, rise;
@@ -480,6 +520,23 @@ inline Floats exponential(Floats x) {
     return {_mm256_andnot_ps(_mm256_cmp_ps(x.lo, least, _CMP_LT_OQ), y.lo), _mm256_andnot_ps(_mm256_cmp_ps(x.hi, least, _CMP_LT_OQ), y.hi)};
 #else
     return each([&](int i) { return x.v[i] < -87.3f ? 0.0f : y.v[i]; });
+#endif
+}
+
+// 2^x for x < 128; 0 below -126, where the result would be subnormal; NaN stays NaN. A minimax polynomial of degree 4, whose error is
+// 2^-18 of the result: for numbers that become bf16.
+inline Floats power_of_two(Floats x) {
+    const Floats n = round(x), f = x - n;
+    Floats y = splat(0x1.3a02cap-7f);
+    for (float coefficient : {0x1.c9fc46p-5f, 0x1.ec0378p-3f, 0x1.62e12cp-1f, 1.0f}) y = fma(y, f, splat(coefficient));
+#if defined(__AVX512F__)
+    return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126), _CMP_NLT_UQ), y.v, n.v)};
+#elif defined(__AVX2__)
+    const Floats power = scale_by_power(y, n);
+    const __m256 least = _mm256_set1_ps(-126);
+    return {_mm256_and_ps(_mm256_cmp_ps(x.lo, least, _CMP_NLT_UQ), power.lo), _mm256_and_ps(_mm256_cmp_ps(x.hi, least, _CMP_NLT_UQ), power.hi)};
+#else
+    return each([&](int i) { return x.v[i] < -126 ? 0.0f : y.v[i] * bits_to_float(uint32_t(int(n.v[i]) + 127) << 23); });
 #endif
 }
 

@@ -82,27 +82,40 @@ struct Linear {
                 });
     }
 
-    // A chunk of a panel stays in the nearest cache while all rows pass, and their sums beside it.
     void panels_in_chunks(int64_t first_panel, int64_t last_panel) const {
+        const int64_t in_block = rows.rows_of_block();
+        for (int64_t begin = 0; begin < num_rows; begin += in_block) block_in_chunks(begin, std::min(num_rows, begin + in_block), first_panel, last_panel);
+    }
+
+    // A chunk of a panel stays in the nearest cache while a block of rows passes, and their sums beside it.
+    void block_in_chunks(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Tiles<T> tiles;
-        for (int64_t panel = first_panel; panel < last_panel; ++panel)
-            for (int64_t begin = 0; begin < num_rows; begin += rows.rows_of_block()) {
-                const int64_t end = std::min(num_rows, begin + rows.rows_of_block()), padded = steps * D;
-                std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
-                for (int64_t k = 0; k < padded; k += CHUNK_DEPTH) {
-                    const T* chunk = packed + (panel * padded + k) * PANEL;
-                    const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
-                    if constexpr (IN_TILES<T>)
-                        tiles.add(rows, begin, end, k, chunk, length, sums);
-                    else
-                        add_in_registers<T>(rows, begin, end, k, chunk, length, sums, [&](int64_t row) {
-                            return next_chunk(chunk, length, (row - begin) / rows.at_once(), (end - begin) / rows.at_once());
-                        });
-                }
-                for (int64_t row = begin; row < end; ++row)
-                    for (int half = 0; half < PANEL; half += LANES) put(load(sums + (row - begin) * PANEL + half), row, panel * PANEL + half);
+        const int64_t padded = steps * D;
+        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+            std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+            for (int64_t k = 0; k < padded; k += CHUNK_DEPTH) {
+                const T* chunk = packed + (panel * padded + k) * PANEL;
+                const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
+                const auto ahead = [&](int64_t row) {
+                    return next_chunk(chunk, length, (row - begin) / rows.at_once(), (end - begin) / rows.at_once());
+                };
+                if constexpr (IN_TILES<T>)
+                    tiles.add(rows, begin, end, k, chunk, length, sums, ahead);
+                else
+                    add_in_registers<T>(rows, begin, end, k, chunk, length, sums, ahead);
             }
+            put_panel(sums, begin, end, panel);
+        }
+    }
+
+    void put_panel(const float* sums, int64_t begin, int64_t end, int64_t panel) const {
+        const int64_t column = panel * PANEL;
+        for (int64_t row = begin; row < end; ++row, sums += PANEL)
+            if (const int64_t at = rows.product(row) * columns + column; column + PANEL <= columns)
+                finish_panel(sums, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
+            else
+                for (int half = 0; half < PANEL; half += LANES) put(load(sums + half), row, column + half);
     }
 
     // The chunk behind another one, of which each of the first tiles of rows brings a share.
@@ -112,11 +125,17 @@ struct Linear {
         return {(const char*)chunk + num_bytes + num_bytes * share / num_shares, PANEL * D * int64_t(sizeof(T)) / (2 * num_shares)};
     }
 
+    // A thread's first units are panels of one block of rows, where tiles multiply.
     void run() const {
         constexpr int64_t PER_UNIT = PlainMatrix<T>::PANELS_PER_UNIT;
-        const int64_t total = num_panels(columns);
-        parallel((total + PER_UNIT - 1) / PER_UNIT, [&](int64_t unit) {
-            panels(unit * PER_UNIT, std::min(total, (unit + 1) * PER_UNIT));
+        const int64_t total = num_panels(columns), num_groups = (total + PER_UNIT - 1) / PER_UNIT;
+        const int64_t in_block = std::max<int64_t>(1, IN_TILES<T> ? rows.rows_of_block() : num_rows), num_blocks = (num_rows + in_block - 1) / in_block;
+        parallel(num_blocks * num_groups, [&](int64_t unit) {
+            const int64_t begin = unit / num_groups * in_block, first = unit % num_groups * PER_UNIT, last = std::min(total, first + PER_UNIT);
+            if constexpr (IN_TILES<T>)
+                block_in_chunks(begin, std::min(num_rows, begin + in_block), first, last);
+            else
+                panels(first, last);
         });
     }
 };

@@ -8,7 +8,8 @@
 #include "threads.h"
 #include "tiles.h"
 
-constexpr int64_t BLOCK_ROWS = 576;  // rows whose sums are kept beside a chunk of a panel, at most
+constexpr int64_t BLOCK_ROWS = IN_TILES<bf16> ? 288 : 576;  // rows whose sums are kept beside a chunk of a panel, at most
+constexpr int64_t FEWEST_IN_BLOCK = 128, BLOCK_BYTES = 1 << 20;  // of rows in tiles, which then stay in a second cache of 2 MiB while panels pass
 
 // Rows of a product, and the rows of the input that they are made of: all in their order, or those in `places`, `fan` of one row of the input.
 struct Picked {
@@ -74,7 +75,12 @@ class RowTiles {
     int64_t row_stride() const { return are_few() ? steps_ * D : D; }
     int64_t step_stride(int num_rows) const { return are_few() ? D : num_rows * D; }
     int64_t at_once() const { return at_once_; }
-    int64_t rows_of_block() const { return BLOCK_ROWS / at_once_ * at_once_; }
+    // Blocks of about the same number of rows, which pass a panel together.
+    int64_t rows_of_block() const {
+        const int64_t fitting = IN_TILES<Row> ? std::clamp(BLOCK_BYTES / std::max<int64_t>(1, steps_ * D * sizeof(Row)), FEWEST_IN_BLOCK, BLOCK_ROWS) : BLOCK_ROWS;
+        const int64_t num_blocks = std::max<int64_t>(1, (count_ + fitting - 1) / fitting), num_tiles = (count_ + num_blocks * at_once_ - 1) / (num_blocks * at_once_);
+        return std::min(BLOCK_ROWS / at_once_, std::max<int64_t>(1, num_tiles)) * at_once_;
+    }
     int rows_in_tile(int64_t row) const { return int(std::min(at_once_, count_ - row)); }
 
    private:
@@ -160,4 +166,21 @@ inline void finish(Floats value, int count, const T* bias, const T* residual, Ou
     if (bias) value = rounded<T>(value) + load_some(bias, count);
     if (residual) value = rounded<T>(value) + load_some(residual, count);
     store_some(out, value, count);
+}
+
+// The same for the sums of a whole panel.
+template <class T, class Out>
+inline void finish_panel(const float* sums, const T* bias, const T* residual, Out* out) {
+    Floats halves[2] = {load(sums), load(sums + LANES)};
+    for (int half = 0; half < 2; ++half) {
+        if (bias) halves[half] = rounded<T>(halves[half]) + load(bias + half * LANES);
+        if (residual) halves[half] = rounded<T>(halves[half]) + load(residual + half * LANES);
+    }
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<Out, bf16>) {  // a whole line at once
+        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(halves[1].v, halves[0].v));
+        return;
+    }
+#endif
+    for (int half = 0; half < 2; ++half) store(out + half * LANES, halves[half]);
 }

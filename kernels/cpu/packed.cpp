@@ -176,7 +176,7 @@ struct PackedLinear {
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
             if constexpr (IN_TILES<F>) {
                 std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
-                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums);
+                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums, [](int64_t) { return Nothing{}; });
             } else {
                 add_in_registers<F>(rows, begin, whole, k, tile, padded, sums, [](int64_t) { return Nothing{}; });
             }

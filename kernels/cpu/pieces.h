@@ -8,7 +8,7 @@
 #include "dtypes.h"
 #include "tiles.h"
 
-constexpr int PIECE = 2 * PANEL;
+constexpr int PIECE = 4 * PANEL;
 
 // The arguments of attention over one layer. `Attention` in backend.py has the same fields in the same order.
 struct Attention {
@@ -180,7 +180,7 @@ class Piece {
 #endif
 
    public:
-    static constexpr int MAX_TILE = IN_TILES<F> ? TILE_ROWS : MAX_ROWS;
+    static constexpr int MAX_TILE = IN_TILES<F> ? 4 * TILE_ROWS : MAX_ROWS;  // tiles one by one would wait for each other
 
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
     // zeros, for even the weight 0 would not keep an infinity out of a sum. Tiles get whole blocks of tokens.
@@ -201,16 +201,16 @@ class Piece {
     const float* key_scales() const { return kept_ == INT8 || kept_ == FP8 ? key_scales_ : nullptr; }  // of num_keys() keys, 0 for one that is not seen
     const float* value_scales() const { return kept_ ? value_scales_ : nullptr; }
 
-    // scores[row][key] = scale * the products of queries, depth apart, with the keys.
+    // scores[row][key] = the products of queries, depth apart, with the keys.
     template <int ROWS>
-    void multiply_keys(std::integral_constant<int, ROWS>, const F* queries, int64_t depth, float scale, float* scores, Prefetcher&) {
+    void multiply_keys(std::integral_constant<int, ROWS>, const F* queries, int64_t depth, float* scores, Prefetcher&) {
         for_panels<ROWS>((num_keys_ + PANEL - 1) / PANEL, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             for (auto& of_row : sums)
                 for (Floats& sum : of_row) sum = splat(0);
             multiply<F, ROWS, PANELS>(queries, depth, DEPTH, keys_.data() + panel * key_panel_stride(), key_panel_stride(), key_steps(), sums);
             for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < 2 * PANELS; ++v) store(scores + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale));
+                for (int v = 0; v < 2 * PANELS; ++v) store(scores + r * PIECE + panel * PANEL + v * LANES, sums[r][v]);
         });
     }
 
@@ -229,15 +229,13 @@ class Piece {
     }
 
     // The same in tiles, which stay shaped until they are released.
-    void multiply_keys(int num_rows, const F* queries, int64_t depth, float scale, float* scores, Prefetcher&) {
-        std::fill_n(scores, num_rows * PIECE, 0.0f);
-        tiles_.add_panels(queries, depth, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH, scores, PIECE);
-        for (float* score = scores; score < scores + num_rows * PIECE; score += LANES) store(score, load(score) * splat(scale));
+    void multiply_keys(int num_rows, const F* queries, int64_t depth, float* scores, Prefetcher&) {
+        tiles_.template add_panels<true>(queries, depth, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH, scores, PIECE);
     }
     void add_values(int num_rows, const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) {
         for (int r = 0; r < num_rows; ++r)
-            for (float *value = all + r * columns, *end = value + columns; value < end; value += LANES) store(value, load(value) * splat(kept[r]));
-        tiles_.add_panels(weights, PIECE, num_rows, values_.data(), value_panel_stride(), columns / PANEL, num_keys_ / BLOCK_DEPTH, all, columns);
+            for (float *value = all + r * columns, *end = kept[r] == 1 ? value : value + columns; value < end; value += LANES) store(value, load(value) * splat(kept[r]));
+        tiles_.template add_panels<false>(weights, PIECE, num_rows, values_.data(), value_panel_stride(), columns / PANEL, num_keys_ / BLOCK_DEPTH, all, columns);
     }
     void release() {
         if constexpr (IN_TILES<F>) tiles_.release();
@@ -463,10 +461,10 @@ class Unpacked {
 
     // As those of `Piece`; what comes next is brought nearer meanwhile.
     template <int ROWS>
-    void multiply_keys(std::integral_constant<int, ROWS>, const bf16* queries, int64_t depth, float scale, float* scores, Prefetcher& prefetcher) {
+    void multiply_keys(std::integral_constant<int, ROWS>, const bf16* queries, int64_t depth, float* scores, Prefetcher& prefetcher) {
         int64_t key = 0;
-        for (; key + 2 * LANES <= num_keys_; key += 2 * LANES) multiply_sets<ROWS, 2>(key, queries, depth, scale, scores, prefetcher);
-        if (key < num_keys_) multiply_sets<ROWS, 1>(key, queries, depth, scale, scores, prefetcher);
+        for (; key + 2 * LANES <= num_keys_; key += 2 * LANES) multiply_sets<ROWS, 2>(key, queries, depth, scores, prefetcher);
+        if (key < num_keys_) multiply_sets<ROWS, 1>(key, queries, depth, scores, prefetcher);
     }
 
     template <int ROWS>
@@ -537,7 +535,7 @@ class Unpacked {
 
     // Two sets of sixteen keys take turns: the sums of one would wait for themselves.
     template <int ROWS, int SETS>
-    void multiply_sets(int64_t key, const bf16* queries, int64_t depth, float scale, float* scores, Prefetcher& prefetcher) const {
+    void multiply_sets(int64_t key, const bf16* queries, int64_t depth, float* scores, Prefetcher& prefetcher) const {
         __m512 sums[SETS][ROWS];
         for (auto& of_set : sums)
             for (__m512& sum : of_set) sum = _mm512_setzero_ps();
@@ -579,7 +577,7 @@ class Unpacked {
             }
         }
         for (int set = 0; set < SETS; ++set)
-            for (int r = 0; r < ROWS; ++r) store(scores + r * PIECE + key + set * LANES, Floats{sums[set][r]} * splat(scale));
+            for (int r = 0; r < ROWS; ++r) store(scores + r * PIECE + key + set * LANES, Floats{sums[set][r]});
     }
 
     int64_t head_size_ = 0, num_keys_ = 0;

@@ -223,7 +223,7 @@ inline void add_product(const float* number, Floats weight, Floats& sum) {
 #endif
 
 struct Nothing {
-    void operator()(int64_t) const {}
+    void operator()(int64_t, int64_t = 1) const {}
 };
 
 // Memory that is brought into the second cache little by little: a burst would hold up what is being computed.
@@ -232,6 +232,7 @@ struct Ahead {
     int64_t bytes_per_step;
 
     void operator()(int64_t step) const { __builtin_prefetch(at + step * bytes_per_step, 0, 2); }
+    void operator()(int64_t first_step, int64_t num_steps) const { prefetch(at + first_step * bytes_per_step, num_steps * bytes_per_step); }
 };
 
 // Adds to sums[row][2 * panel + half] the product of `ROWS` rows with `PANELS` panels, over all steps. Row r of a step is at

@@ -9,7 +9,7 @@
 #include "products.h"
 
 constexpr int BLOCK_DEPTH = 32, TILE_ROWS = 16;
-constexpr int64_t TILED_DEPTH = 512;  // of a panel, which then stays in the nearest cache
+constexpr int64_t TILED_DEPTH = 288;  // of a panel, which then stays in the nearest cache
 
 #if defined(BATON_BLOCKS)
 template <class F>
@@ -85,6 +85,10 @@ struct TileRegisters {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
     }
     template <int TILE>
+    static void zero_tile(const void*, int64_t) {
+        asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
+    }
+    template <int TILE>
     static void store_tile(void* p, int64_t stride_bytes) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(TILE) : "memory");
     }
@@ -127,6 +131,11 @@ class TileRegisters {
             places_[TILE] = {(char*)p, stride_bytes};
     }
     template <int TILE>
+    void zero_tile(float* p, int64_t stride_bytes) {
+        load_tile<TILE>(p, stride_bytes);
+        for (int row = 0; row < num_rows_of_[TILE]; ++row) store((float*)((char*)p + row * stride_bytes), splat(0));
+    }
+    template <int TILE>
     void store_tile(void*, int64_t) {}
     template <int SUMS, int ROWS, int COLUMNS>
     void multiply_tiles() {
@@ -157,11 +166,13 @@ class TileRegisters {
 #endif
 
 // Adds to sums[column] the products of one row with blocks of a panel: in each a chain of even places, and one of odd places.
-__attribute__((noinline)) inline void add_row(const bf16* row, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums) {
+template <class Beside>
+__attribute__((noinline)) void add_row(const bf16* row, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums, const Beside& ahead) {
     const WithoutSubnormals mode;
     alignas(64) float wide[BLOCK_DEPTH];
     for (int64_t block = 0; block < num_blocks; ++block, row += block_stride) {
         widen_block(row, wide);
+        ahead(block * BLOCK_DEPTH, BLOCK_DEPTH);
         Floats even[2] = {splat(0), splat(0)}, odd[2] = {splat(0), splat(0)};
         for (int k = 0; k < BLOCK_DEPTH; k += 2, panel += 2 * PANEL)
             for (int half = 0; half < 2; ++half) {
@@ -185,35 +196,40 @@ struct Tiles<bf16> : private TileRegisters {
         num_rows_ = num_others_ = 0;
     }
 
-    // Adds to sums[row - begin][column] the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles.
-    template <class Rows>
-    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums) {
+    // Adds to sums[row - begin][column] the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles. ahead(row): as in linear.h.
+    template <class Rows, class OfRow>
+    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums, const OfRow& ahead) {
         for (int64_t row = begin; row < end; row += ROWS_AT_ONCE<bf16>) {
             const int count = rows.rows_in_tile(row);
             const int64_t block_stride = rows.step_stride(count);
             const bf16* first = rows.tile(row) + k / BLOCK_DEPTH * block_stride;
-            add(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums + (row - begin) * PANEL);
+            add(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums + (row - begin) * PANEL, ahead(row));
         }
     }
 
-    // Adds to sums[row][column], sum_stride apart, the products of up to TILE_ROWS rows with panels, panel_stride apart, two at a time.
+    // Adds to sums[row][column], sum_stride apart, or to zeros, the products of rows with panels, panel_stride apart, two at a time.
+    template <bool TO_ZEROS>
     void add_panels(const bf16* rows, int64_t row_stride, int num_rows, const bf16* panels, int64_t panel_stride, int64_t num_panels, int64_t num_blocks,
                     float* sums, int64_t sum_stride) {
-        shape(num_rows, num_rows);
-        for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
-            multiply<1, 2>(rows, row_stride, BLOCK_DEPTH, panels, panel_stride, num_blocks, sums, sum_stride);
-        if (num_panels) multiply<1, 1>(rows, row_stride, BLOCK_DEPTH, panels, 0, num_blocks, sums, sum_stride);
+        for (; num_rows > 0; num_rows -= TILE_ROWS, rows += TILE_ROWS * row_stride, sums += TILE_ROWS * sum_stride) {
+            shape(std::min(TILE_ROWS, num_rows), std::min(TILE_ROWS, num_rows));
+            int64_t panel = 0;
+            for (; panel + 1 < num_panels; panel += 2)
+                multiply<1, 2, TO_ZEROS>(rows, row_stride, BLOCK_DEPTH, panels + panel * panel_stride, panel_stride, num_blocks, sums + panel * PANEL, sum_stride);
+            if (panel < num_panels) multiply<1, 1, TO_ZEROS>(rows, row_stride, BLOCK_DEPTH, panels + panel * panel_stride, 0, num_blocks, sums + panel * PANEL, sum_stride);
+        }
     }
 
    private:
-    void add(const bf16* rows, int64_t row_stride, int64_t block_stride, int count, const bf16* panel, int64_t num_blocks, float* sums) {
-        if (count == 1) return add_row(rows, block_stride, panel, num_blocks, sums);
+    template <class Beside>
+    void add(const bf16* rows, int64_t row_stride, int64_t block_stride, int count, const bf16* panel, int64_t num_blocks, float* sums, const Beside& ahead) {
+        if (count == 1) return add_row(rows, block_stride, panel, num_blocks, sums, ahead);
         const int first = std::min(TILE_ROWS, count);
         shape(first, count - first);
         if (count <= TILE_ROWS)
-            multiply<1, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL);
+            multiply<1, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL, ahead);
         else
-            multiply<2, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL);
+            multiply<2, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL, ahead);
     }
 
     // num_others: rows of tiles 2, 3 and 5.
@@ -230,16 +246,17 @@ struct Tiles<bf16> : private TileRegisters {
     }
 
     // Of two tiles of rows with one panel, or of one with one or two panels.
-    template <int ROW_TILES, int PANELS>
+    template <int ROW_TILES, int PANELS, bool TO_ZEROS = false, class Beside = Nothing>
     __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t panel_stride,
-                                            int64_t num_blocks, float* sums, int64_t sum_stride) {
+                                            int64_t num_blocks, float* sums, int64_t sum_stride, const Beside& ahead = {}) {
         constexpr int64_t STRIDE = PANEL * sizeof(float);  // of a panel's steps
         const Mode mode;
         const int64_t row_bytes = row_stride * sizeof(bf16), sum_bytes = sum_stride * sizeof(float);
         float* others = sums + (ROW_TILES == 2 ? TILE_ROWS * sum_stride : PANEL);
-        load_tile<0>(sums, sum_bytes), load_tile<1>(sums + LANES, sum_bytes);
-        if constexpr (ROW_TILES * PANELS == 2) load_tile<2>(others, sum_bytes), load_tile<3>(others + LANES, sum_bytes);
+        begin_sums<TO_ZEROS, 0>(sums, sum_bytes);
+        if constexpr (ROW_TILES * PANELS == 2) begin_sums<TO_ZEROS, 2>(others, sum_bytes);
         for (int64_t block = 0; block < num_blocks; ++block, rows += block_stride, panel += BLOCK_DEPTH * PANEL) {
+            ahead(block * BLOCK_DEPTH, BLOCK_DEPTH);
             load_tile<6>(panel, STRIDE), load_tile<7>(panel + PANEL, STRIDE);
             load_tile<4>(rows, row_bytes);
             multiply_tiles<0, 4, 6>(), multiply_tiles<1, 4, 7>();
@@ -253,6 +270,14 @@ struct Tiles<bf16> : private TileRegisters {
         }
         store_tile<0>(sums, sum_bytes), store_tile<1>(sums + LANES, sum_bytes);
         if constexpr (ROW_TILES * PANELS == 2) store_tile<2>(others, sum_bytes), store_tile<3>(others + LANES, sum_bytes);
+    }
+
+    template <bool ARE_ZEROS, int TILE>
+    void begin_sums(float* sums, int64_t sum_bytes) {
+        if constexpr (ARE_ZEROS)
+            zero_tile<TILE>(sums, sum_bytes), zero_tile<TILE + 1>(sums + LANES, sum_bytes);
+        else
+            load_tile<TILE>(sums, sum_bytes), load_tile<TILE + 1>(sums + LANES, sum_bytes);
     }
 
     int num_rows_ = 0, num_others_ = 0;

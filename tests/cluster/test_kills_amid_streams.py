@@ -106,7 +106,9 @@ def wait_for_one(asked: Sequence[Asked], num_characters: int) -> None:
 
 
 def has_stream(cluster: ServedCluster, worker_id: str) -> bool:
-    return bool(cluster.workers("decode")[worker_id]["num_running"])
+    """Tells whether a worker is behind a prompt that it computed itself: a stream has a token of it."""
+    worker = cluster.workers("decode")[worker_id]
+    return bool(worker["num_running"] and worker["generated_tokens"])
 
 
 def num_spans(answers: Sequence[Completion], names: set[str]) -> int:

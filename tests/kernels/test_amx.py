@@ -20,7 +20,8 @@ from kernels.selection import select_backend
 from tests.kernels.backends import ISAS, TILES, make_backend
 from tests.kernels.paged_batch import Heads, PagedBatch, make_paged_batch
 
-BLOCK, PIECE, SEGMENT, LANES = 32, 64, 256, 16
+BLOCK, PIECE, SEGMENT, LANES = 32, 128, 512, 16
+LOG2_E = torch.tensor(float.fromhex("0x1.715476p+0"))
 CPU = torch.device("cpu")
 
 needs_compiler = pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
@@ -66,10 +67,19 @@ def exponential(x: Tensor) -> Tensor:
     return torch.where(x < -87.3, 0.0, power)
 
 
-def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Attends with rows [rows, head_size] at positions, in blocks of 32 of the head, and of keys in pieces of 64.
+def power_of_two(x: Tensor) -> Tensor:
+    """Takes the power of 2 as floats.h does, for numbers that become bfloat16: by a polynomial of degree 4."""
+    n = x.round()
+    y = torch.full_like(x, float.fromhex("0x1.3a02cap-7"))
+    for coefficient in ("0x1.c9fc46p-5", "0x1.ec0378p-3", "0x1.62e12cp-1", "0x1p0"):
+        y = fused(y, (x - n).double(), float.fromhex(coefficient))
+    return torch.where(x < -126, 0.0, torch.ldexp(y, n.clamp(min=-127).int()))
 
-    keys, values: [tokens, head_size]. The softmax is online in segments of 256 tokens, which are merged in order.
+
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Attends with rows [rows, head_size] at positions, in blocks of 32 of the head, and of keys in pieces of 128.
+
+    keys, values: [tokens, head_size]. The softmax is online in segments of 512 tokens, which are merged in order.
     """
     largest, powers, sums = (torch.full((len(query),), -torch.inf), torch.zeros(len(query)), torch.zeros(query.shape))
     for segment in range(0, len(keys), SEGMENT):
@@ -77,17 +87,19 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Ten
         for begin in range(segment, min(segment + SEGMENT, len(keys)), PIECE):
             sees = (positions >= begin)[:, None]
             piece = slice(begin, begin + PIECE)
-            scores = in_blocks(query, keys[piece]) * scale
+            scores = in_blocks(query, keys[piece])
             scores[begin + torch.arange(scores.shape[1]) > positions[:, None]] = -torch.inf
-            now = torch.maximum(top, scores.amax(1))
-            weights = exponential(scores - now[:, None])
+            now = torch.maximum(top, scores.amax(1) * scale)
+            weights = power_of_two(fused(scores, (scale * LOG2_E).double(), -(now * LOG2_E)[:, None]))
             lanes = torch.nn.functional.pad(weights, (0, PIECE - weights.shape[1])).unflatten(1, (-1, LANES))
-            tree = ((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]
+            tree = torch.zeros_like(lanes[:, 0])
+            for lane in lanes.unbind(1):
+                tree = tree + lane
             while tree.shape[1] > 1:
                 tree = tree[:, : tree.shape[1] // 2] + tree[:, tree.shape[1] // 2 :]
             kept = exponential(top - now)
             new = in_blocks(weights.bfloat16(), values[piece].T, added * kept[:, None])
-            added, total = torch.where(sees, new, added), torch.where(sees[:, 0], total * kept + tree[:, 0], total)
+            added, total = torch.where(sees, new, added), torch.where(sees[:, 0], fused(total, kept.double(), tree[:, 0]), total)
             top = torch.where(sees[:, 0], now, top)
         sees, now = total > 0, torch.maximum(largest, top)
         before, after = torch.where(powers > 0, exponential(largest - now), 0.0), exponential(top - now)
@@ -182,7 +194,7 @@ def test_the_caller_keeps_its_subnormal_numbers(name: str) -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 def test_attention_has_the_bits_of_the_order(name: str, head_size: int) -> None:
     """Products cancel one another, so that what a sum has lost on its way shows in bfloat16."""
-    group, length = 3, 300
+    group, length = 3, 600
     batch = make_paged_batch(Heads(group, 1, head_size), [length], 16, torch.bfloat16)
     query, [keys], [values] = batch.random_query(length), batch.keys[0], batch.values[0]
     for tensor in (keys, values):
@@ -194,7 +206,7 @@ def test_attention_has_the_bits_of_the_order(name: str, head_size: int) -> None:
     rows, positions = query.flatten(0, 1), places.repeat_interleave(group)
     expected = attend_in_blocks(rows, keys, values, positions, head_size**-0.5).unflatten(0, (-1, group))
     assert torch.equal(attend(name, batch, query, 0, length), expected)
-    for position in (0, 31, 32, 63, 64, 255, 256, 299):
+    for position in (0, 31, 32, 127, 128, 511, 512, 599):
         assert torch.equal(attend(name, batch, query, position, position + 1)[0], expected[position])
 
 
