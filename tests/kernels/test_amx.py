@@ -99,7 +99,10 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Ten
                 tree = tree[:, : tree.shape[1] // 2] + tree[:, tree.shape[1] // 2 :]
             kept = exponential(top - now)
             new = in_blocks(weights.bfloat16(), values[piece].T, added * kept[:, None])
-            added, total = torch.where(sees, new, added), torch.where(sees[:, 0], fused(total, kept.double(), tree[:, 0]), total)
+            added, total = (
+                torch.where(sees, new, added),
+                torch.where(sees[:, 0], fused(total, kept.double(), tree[:, 0]), total),
+            )
             top = torch.where(sees[:, 0], now, top)
         sees, now = total > 0, torch.maximum(largest, top)
         before, after = torch.where(powers > 0, exponential(largest - now), 0.0), exponential(top - now)
