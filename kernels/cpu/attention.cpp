@@ -1,6 +1,6 @@
 // Attention over paged KV, of decoding tokens and of chunks of prompts alike.
 //
-// Keys are taken in pieces of 128 and segments of 512, both counted from position 0. A row's softmax runs over the pieces
+// Keys are taken in pieces of 128 and segments of 1024, both counted from position 0. A row's softmax runs over the pieces
 // of a segment in order, online (arXiv 1805.02867), and its segments are then merged in order. Which pieces a row takes depends on its
 // position and window only: it gets the same bits alone and in a chunk, on one thread and on many.
 // Sinks that are behind a row's window (arXiv 2309.17453) are a segment of their own, its first, which a query meets turned back.
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int SEGMENT = 4 * PIECE;
+constexpr int SEGMENT = 8 * PIECE;
 constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 384 : 48, MIN_UNITS = 8;  // tiles take less time of a row: packing keys would be half of it
 constexpr float LOG2_E = 0x1.715476p+0f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -214,8 +214,13 @@ class Rows {
             const Floats before = load_some(segment.largest.data() + row + first, count);
             alignas(64) float now[LANES];
             store(now, max(largest_each(tops, count) * splat(factor), before));
-            for (int r = 0; r < count; ++r) sums[r] = weigh(scores_.data() + (first + r) * PIECE, now[r], factor, num_keys, scales, weights_.data() + (first + r) * PIECE);
-            store(kept + first, exponential(before - load(now)));  // 0 at first: e^-infinity
+            for (int r = 0; r < count; ++r) {
+                const float* scores = scores_.data() + (first + r) * PIECE;
+                F* weights = weights_.data() + (first + r) * PIECE;
+                sums[r] = scales ? weigh<true>(scores, now[r], factor, num_keys, scales, weights) : weigh<false>(scores, now[r], factor, num_keys, scales, weights);
+            }
+            store(kept + first, exponential(before - load(now)));
+            for (int r = first; r < first + count; ++r) kept[r] = segment.largest[row + r] == NOTHING ? 1 : kept[r];  // zeros stay as they are
             const Floats powers = fma(load_some(segment.powers.data() + row + first, count), load(kept + first), sum_each(sums, count));
             store_some(segment.powers.data() + row + first, powers, count);
             store_some(segment.largest.data() + row + first, load(now), count);
@@ -223,24 +228,25 @@ class Rows {
     }
 
     // The same of one row, whose largest score so far is `now`; returns its weights' sums by lane.
-    template <class Count>
+    template <bool HAS_SCALES, class Count>
     static Floats weigh(const float* scores, float now, float factor, Count num_keys, const float* scales, F* weights) {
         Floats all = splat(0);
-        const auto weigh = [&](const auto& scaled) {
-            for (int i = 0; i < num_keys; i += LANES) {
-                Floats power;
-                if constexpr (std::is_same_v<F, bf16>)
-                    power = power_of_two(fma(load(scores + i), splat(factor * LOG2_E), splat(-now * LOG2_E)));
-                else
-                    power = exponential(load(scores + i) * splat(factor) - splat(now));
-                all = all + power;
-                store(weights + i, scaled(power, i));
-            }
+        const auto power = [&](int i) __attribute__((always_inline)) {
+            Floats of;
+            if constexpr (std::is_same_v<F, bf16>)
+                of = power_of_two(fma(load(scores + i), splat(factor * LOG2_E), splat(-now * LOG2_E)));
+            else
+                of = exponential(load(scores + i) * splat(factor) - splat(now));
+            all = all + of;
+            if constexpr (HAS_SCALES) of = of * load(scales + i);
+            return of;
         };
-        if (scales)
-            weigh([&](Floats power, int i) { return power * load(scales + i); });
-        else
-            weigh([](Floats power, int) { return power; });
+        int i = 0;
+        for (; i + PANEL <= num_keys; i += PANEL) {
+            const Floats first = power(i);
+            store_panel(weights + i, first, power(i + LANES));
+        }
+        if (i < num_keys) store(weights + i, power(i));
         return all;
     }
 

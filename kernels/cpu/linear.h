@@ -176,11 +176,5 @@ inline void finish_panel(const float* sums, const T* bias, const T* residual, Ou
         if (bias) halves[half] = rounded<T>(halves[half]) + load(bias + half * LANES);
         if (residual) halves[half] = rounded<T>(halves[half]) + load(residual + half * LANES);
     }
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Out, bf16>) {  // a whole line at once
-        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(halves[1].v, halves[0].v));
-        return;
-    }
-#endif
-    for (int half = 0; half < 2; ++half) store(out + half * LANES, halves[half]);
+    store_panel(out, halves[0], halves[1]);
 }

@@ -144,14 +144,23 @@ constexpr int MAX_ROWS = 6, ROWS_IN_ORDER = 3, ROWS_BY_HALF = 4, ROWS_BY_CHUNK =
 constexpr int MAX_ROWS = 3, ROWS_BY_CHUNK = 0;
 #endif
 
+// Two vectors, of bf16 a whole line at once.
+template <class T>
+inline void store_panel(T* to, Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>) return _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
+#endif
+    store(to, first);
+    store(to + LANES, second);
+}
+
 inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
 template <class T, class F>
 inline void convert(const T* from, F* to, int64_t count) {
     int64_t i = 0;
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<F, bf16>)  // whole vectors: two halves could not be read again at once
-        for (; i + PANEL <= count; i += PANEL)
-            _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(load(from + i + LANES).v, load(from + i).v));
+        for (; i + PANEL <= count; i += PANEL) store_panel(to + i, load(from + i), load(from + i + LANES));
 #endif
 #if defined(BATON_BLOCKS) && !defined(__AVX512F__)
     if constexpr (std::is_same_v<F, bf16> && sizeof(T) == 1)  // codes, which bf16 can hold

@@ -20,7 +20,7 @@ from kernels.selection import select_backend
 from tests.kernels.backends import ISAS, TILES, make_backend
 from tests.kernels.paged_batch import Heads, PagedBatch, make_paged_batch
 
-BLOCK, PIECE, SEGMENT, LANES = 32, 128, 512, 16
+BLOCK, PIECE, SEGMENT, LANES = 32, 128, 1024, 16
 LOG2_E = torch.tensor(float.fromhex("0x1.715476p+0"))
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def power_of_two(x: Tensor) -> Tensor:
 def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Attends with rows [rows, head_size] at positions, in blocks of 32 of the head, and of keys in pieces of 128.
 
-    keys, values: [tokens, head_size]. The softmax is online in segments of 512 tokens, which are merged in order.
+    keys, values: [tokens, head_size]. The softmax is online in segments of 1024 tokens, which are merged in order.
     """
     largest, powers, sums = (torch.full((len(query),), -torch.inf), torch.zeros(len(query)), torch.zeros(query.shape))
     for segment in range(0, len(keys), SEGMENT):
@@ -197,7 +197,7 @@ def test_the_caller_keeps_its_subnormal_numbers(name: str) -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 def test_attention_has_the_bits_of_the_order(name: str, head_size: int) -> None:
     """Products cancel one another, so that what a sum has lost on its way shows in bfloat16."""
-    group, length = 3, 600
+    group, length = 3, 1100
     batch = make_paged_batch(Heads(group, 1, head_size), [length], 16, torch.bfloat16)
     query, [keys], [values] = batch.random_query(length), batch.keys[0], batch.values[0]
     for tensor in (keys, values):
@@ -209,7 +209,7 @@ def test_attention_has_the_bits_of_the_order(name: str, head_size: int) -> None:
     rows, positions = query.flatten(0, 1), places.repeat_interleave(group)
     expected = attend_in_blocks(rows, keys, values, positions, head_size**-0.5).unflatten(0, (-1, group))
     assert torch.equal(attend(name, batch, query, 0, length), expected)
-    for position in (0, 31, 32, 127, 128, 511, 512, 599):
+    for position in (0, 31, 32, 127, 128, 1023, 1024, 1099):
         assert torch.equal(attend(name, batch, query, position, position + 1)[0], expected[position])
 
 
