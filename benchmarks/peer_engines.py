@@ -25,6 +25,7 @@ import numpy as np
 
 _KV_TOKENS = 32_768
 _MAX_CONTEXT = 8192
+_WEIGHT_CACHE_BYTES = 32 << 30
 
 
 class TokenLog:
@@ -73,16 +74,17 @@ class Baton:
         # The kernels take their number of threads from torch when they are selected.
         torch.set_num_threads(num_threads)
         backend = select_backend(torch.device("cpu"), os.environ.get("BATON_PEERS_CPU_KERNELS", "auto"))
-        self._model = self._kind().load(folder, dtype, torch.device("cpu"), 16, backend)
+        self._model = self._load(folder, dtype, torch.device("cpu"), backend)
         self.renew()
         self._num_asked = 0
         self.version = version("baton-serve")
         self.settings = f"{dtype}, KV {self._model.layout.dtype}, {backend.version}, no prompt twice, prefix cache on"
 
-    def _kind(self) -> Any:
+    def _load(self, folder: Path, dtype: str, device: Any, backend: Any) -> Any:
         from engine.model.decoder import Decoder
+        from engine.model.weight_cache import WeightCache
 
-        return Decoder
+        return Decoder.load(folder, dtype, device, 16, backend, load_weights=WeightCache(_WEIGHT_CACHE_BYTES).load)
 
     def renew(self) -> None:
         """Starts over with an empty pool, on the same weights."""
@@ -126,10 +128,10 @@ class Baton:
 class BatonModules(Baton):
     """EngineCore over transformers' modules, as a worker has them of architectures without native code."""
 
-    def _kind(self) -> Any:
+    def _load(self, folder: Path, dtype: str, device: Any, backend: Any) -> Any:
         from engine.model.modules_model import ModulesModel
 
-        return ModulesModel
+        return ModulesModel.load(folder, dtype, device, 16, backend)
 
 
 class Vllm:

@@ -21,6 +21,8 @@ from kernels.backend import Weight
 from kernels.user_cache import require_own
 
 LINE_BYTES = 64
+HUGE_PAGE_BYTES = 2 << 20
+"""Writes are multiples of this, so that systems that can keep the file in huge pages: a step reads all of it."""
 _LENGTH_BYTES, _DIGEST_BYTES = 8, 16
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class WeightWriter:
         self._digest = xxhash.xxh3_128()
         self._entries: dict[str, _Entry] = {}
         self._end = 0
+        self._tail = bytearray()
 
     def put(self, name: str, pack: Callable[[], Weight]) -> Weight:
         """Packs a matrix and appends it. Raises OSError."""
@@ -73,14 +76,29 @@ class WeightWriter:
         self._append(table)
         self._append(len(table).to_bytes(_LENGTH_BYTES, "little"))
         self._append(self._digest.digest())
+        self._write(self._tail)
         self._file.truncate(self._end)
         os.fsync(self._file.fileno())
 
     def _append(self, data: bytes | memoryview) -> None:
         self._digest.update(data)
         self._end += len(data)
-        while data:
-            data = memoryview(data)[self._file.write(data) :]
+        data = memoryview(data)
+        if self._tail:
+            num_missing = HUGE_PAGE_BYTES - len(self._tail)
+            self._tail += data[:num_missing]
+            data = data[num_missing:]
+            if len(self._tail) < HUGE_PAGE_BYTES:
+                return
+            self._write(self._tail)
+        num_whole = len(data) - len(data) % HUGE_PAGE_BYTES
+        self._write(data[:num_whole])
+        self._tail = bytearray(data[num_whole:])
+
+    def _write(self, data: bytearray | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
 
 class WeightFile:

@@ -15,10 +15,11 @@ namespace {
 
 constexpr int SEGMENT = 8 * PIECE;
 constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 384 : 48, MIN_UNITS = 8;  // tiles take less time of a row: packing keys would be half of it
+constexpr float LEEWAY = 6;  // by which a row's scores may exceed what they are told from: sums need no other factor then
 constexpr float LOG2_E = 0x1.715476p+0f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// The state of rows in the middle of a softmax: the largest score, the sum of powers, and the sum of values, unnormalized.
+// The state of rows in the middle of a softmax: the largest score, or one that is LEEWAY less, the sum of powers, and the sum of values, unnormalized.
 struct Sums {
     int64_t columns = 0;
     bool is_empty = true;  // whatever it holds
@@ -213,7 +214,11 @@ class Rows {
             }
             const Floats before = load_some(segment.largest.data() + row + first, count);
             alignas(64) float now[LANES];
-            store(now, max(largest_each(tops, count) * splat(factor), before));
+            store(now, largest_each(tops, count) * splat(factor));
+            for (int r = 0; r < count; ++r) {
+                const float so_far = segment.largest[row + first + r];
+                now[r] = now[r] > so_far + LEEWAY ? now[r] : so_far;
+            }
             for (int r = 0; r < count; ++r) {
                 const float* scores = scores_.data() + (first + r) * PIECE;
                 F* weights = weights_.data() + (first + r) * PIECE;
@@ -227,7 +232,7 @@ class Rows {
         }
     }
 
-    // The same of one row, whose largest score so far is `now`; returns its weights' sums by lane.
+    // The same of one row, from whose scores `now` is taken away; returns its weights' sums by lane.
     template <bool HAS_SCALES, class Count>
     static Floats weigh(const float* scores, float now, float factor, Count num_keys, const float* scales, F* weights) {
         Floats all = splat(0);

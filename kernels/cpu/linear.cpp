@@ -91,21 +91,26 @@ struct Linear {
     void block_in_chunks(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Tiles<T> tiles;
-        const int64_t padded = steps * D;
+        const int64_t padded = steps * D, at_once = rows.at_once();
+        const auto sums_of = [&](int64_t row) { return sums + (row - begin) * PANEL; };
         for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-            std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+            int64_t to_put = begin;
+            if (!IN_TILES<T>) std::fill(sums, sums_of(end), 0.0f);
             for (int64_t k = 0; k < padded; k += CHUNK_DEPTH) {
                 const T* chunk = packed + (panel * padded + k) * PANEL;
                 const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
-                const auto ahead = [&](int64_t row) {
-                    return next_chunk(chunk, length, (row - begin) / rows.at_once(), (end - begin) / rows.at_once());
-                };
+                const auto ahead = [&](int64_t row) { return next_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once); };
                 if constexpr (IN_TILES<T>)
-                    tiles.add(rows, begin, end, k, chunk, length, sums, ahead);
+                    for (int64_t row = begin; row < end; row += at_once) {
+                        tiles.add(rows, row, std::min(end, row + at_once), k, chunk, length, sums_of(row), k == 0, ahead(row));
+                        if (row == begin || k + length < padded) continue;
+                        put_panel(sums_of(to_put), to_put, row, panel);  // of the tile before: the last one is still at work
+                        to_put = row;
+                    }
                 else
                     add_in_registers<T>(rows, begin, end, k, chunk, length, sums, ahead);
             }
-            put_panel(sums, begin, end, panel);
+            put_panel(sums_of(to_put), to_put, end, panel);
         }
     }
 

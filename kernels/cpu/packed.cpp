@@ -169,14 +169,14 @@ struct PackedLinear {
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
         Groups groups(matrix, panel);
         Tiles<F> tiles;
-        std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+        if (!IN_TILES<F>) std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
         const int64_t rest = (end - begin) % rows.at_once(), whole = !IN_TILES<F> && rest <= FEW<F, R, CODES> ? end - rest : end;
         for (int64_t k = 0; k < depth; k += CHUNK<F>) {
             const int64_t padded = padded_chunk(groups, k);
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
             if constexpr (IN_TILES<F>) {
                 std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
-                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums, [](int64_t) { return Nothing{}; });
+                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums, k == 0, Nothing{});
             } else {
                 add_in_registers<F>(rows, begin, whole, k, tile, padded, sums, [](int64_t) { return Nothing{}; });
             }

@@ -165,11 +165,12 @@ class TileRegisters {
 
 #endif
 
-// Adds to sums[column] the products of one row with blocks of a panel: in each a chain of even places, and one of odd places.
-template <class Beside>
+// Adds to sums[column], or to zeros, the products of one row with blocks of a panel: in each a chain of even places, and one of odd places.
+template <bool TO_ZEROS, class Beside>
 __attribute__((noinline)) void add_row(const bf16* row, int64_t block_stride, const bf16* panel, int64_t num_blocks, float* sums, const Beside& ahead) {
     const WithoutSubnormals mode;
     alignas(64) float wide[BLOCK_DEPTH];
+    if (TO_ZEROS) std::fill_n(sums, PANEL, 0.0f);
     for (int64_t block = 0; block < num_blocks; ++block, row += block_stride) {
         widen_block(row, wide);
         ahead(block * BLOCK_DEPTH, BLOCK_DEPTH);
@@ -196,14 +197,18 @@ struct Tiles<bf16> : private TileRegisters {
         num_rows_ = num_others_ = 0;
     }
 
-    // Adds to sums[row - begin][column] the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles. ahead(row): as in linear.h.
-    template <class Rows, class OfRow>
-    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums, const OfRow& ahead) {
-        for (int64_t row = begin; row < end; row += ROWS_AT_ONCE<bf16>) {
+    // Adds to sums[row - begin][column], or to zeros, the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles.
+    // ahead: what is brought nearer beside each tile of rows.
+    template <class Rows, class Beside>
+    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums, bool to_zeros, const Beside& ahead) {
+        for (int64_t row = begin; row < end; row += ROWS_AT_ONCE<bf16>, sums += ROWS_AT_ONCE<bf16> * PANEL) {
             const int count = rows.rows_in_tile(row);
             const int64_t block_stride = rows.step_stride(count);
             const bf16* first = rows.tile(row) + k / BLOCK_DEPTH * block_stride;
-            add(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums + (row - begin) * PANEL, ahead(row));
+            if (to_zeros)
+                add<true>(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums, ahead);
+            else
+                add<false>(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums, ahead);
         }
     }
 
@@ -221,15 +226,15 @@ struct Tiles<bf16> : private TileRegisters {
     }
 
    private:
-    template <class Beside>
+    template <bool TO_ZEROS, class Beside>
     void add(const bf16* rows, int64_t row_stride, int64_t block_stride, int count, const bf16* panel, int64_t num_blocks, float* sums, const Beside& ahead) {
-        if (count == 1) return add_row(rows, block_stride, panel, num_blocks, sums, ahead);
+        if (count == 1) return add_row<TO_ZEROS>(rows, block_stride, panel, num_blocks, sums, ahead);
         const int first = std::min(TILE_ROWS, count);
         shape(first, count - first);
         if (count <= TILE_ROWS)
-            multiply<1, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL, ahead);
+            multiply<1, 1, TO_ZEROS>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL, ahead);
         else
-            multiply<2, 1>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL, ahead);
+            multiply<2, 1, TO_ZEROS>(rows, row_stride, block_stride, panel, 0, num_blocks, sums, PANEL, ahead);
     }
 
     // num_others: rows of tiles 2, 3 and 5.

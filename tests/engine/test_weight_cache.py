@@ -8,7 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import weight_cache
 from engine.model.decoder import Decoder
 from engine.model.weight_cache import PART, WeightCache
-from engine.model.weight_file import WeightWriter
+from engine.model.weight_file import WeightFile, WeightWriter
 from engine.model.weights import DecoderWeights, WeightLoader, count_bytes, load_private
 from kernels.backend import Backend, Weight
 from kernels.cpu import packed
@@ -36,6 +39,7 @@ MIB = 1 << 20
 LOAD = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import weight_cache, weights
@@ -193,6 +197,35 @@ def test_another_version_or_name_of_kernels_or_of_the_rules_is_another_file(
     monkeypatch.setattr(backend, "name", "of the same numbers in another order")
     load(model)
     assert len(files(folder)) == 5
+
+
+class Written(FileIO):
+    """Notes how many bytes each write has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w")
+        self.sizes: list[int] = []
+
+    def write(self, data: Any) -> int:
+        self.sizes.append(memoryview(data).nbytes)
+        return super().write(data)
+
+
+def test_writes_are_whole_huge_pages_but_the_last(tmp_path: Path) -> None:
+    """Systems that keep files in huge pages make them of such writes."""
+    matrices = [torch.randint(256, (num_bytes,), dtype=torch.uint8) for num_bytes in (1000, 5 * MIB + 100, 3, 2 * MIB)]
+    path = tmp_path / "weights"
+    with Written(path) as file:
+        writer = WeightWriter(file)
+        for index, data in enumerate(matrices):
+            writer.put(str(index), partial(Weight, data, 1, 1, torch.uint8))
+        writer.finish()
+    assert all(size % (2 * MIB) == 0 for size in file.sizes[:-1])
+    assert len(file.sizes) == 4
+    made = WeightFile.open(path)
+    assert made is not None
+    for index, data in enumerate(matrices):
+        assert torch.equal(made.find(str(index), partial(Weight, data, 1, 1, torch.uint8)).data, data)
 
 
 def test_the_rules_cover_what_packs_and_what_lays_out_a_file() -> None:

@@ -20,7 +20,7 @@ from kernels.selection import select_backend
 from tests.kernels.backends import ISAS, TILES, make_backend
 from tests.kernels.paged_batch import Heads, PagedBatch, make_paged_batch
 
-BLOCK, PIECE, SEGMENT, LANES = 32, 128, 1024, 16
+BLOCK, PIECE, SEGMENT, LANES, LEEWAY = 32, 128, 1024, 16, 6
 LOG2_E = torch.tensor(float.fromhex("0x1.715476p+0"))
 CPU = torch.device("cpu")
 
@@ -89,7 +89,8 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Ten
             piece = slice(begin, begin + PIECE)
             scores = in_blocks(query, keys[piece])
             scores[begin + torch.arange(scores.shape[1]) > positions[:, None]] = -torch.inf
-            now = torch.maximum(top, scores.amax(1) * scale)
+            found = scores.amax(1) * scale
+            now = torch.where(found > top + LEEWAY, found, top)
             weights = power_of_two(fused(scores, (scale * LOG2_E).double(), -(now * LOG2_E)[:, None]))
             lanes = torch.nn.functional.pad(weights, (0, PIECE - weights.shape[1])).unflatten(1, (-1, LANES))
             tree = torch.zeros_like(lanes[:, 0])
