@@ -10,6 +10,10 @@ from kernels.backend import Activation, Backend, Experts, Weight
 from kernels.routing import Gating
 
 
+ROWS_AT_ONCE = 512
+"""Rows of a long prompt that pass a whole layer on a CPU: what gate and up are for all of them would leave its caches."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """weight [out, in] as the backend packs it, bias [out] or None."""
@@ -58,8 +62,14 @@ class DenseLayer:
     def run(
         self, do: Backend, normed: Tensor, to: Buffers, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        gated = do.gate(self.gate_up.run(do, normed, out=to.gate_up), self.activation, to.gated)
-        return self.down.run(do, gated, residual, out)
+        if to.gate_up is not None or normed.device.type != "cpu" or len(normed) <= ROWS_AT_ONCE:
+            gated = do.gate(self.gate_up.run(do, normed, out=to.gate_up), self.activation, to.gated)
+            return self.down.run(do, gated, residual, out)
+        out = normed.new_empty(len(normed), self.down.weight.columns) if out is None else out
+        for start in range(0, len(normed), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            self.run(do, normed[rows], to, None if residual is None else residual[rows], out[rows])
+        return out
 
 
 @dataclass(frozen=True, kw_only=True)

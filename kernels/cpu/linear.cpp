@@ -73,50 +73,83 @@ struct Linear {
     }
 
     void panels(int64_t first_panel, int64_t last_panel) const {
-        constexpr int64_t BY_CHUNK = IN_TILES<T> ? 1 : ROWS_BY_CHUNK;
-        if (BY_CHUNK && num_rows >= BY_CHUNK) return panels_in_chunks(first_panel, last_panel);
-        if constexpr (BY_CHUNK != 1)
+        if constexpr (IN_TILES<T>) {
+            const int64_t in_block = rows.rows_of_block();
+            for (int64_t begin = 0; begin < num_rows; begin += in_block) block_in_tiles(begin, std::min(num_rows, begin + in_block), first_panel, last_panel);
+        } else if (ROWS_BY_CHUNK && num_rows >= ROWS_BY_CHUNK) {
+            panels_in_chunks(first_panel, last_panel);
+        } else {
             for (int64_t row = 0; row < num_rows; row += rows.at_once())
                 for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
                     for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
                 });
-    }
-
-    void panels_in_chunks(int64_t first_panel, int64_t last_panel) const {
-        const int64_t in_block = rows.rows_of_block();
-        for (int64_t begin = 0; begin < num_rows; begin += in_block) block_in_chunks(begin, std::min(num_rows, begin + in_block), first_panel, last_panel);
-    }
-
-    // A chunk of a panel stays in the nearest cache while a block of rows passes, and their sums beside it.
-    void block_in_chunks(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
-        alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
-        Tiles<T> tiles;
-        const int64_t padded = steps * D, at_once = rows.at_once();
-        const auto sums_of = [&](int64_t row) { return sums + (row - begin) * PANEL; };
-        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-            int64_t to_put = begin;
-            if (!IN_TILES<T>) std::fill(sums, sums_of(end), 0.0f);
-            for (int64_t k = 0; k < padded; k += CHUNK_DEPTH) {
-                const T* chunk = packed + (panel * padded + k) * PANEL;
-                const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
-                const auto ahead = [&](int64_t row) { return next_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once); };
-                if constexpr (IN_TILES<T>)
-                    for (int64_t row = begin; row < end; row += at_once) {
-                        tiles.add(rows, row, std::min(end, row + at_once), k, chunk, length, sums_of(row), k == 0, ahead(row));
-                        if (row == begin || k + length < padded) continue;
-                        put_panel(sums_of(to_put), to_put, row, panel);  // of the tile before: the last one is still at work
-                        to_put = row;
-                    }
-                else
-                    add_in_registers<T>(rows, begin, end, k, chunk, length, sums, ahead);
-            }
-            put_panel(sums_of(to_put), to_put, end, panel);
         }
     }
 
-    void put_panel(const float* sums, int64_t begin, int64_t end, int64_t panel) const {
+    // A chunk of a panel stays in the nearest cache while a block of rows passes, and their sums beside it.
+    void panels_in_chunks(int64_t first_panel, int64_t last_panel) const {
+        alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
+        const int64_t padded = steps * D, at_once = rows.at_once(), in_block = rows.rows_of_block();
+        for (int64_t panel = first_panel; panel < last_panel; ++panel)
+            for (int64_t begin = 0, end; begin < num_rows; begin = end) {
+                end = std::min(num_rows, begin + in_block);
+                std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+                for (int64_t k = 0; k < padded; k += CHUNK_DEPTH) {
+                    const T* chunk = packed + (panel * padded + k) * PANEL;
+                    const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
+                    add_in_registers<T>(rows, begin, end, k, chunk, length, sums, [&](int64_t row) {
+                        return next_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once);
+                    });
+                }
+                put_panel(sums, PANEL, begin, end, panel);
+            }
+    }
+
+    // Rows of a block, with the panels of a unit. As much of their depth as fits into the second cache passes all panels, a chunk of a panel after
+    // another: it stays in the nearest while the rows pass.
+    void block_in_tiles(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
+        alignas(64) thread_local float sums[PlainMatrix<T>::PANELS_PER_UNIT][BLOCK_ROWS * PANEL];
+        Tiles<T> tiles;
+        if (num_rows >= MIN_TILED && num_rows <= 2 * TILE_ROWS) return few_in_tiles(tiles, first_panel, last_panel);
+        const int64_t padded = steps * D, at_once = rows.at_once();
+        for (int64_t k = 0; k < padded; k += BLOCK_DEPTHS)
+            for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+                const auto sums_of = [&](int64_t row) { return sums[panel - first_panel] + (row - begin) * PANEL; };
+                const int64_t behind = std::min(padded, k + BLOCK_DEPTHS);
+                int64_t to_put = begin;
+                for (int64_t at = k; at < behind; at += CHUNK_DEPTH) {
+                    const T* chunk = packed + (panel * padded + at) * PANEL;
+                    const int64_t length = std::min<int64_t>(CHUNK_DEPTH, behind - at);
+                    for (int64_t row = begin; row < end; row += at_once) {
+                        const Ahead ahead = next_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once);
+                        tiles.add(rows, row, std::min(end, row + at_once), at, chunk, length, sums_of(row), at == 0, ahead);
+                        if (row == begin || at + length < padded) continue;
+                        put_panel(sums_of(to_put), PANEL, to_put, row, panel);  // of the tile before: the last one is still at work
+                        to_put = row;
+                    }
+                }
+                if (behind == padded) put_panel(sums_of(to_put), PANEL, to_put, end, panel);
+            }
+    }
+
+    // Two panels side by side, as two streams from memory are faster than one. Of more than a tile of rows both find a chunk in the nearest cache.
+    void few_in_tiles(Tiles<T>& tiles, int64_t first_panel, int64_t last_panel) const {
+        constexpr int64_t STRIDE = PlainMatrix<T>::PANELS_PER_UNIT * PANEL;
+        alignas(64) float sums[2 * TILE_ROWS * STRIDE];
+        const int64_t padded = steps * D, block_stride = rows.step_stride(num_rows), at_once = num_rows <= TILE_ROWS ? padded : CHUNK_DEPTH;
+        const auto add = [&]<bool TO_ZEROS>(int64_t k) {
+            tiles.template add_panels<TO_ZEROS>(rows.tile(0) + k / BLOCK_DEPTH * block_stride, rows.row_stride(), block_stride, int(num_rows), packed + (first_panel * padded + k) * PANEL,
+                                                padded * PANEL, last_panel - first_panel, std::min(at_once, padded - k) / BLOCK_DEPTH, sums, STRIDE);
+        };
+        add.template operator()<true>(0);
+        for (int64_t k = at_once; k < padded; k += at_once) add.template operator()<false>(k);
+        for (int64_t panel = first_panel; panel < last_panel; ++panel) put_panel(sums + (panel - first_panel) * PANEL, STRIDE, 0, num_rows, panel);
+    }
+
+    // Writes the sums of rows, `stride` apart.
+    void put_panel(const float* sums, int64_t stride, int64_t begin, int64_t end, int64_t panel) const {
         const int64_t column = panel * PANEL;
-        for (int64_t row = begin; row < end; ++row, sums += PANEL)
+        for (int64_t row = begin; row < end; ++row, sums += stride)
             if (const int64_t at = rows.product(row) * columns + column; column + PANEL <= columns)
                 finish_panel(sums, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
             else
@@ -138,7 +171,7 @@ struct Linear {
         parallel(num_blocks * num_groups, [&](int64_t unit) {
             const int64_t begin = unit / num_groups * in_block, first = unit % num_groups * PER_UNIT, last = std::min(total, first + PER_UNIT);
             if constexpr (IN_TILES<T>)
-                block_in_chunks(begin, std::min(num_rows, begin + in_block), first, last);
+                block_in_tiles(begin, std::min(num_rows, begin + in_block), first, last);
             else
                 panels(first, last);
         });

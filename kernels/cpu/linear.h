@@ -10,6 +10,7 @@
 
 constexpr int64_t BLOCK_ROWS = IN_TILES<bf16> ? 288 : 576;  // rows whose sums are kept beside a chunk of a panel, at most
 constexpr int64_t FEWEST_IN_BLOCK = 128, BLOCK_BYTES = 1 << 20;  // of rows in tiles, which then stay in a second cache of 2 MiB while panels pass
+constexpr int64_t BLOCK_DEPTHS = BLOCK_BYTES / int64_t(BLOCK_ROWS * sizeof(bf16)) / BLOCK_DEPTH * BLOCK_DEPTH;  // that much of the depth of a whole block
 
 // Rows of a product, and the rows of the input that they are made of: all in their order, or those in `places`, `fan` of one row of the input.
 struct Picked {
@@ -75,11 +76,11 @@ class RowTiles {
     int64_t row_stride() const { return are_few() ? steps_ * D : D; }
     int64_t step_stride(int num_rows) const { return are_few() ? D : num_rows * D; }
     int64_t at_once() const { return at_once_; }
-    // Blocks of about the same number of rows, which pass a panel together.
-    int64_t rows_of_block() const {
-        const int64_t fitting = IN_TILES<Row> ? std::clamp(BLOCK_BYTES / std::max<int64_t>(1, steps_ * D * sizeof(Row)), FEWEST_IN_BLOCK, BLOCK_ROWS) : BLOCK_ROWS;
-        const int64_t num_blocks = std::max<int64_t>(1, (count_ + fitting - 1) / fitting), num_tiles = (count_ + num_blocks * at_once_ - 1) / (num_blocks * at_once_);
-        return std::min(BLOCK_ROWS / at_once_, std::max<int64_t>(1, num_tiles)) * at_once_;
+    // Blocks of about the same number of rows, which pass a panel together; in tiles, rows of which `depth` fits.
+    int64_t rows_of_block(int64_t depth = 1) const {
+        const int64_t fitting = IN_TILES<Row> ? std::clamp(BLOCK_BYTES / std::max<int64_t>(1, depth * sizeof(Row)), FEWEST_IN_BLOCK, BLOCK_ROWS) : BLOCK_ROWS;
+        const int64_t at_most = std::max<int64_t>(1, fitting / at_once_), num_tiles = (count_ + at_once_ - 1) / at_once_, num_blocks = std::max<int64_t>(1, (num_tiles + at_most - 1) / at_most);
+        return std::max<int64_t>(1, (num_tiles + num_blocks - 1) / num_blocks) * at_once_;
     }
     int rows_in_tile(int64_t row) const { return int(std::min(at_once_, count_ - row)); }
 

@@ -137,16 +137,27 @@ struct PackedLinear {
     Out* out;
     int64_t num_rows, columns, depth;
 
+    // A thread's first units are panels of one block of rows.
     void run() const {
-        if (num_rows) parallel(matrix.num_panels(), [&](int64_t index) { one(matrix.panels()[index]); });
+        if (!num_rows) return;
+        const int64_t in_block = rows.rows_of_block(matrix.padded_depth()), num_panels = matrix.num_panels();
+        parallel((num_rows + in_block - 1) / in_block * num_panels, [&](int64_t unit) {
+            const int64_t begin = unit / num_panels * in_block;
+            block(matrix.panels()[unit % num_panels], begin, std::min(num_rows, begin + in_block));
+        });
     }
 
     void one(const Panel& panel) const {
+        const int64_t in_block = rows.rows_of_block(matrix.padded_depth());
+        for (int64_t row = 0; row < num_rows; row += in_block) block(panel, row, std::min(num_rows, row + in_block));
+    }
+
+    void block(const Panel& panel, int64_t begin, int64_t end) const {
         for_format<T>(panel.format, [&]<class R, CodeType CODES>() {
             if (num_rows <= FEW<F, R, CODES>)
                 few<R, CODES>(panel);
             else
-                for (int64_t row = 0; row < num_rows; row += rows.rows_of_block()) many<R, CODES>(panel, row, std::min(num_rows, row + rows.rows_of_block()));
+                many<R, CODES>(panel, begin, end);
         });
     }
 
@@ -201,6 +212,8 @@ struct PackedLinear {
     }
 
     void put(const Panel& panel, const float* sums, int64_t row) const {
+        if (const int64_t column = panel.first_column, at = rows.product(row) * columns + column; panel.num_columns == PANEL)
+            return finish_panel(sums, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
         for (int half = 0; half < 2; ++half) {
             const int count = std::min(LANES, panel.num_columns - half * LANES);
             const int64_t column = panel.first_column + half * LANES, at = rows.product(row) * columns + column;

@@ -230,12 +230,12 @@ class Piece {
 
     // The same in tiles, which stay shaped until they are released.
     void multiply_keys(int num_rows, const F* queries, int64_t depth, float* scores, Prefetcher&) {
-        tiles_.template add_panels<true>(queries, depth, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH, scores, PIECE);
+        tiles_.template add_panels<true>(queries, depth, BLOCK_DEPTH, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH, scores, PIECE);
     }
     void add_values(int num_rows, const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) {
         for (int r = 0; r < num_rows; ++r)
             for (float *value = all + r * columns, *end = kept[r] == 1 ? value : value + columns; value < end; value += LANES) store(value, load(value) * splat(kept[r]));
-        tiles_.template add_panels<false>(weights, PIECE, num_rows, values_.data(), value_panel_stride(), columns / PANEL, num_keys_ / BLOCK_DEPTH, all, columns);
+        tiles_.template add_panels<false>(weights, PIECE, BLOCK_DEPTH, num_rows, values_.data(), value_panel_stride(), columns / PANEL, num_keys_ / BLOCK_DEPTH, all, columns);
     }
     void release() {
         if constexpr (IN_TILES<F>) tiles_.release();

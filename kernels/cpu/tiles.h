@@ -11,6 +11,12 @@
 constexpr int BLOCK_DEPTH = 32, TILE_ROWS = 16;
 constexpr int64_t TILED_DEPTH = 288;  // of a panel, which then stays in the nearest cache
 
+#if defined(__AMX_BF16__)
+constexpr int MIN_TILED = 1;  // rows; fewer have chains of their own
+#else
+constexpr int MIN_TILED = 2;
+#endif
+
 #if defined(BATON_BLOCKS)
 template <class F>
 constexpr bool IN_TILES = std::is_same_v<F, bf16>;
@@ -33,6 +39,7 @@ constexpr int64_t whole_depth(int64_t depth) {
 template <class F>
 struct Tiles {
     void add(auto&&...);  // where IN_TILES holds
+    template <bool>
     void add_panels(auto&&...);
     void release();
 };
@@ -214,14 +221,15 @@ struct Tiles<bf16> : private TileRegisters {
 
     // Adds to sums[row][column], sum_stride apart, or to zeros, the products of rows with panels, panel_stride apart, two at a time.
     template <bool TO_ZEROS>
-    void add_panels(const bf16* rows, int64_t row_stride, int num_rows, const bf16* panels, int64_t panel_stride, int64_t num_panels, int64_t num_blocks,
-                    float* sums, int64_t sum_stride) {
+    void add_panels(const bf16* rows, int64_t row_stride, int64_t block_stride, int num_rows, const bf16* panels, int64_t panel_stride, int64_t num_panels,
+                    int64_t num_blocks, float* sums, int64_t sum_stride) {
         for (; num_rows > 0; num_rows -= TILE_ROWS, rows += TILE_ROWS * row_stride, sums += TILE_ROWS * sum_stride) {
             shape(std::min(TILE_ROWS, num_rows), std::min(TILE_ROWS, num_rows));
             int64_t panel = 0;
             for (; panel + 1 < num_panels; panel += 2)
-                multiply<1, 2, TO_ZEROS>(rows, row_stride, BLOCK_DEPTH, panels + panel * panel_stride, panel_stride, num_blocks, sums + panel * PANEL, sum_stride);
-            if (panel < num_panels) multiply<1, 1, TO_ZEROS>(rows, row_stride, BLOCK_DEPTH, panels + panel * panel_stride, 0, num_blocks, sums + panel * PANEL, sum_stride);
+                multiply<1, 2, TO_ZEROS>(rows, row_stride, block_stride, panels + panel * panel_stride, panel_stride, num_blocks, sums + panel * PANEL, sum_stride);
+            if (panel < num_panels)
+                multiply<1, 1, TO_ZEROS>(rows, row_stride, block_stride, panels + panel * panel_stride, 0, num_blocks, sums + panel * PANEL, sum_stride);
         }
     }
 
