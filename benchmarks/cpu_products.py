@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODEL_TO_MATRICES), default=list(MODEL_TO_MATRICES))
     parser.add_argument("--rows", nargs="+", type=int, default=NUM_ROWS)
     arguments = parser.parse_args()
-    isas = arguments.isas or [*(["amx"] if can_run("amx") else []), best_isa()]
+    isas = arguments.isas or [*(["amx"] if can_run("amx") else []), best_isa(has_tiles=False)]
     torch.set_num_threads(arguments.threads)
     backends = {isa: CpuBackend(isa) for isa in isas}
     print(f"{processor()}, {arguments.threads} threads, {MachineState.measure().describe()}, commit {commit()}")

@@ -9,9 +9,8 @@ from engine.model.buffers import Buffers
 from kernels.backend import Activation, Backend, Experts, Weight
 from kernels.routing import Gating
 
-
 ROWS_AT_ONCE = 512
-"""Rows of a long prompt that pass a whole layer on a CPU: what gate and up are for all of them would leave its caches."""
+"""Rows of a long prompt that pass a dense layer together on a CPU: gate and up of more would leave its caches."""
 
 
 @dataclass(frozen=True)

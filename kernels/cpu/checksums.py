@@ -59,7 +59,7 @@ def sum_pieces(payload: memoryview) -> bytearray:
 def compiled_sums() -> ctypes.CDLL | None:
     """Loads the compiled sums; None on a machine that cannot compile them."""
     try:
-        library = load_unit(best_isa(), UNIT)
+        library = load_unit(best_isa(has_tiles=False), UNIT)
     except NoKernels as error:
         logger.warning("checksums of blocks are computed by torch, several times slower: %s", error)
         return None

@@ -49,7 +49,7 @@ ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {
 REPRODUCIBLE = "reproducible"
 """Kernels of the same bits on each processor with AVX2: in the order of sums of AMX, by the best set that has it."""
 IN_BLOCKS = ("amx", "reproducible_avx512", "reproducible_avx2")
-"""Instruction sets, best first, with that order of sums: they are taken by name alone."""
+"""Instruction sets, best first, with that order of sums."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """The system call, on x86-64, by which a process asks for the tile registers of AMX."""
 COMPILE_TIMEOUT_S = 900.0
@@ -64,9 +64,13 @@ class NoKernels(Exception):
     """This machine cannot compile, load or run the kernels; the message says why."""
 
 
-def best_isa() -> str:
-    """Returns the best instruction set that this machine has, except sets of IN_BLOCKS."""
-    return next(isa for isa in ISA_TO_FEATURES if isa not in IN_BLOCKS and can_run(isa))
+def best_isa(has_tiles: bool = True) -> str:
+    """Returns the best instruction set that this machine has: AMX, or one with an order of sums of its own.
+
+    has_tiles: False where a compiler knows no AMX, or nothing is multiplied.
+    """
+    isas = (isa for isa in ISA_TO_FEATURES if not isa.startswith(REPRODUCIBLE) and (has_tiles or isa != "amx"))
+    return next(filter(can_run, isas))
 
 
 def reproducible_isa() -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.model import feed_forward
 from engine.model.decoder import Decoder, check_kv_dtype
 from engine.model.programs import RECORDED_CHUNKS
 from kernels.backend import KVPages
@@ -261,9 +262,11 @@ def test_only_sampled_rows_have_logits(checkpoint: Checkpoints) -> None:
 def test_a_step_with_chunks_is_a_program_with_the_bits_of_single_kernels(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
+    """Kernel by kernel a dense layer has 7 rows at once, as one of a long prompt has 512."""
     model, by_kernel = (Decoder.load(checkpoint(arch), "bfloat16", CPU, 16, make_backend(best_isa())) for _ in range(2))
     prompts = [[*range(length)] for length in (3, 40, 90)]
     monkeypatch.setattr(by_kernel, "_program_for", lambda batch, kv: None)
+    monkeypatch.setattr(feed_forward, "ROWS_AT_ONCE", 7)
     expected = logits_of(by_kernel, prompts, 4, 24)
     assert torch.equal(logits_of(model, prompts, 4, 24), expected)
     run = PagedRun(model, prompts, 4)

@@ -15,17 +15,16 @@ from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, T
 from kernels.cpu import library
 from kernels.cpu.library import IN_BLOCKS, ISA_TO_FEATURES, best_isa, can_run
 from kernels.selection import select_backend
-from tests.pairs import RUNS_ALL
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 PagedDecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, AttentionVariant], Tensor]
 PagedPrefillAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, AttentionVariant], Tensor]
 
-ISAS = [] if torch.cuda.is_available() else list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
+ISAS = [isa for isa in ISA_TO_FEATURES if isa not in IN_BLOCKS and can_run(isa) and not torch.cuda.is_available()]
 """None on a machine with a GPU: it may have no compiler, and tests there put tensors on the device."""
 NAMES = ["torch", *ISAS]
-TILES = [isa for isa in IN_BLOCKS if ISAS and can_run(isa) and (isa != "amx" or RUNS_ALL)]
-"""The kernels with the order of sums of AMX; with --all also AMX itself, where a processor has it."""
+TILES = [isa for isa in IN_BLOCKS if ISAS and can_run(isa)]
+"""The kernels with the order of sums of AMX, itself where a processor has it."""
 PRODUCTS = [*TILES, *ISAS]
 """The kernels that differ in the products of linear layers."""
 

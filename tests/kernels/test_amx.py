@@ -252,8 +252,9 @@ def test_amx_is_refused_by_name_where_the_system_refuses_tiles(caplog: pytest.Lo
 
 
 @pytest.mark.usefixtures("on_amx")
-def test_amx_is_taken_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_amx_is_taken_where_the_system_lends_tiles(monkeypatch: pytest.MonkeyPatch, is_lent: bool) -> None:
+    monkeypatch.setattr(library, "may_use_tiles", lambda: is_lent)
     loaded: list[str] = []
 
     def load(isa: str) -> ctypes.CDLL:
@@ -261,9 +262,30 @@ def test_amx_is_taken_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return load_library("portable")  # which any machine runs
 
     monkeypatch.setattr(of_cpu, "load_library", load)
-    for kernels in ("auto", "auto-int8", "amx"):
+    for kernels in ("auto", "auto-int8", "avx512"):
         select_backend(CPU, kernels)
-    assert loaded == ["avx512", "avx512", "amx"]
+    best = "amx" if is_lent else "avx512"
+    assert loaded == [best, best, "avx512"]
+
+
+@pytest.mark.usefixtures("on_amx")
+@pytest.mark.parametrize("kernels", ["auto", "auto-int8"])
+def test_a_compiler_that_knows_no_amx_leaves_avx512(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: str
+) -> None:
+    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
+    loaded: list[str] = []
+
+    def load(isa: str) -> ctypes.CDLL:
+        loaded.append(isa)
+        if isa == "amx":
+            raise NoKernels("g++ failed: unrecognized command-line option '-mamx-tile'")
+        return load_library("portable")
+
+    monkeypatch.setattr(of_cpu, "load_library", load)
+    select_backend(CPU, kernels)
+    assert loaded == ["amx", "avx512"]
+    assert caplog.messages == ["serving without AMX: g++ failed: unrecognized command-line option '-mamx-tile'"]
 
 
 @needs_compiler

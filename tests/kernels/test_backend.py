@@ -8,7 +8,7 @@ import torch
 
 from kernels.backend import KVPages
 from kernels.cpu.backend import Attention, CpuBackend, Layer
-from kernels.cpu.library import SOURCE, NoKernels, best_isa
+from kernels.cpu.library import SOURCE, NoKernels, best_isa, numerics
 from kernels.selection import select_backend
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
@@ -26,7 +26,7 @@ def unselected() -> None:
 def test_a_cpu_is_served_by_the_kernels_of_its_instruction_set() -> None:
     backend = select_backend(torch.device("cpu"))
     assert isinstance(backend, CpuBackend)
-    assert backend.version.startswith(f"cpu-{best_isa()}-")
+    assert backend.version.startswith(f"cpu-{numerics(best_isa())}-")
 
 
 def test_a_cpu_without_a_compiler_is_served_by_torch_with_one_warning(
