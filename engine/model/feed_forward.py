@@ -9,7 +9,7 @@ from engine.model.buffers import Buffers
 from kernels.backend import Activation, Backend, Experts, Weight
 from kernels.routing import Gating
 
-ROWS_AT_ONCE = 512
+PROMPT_ROWS = 512
 """Rows of a long prompt that pass a dense layer together on a CPU: gate and up of more would leave its caches."""
 
 
@@ -61,12 +61,19 @@ class DenseLayer:
     def run(
         self, do: Backend, normed: Tensor, to: Buffers, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        if to.gate_up is not None or normed.device.type != "cpu" or len(normed) <= ROWS_AT_ONCE:
-            gated = do.gate(self.gate_up.run(do, normed, out=to.gate_up), self.activation, to.gated)
-            return self.down.run(do, gated, residual, out)
+        is_recorded = to.gate_up is not None  # for one number of rows
+        if not is_recorded and normed.device.type == "cpu" and len(normed) > PROMPT_ROWS:
+            return self._run_in_parts(do, normed, to, residual, out)
+        gated = do.gate(self.gate_up.run(do, normed, out=to.gate_up), self.activation, to.gated)
+        return self.down.run(do, gated, residual, out)
+
+    def _run_in_parts(
+        self, do: Backend, normed: Tensor, to: Buffers, residual: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """Runs the rows of a long prompt a part at a time."""
         out = normed.new_empty(len(normed), self.down.weight.columns) if out is None else out
-        for start in range(0, len(normed), ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, len(normed), PROMPT_ROWS):
+            rows = slice(start, start + PROMPT_ROWS)
             self.run(do, normed[rows], to, None if residual is None else residual[rows], out[rows])
         return out
 

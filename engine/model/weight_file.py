@@ -22,7 +22,7 @@ from kernels.user_cache import require_own
 
 LINE_BYTES = 64
 HUGE_PAGE_BYTES = 2 << 20
-"""Writes are multiples of this, so that systems that can keep the file in huge pages: a step reads all of it."""
+"""Bytes of each write but the last: file systems can keep such files in huge pages, and each step reads all of it."""
 _LENGTH_BYTES, _DIGEST_BYTES = 8, 16
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _Entry:
 
 
 class WeightWriter:
-    """The writer of a file, matrix by matrix; keeps no matrix in memory."""
+    """The writer of a file, matrix by matrix; holds up to 2 MiB of what it has been given."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -83,17 +83,14 @@ class WeightWriter:
     def _append(self, data: bytes | memoryview) -> None:
         self._digest.update(data)
         self._end += len(data)
-        data = memoryview(data)
-        if self._tail:
-            num_missing = HUGE_PAGE_BYTES - len(self._tail)
-            self._tail += data[:num_missing]
-            data = data[num_missing:]
-            if len(self._tail) < HUGE_PAGE_BYTES:
-                return
-            self._write(self._tail)
-        num_whole = len(data) - len(data) % HUGE_PAGE_BYTES
-        self._write(data[:num_whole])
-        self._tail = bytearray(data[num_whole:])
+        rest = memoryview(data)
+        while rest:
+            num_bytes = HUGE_PAGE_BYTES - len(self._tail)
+            self._tail += rest[:num_bytes]
+            rest = rest[num_bytes:]
+            if len(self._tail) == HUGE_PAGE_BYTES:
+                self._write(self._tail)
+                self._tail = bytearray()
 
     def _write(self, data: bytearray | memoryview) -> None:
         rest = memoryview(data)

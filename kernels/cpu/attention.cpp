@@ -14,18 +14,18 @@
 namespace {
 
 constexpr int SEGMENT = 8 * PIECE;
-constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 384 : 48, MIN_UNITS = 8;  // tiles take less time of a row: packing keys would be half of it
-constexpr float LEEWAY = 6;  // by which a row's scores may exceed what they are told from: sums need no other factor then
+constexpr int MAX_UNIT_ROWS = IN_TILES<bf16> ? 384 : 48, MIN_UNITS = 8;  // packing keys costs as much as the softmax of 48 rows
+constexpr float RESCALE_THRESHOLD = 6;  // sums are rescaled only where a score exceeds the one they are relative to by more: powers stay below e^6
 constexpr float LOG2_E = 0x1.715476p+0f;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// The state of rows in the middle of a softmax: the largest score, or one that is LEEWAY less, the sum of powers, and the sum of values, unnormalized.
+// The state of rows in the middle of a softmax: the score that powers are relative to, at most RESCALE_THRESHOLD below the largest; the sum of powers;
+// the sum of values, unnormalized.
 struct Sums {
     int64_t columns = 0;
-    bool is_empty = true;  // whatever it holds
+    bool is_empty = true;  // of keys: its memory may hold anything
     std::vector<float> largest, powers, values;
 
-    // Empties it, too.
     void reshape(int64_t rows, int64_t columns_of_values) {
         is_empty = true;
         columns = columns_of_values;
@@ -34,7 +34,8 @@ struct Sums {
         values.resize(rows * columns);
     }
 
-    void clear() {
+    // Makes it the state of rows without keys.
+    void start() {
         is_empty = false;
         std::fill(largest.begin(), largest.end(), NOTHING);
         std::fill(powers.begin(), powers.end(), 0.0f);
@@ -42,30 +43,33 @@ struct Sums {
     }
 
     // Merges a later part of the keys of some rows, up to LANES. A part without keys has no powers, and changes nothing.
-    void merge(int64_t first, const Sums& part, int64_t first_of_part, int count = 1) {
-        const Floats before = load_some(largest.data() + first, count), of_part = load_some(part.largest.data() + first_of_part, count);
+    void merge(int64_t first, const Sums& part, int count) {
+        const Floats before = load_some(largest.data() + first, count), of_part = load_some(part.largest.data() + first, count);
         float now[LANES], kept[LANES], part_kept[LANES];
         store(now, max(before, of_part));
         store(kept, exponential(before - load(now)));
         store(part_kept, exponential(of_part - load(now)));
         for (int i = 0; i < count; ++i) {
-            const int64_t row = first + i, part_row = first_of_part + i;
-            if (part.powers[part_row] == 0) continue;
+            const int64_t row = first + i;
+            if (part.powers[row] == 0) continue;
             if (powers[row] == 0) kept[i] = 0;
             float* sums = values.data() + row * columns;
-            const float* others = part.values.data() + part_row * columns;
+            const float* others = part.values.data() + row * columns;
             for (int64_t at = 0; at < columns; at += LANES)
                 store(sums + at, fma(load(others + at), splat(part_kept[i]), load(sums + at) * splat(kept[i])));
-            powers[row] = powers[row] * kept[i] + part.powers[part_row] * part_kept[i];
+            powers[row] = powers[row] * kept[i] + part.powers[row] * part_kept[i];
             largest[row] = now[i];
         }
     }
 
-    // Merges a later part of the keys of all rows, whose memory may then be anything.
+    // Merges a later part of the keys of all rows, and empties it.
     void take(Sums& part) {
         const int64_t num_rows = largest.size();
-        if (is_empty) return std::swap(*this, part);
-        for (int64_t row = 0; row < num_rows; row += LANES) merge(row, part, row, int(std::min<int64_t>(LANES, num_rows - row)));
+        if (is_empty)
+            std::swap(*this, part);
+        else
+            for (int64_t row = 0; row < num_rows; row += LANES) merge(row, part, int(std::min<int64_t>(LANES, num_rows - row)));
+        part.is_empty = true;
     }
 
     // Writes a row that has had all its keys. A sink joins its softmax here, as a last key without a value.
@@ -107,10 +111,9 @@ class Rows {
         num_tokens_ = num_tokens;
         first_position_ = first_position;
         queries_.resize(num_tokens * group_ * depth_ * (call.num_sinks ? 2 : 1));
-        scores_.resize(ROWS_OF_TILES * PIECE);
-        weights_.resize(ROWS_OF_TILES * PIECE);
+        scores_.resize(MAX_TILE_ROWS * PIECE);
+        weights_.resize(MAX_TILE_ROWS * PIECE);
         segment.reshape(num_tokens * group_, call.num_panels() * PANEL);
-        segment.clear();
         for (int64_t token = 0; token < num_tokens; ++token) {
             const T* query = (const T*)call.query + (first_row + token) * call.query_stride + kv_head * group_ * head_size_;
             F* own = queries_.data() + token * group_ * depth_;
@@ -134,7 +137,7 @@ class Rows {
 
    private:
     static constexpr int64_t UNBOUNDED = std::numeric_limits<int32_t>::max();
-    static constexpr int ROWS_OF_TILES = std::max(LANES, Piece<T>::MAX_TILE);
+    static constexpr int MAX_TILE_ROWS = std::max(LANES, Piece<T>::MAX_TILE);  // `weigh` stores whole vectors of rows
 
     // Keys that rows see: the row at a position p those from p + begin to p + end - 1, below a limit. queries: where those for them are.
     struct Part {
@@ -143,6 +146,7 @@ class Rows {
 
     template <class Keys>
     void attend(Keys& piece, int64_t begin, const Part& part, Prefetcher& prefetcher) {
+        if (segment.is_empty) segment.start();
         const int64_t first_token = std::max<int64_t>(0, begin + 1 - part.end - first_position_);
         const int64_t behind = begin + PIECE - part.begin - first_position_;  // tokens from here on see none of it
         const int64_t end = std::min(num_tokens_, behind) * group_;
@@ -175,7 +179,7 @@ class Rows {
         if (soft_cap_) cap(num_rows, piece.num_keys());
         if (is_cut(num_rows, row, begin, part, piece.num_keys()))
             for (int r = 0; r < num_rows; ++r) hide(scores_.data() + r * PIECE, part, position(row + r), begin, piece.num_keys());
-        alignas(64) float kept[ROWS_OF_TILES];
+        alignas(64) float kept[MAX_TILE_ROWS];
         if (piece.num_keys() == PIECE)
             weigh(num_rows, row, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
         else
@@ -192,15 +196,15 @@ class Rows {
                 store(score, load(score) * load(scales + (score - end + num_keys)));
     }
 
-    // Caps the scores of rows: they are then multiples of the cap.
+    // Caps the scores of rows, and leaves them in units of the cap.
     void cap(int num_rows, int64_t num_keys) {
         for (int r = 0; r < num_rows; ++r)
             for (float *score = scores_.data() + r * PIECE, *end = score + num_keys; score < end; score += LANES)
                 store(score, tanh(load(score) * splat(scale_)));
     }
 
-    // Turns the scores of rows into weights, multiplied by the scales of the values, and tells of each row the factor of what
-    // was summed before. The number of keys is a constant for a full piece: its loops are then unrolled.
+    // Turns the scores of rows into weights, multiplied by the scales of the values, and writes to
+    // `kept` the factor of each row's earlier sums. The number of keys is a constant for a full piece: its loops are then unrolled.
     template <class NumRows, class Count>
     void weigh(NumRows num_rows, int64_t row, Count num_keys, const float* scales, float* kept) {
         const float factor = soft_cap_ ? soft_cap_ : scale_;
@@ -217,34 +221,35 @@ class Rows {
             store(now, largest_each(tops, count) * splat(factor));
             for (int r = 0; r < count; ++r) {
                 const float so_far = segment.largest[row + first + r];
-                now[r] = now[r] > so_far + LEEWAY ? now[r] : so_far;
+                now[r] = now[r] > so_far + RESCALE_THRESHOLD ? now[r] : so_far;
             }
             for (int r = 0; r < count; ++r) {
                 const float* scores = scores_.data() + (first + r) * PIECE;
                 F* weights = weights_.data() + (first + r) * PIECE;
-                sums[r] = scales ? weigh<true>(scores, now[r], factor, num_keys, scales, weights) : weigh<false>(scores, now[r], factor, num_keys, scales, weights);
+                sums[r] = scales ? weigh_row<true>(scores, now[r], factor, num_keys, scales, weights)
+                                 : weigh_row<false>(scores, now[r], factor, num_keys, scales, weights);
             }
             store(kept + first, exponential(before - load(now)));
-            for (int r = first; r < first + count; ++r) kept[r] = segment.largest[row + r] == NOTHING ? 1 : kept[r];  // zeros stay as they are
+            for (int r = first; r < first + count; ++r) kept[r] = segment.largest[row + r] == NOTHING ? 1 : kept[r];  // zeros need no factor
             const Floats powers = fma(load_some(segment.powers.data() + row + first, count), load(kept + first), sum_each(sums, count));
             store_some(segment.powers.data() + row + first, powers, count);
             store_some(segment.largest.data() + row + first, load(now), count);
         }
     }
 
-    // The same of one row, from whose scores `now` is taken away; returns its weights' sums by lane.
+    // Writes the weights of a row, relative to the score `now`; returns their sums by lane.
     template <bool HAS_SCALES, class Count>
-    static Floats weigh(const float* scores, float now, float factor, Count num_keys, const float* scales, F* weights) {
+    static Floats weigh_row(const float* scores, float now, float factor, Count num_keys, const float* scales, F* weights) {
         Floats all = splat(0);
         const auto power = [&](int i) __attribute__((always_inline)) {
-            Floats of;
+            Floats value;
             if constexpr (std::is_same_v<F, bf16>)
-                of = power_of_two(fma(load(scores + i), splat(factor * LOG2_E), splat(-now * LOG2_E)));
+                value = power_of_two(fma(load(scores + i), splat(factor * LOG2_E), splat(-now * LOG2_E)));
             else
-                of = exponential(load(scores + i) * splat(factor) - splat(now));
-            all = all + of;
-            if constexpr (HAS_SCALES) of = of * load(scales + i);
-            return of;
+                value = exponential(load(scores + i) * splat(factor) - splat(now));
+            all = all + value;
+            if constexpr (HAS_SCALES) value = value * load(scales + i);
+            return value;
         };
         int i = 0;
         for (; i + PANEL <= num_keys; i += PANEL) {
@@ -255,7 +260,7 @@ class Rows {
         return all;
     }
 
-    // Tells whether any of some rows does not see all keys of a part.
+    // Tells whether a piece has keys that some of the rows do not see.
     bool is_cut(int num_rows, int64_t row, int64_t begin, const Part& part, int64_t num_keys) const {
         return std::min(position(row) + part.end, part.limit) < begin + num_keys || position(row + num_rows - 1) + part.begin > begin;
     }
@@ -292,7 +297,7 @@ void take_sinks(const Attention& call, const int32_t* table, int64_t last_positi
             rows[head].attend_sinks(piece, begin, nothing);
         }
     }
-    for (int64_t head = 0; head < num_heads; ++head) totals[head].take(rows[head].segment), rows[head].segment.clear();
+    for (int64_t head = 0; head < num_heads; ++head) totals[head].take(rows[head].segment);
 }
 
 // The calling thread's object of a type.
@@ -411,7 +416,7 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
             attend_piece(call, *tokens, begin, share.end, share.first_head + head, rows[head], prefetcher);
         std::swap(tokens, next);
         if ((begin + PIECE) % SEGMENT && begin + PIECE < share.end) continue;
-        for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment), rows[head].segment.clear();
+        for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment);
     }
     piece.release();
     for (int64_t head = 0; head < share.num_heads; ++head)
@@ -424,11 +429,10 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
 // Merges the segments of a sequence, in order, and writes its row: of the KV heads of its first share.
 template <class T>
 void merge_parts(const Attention& call, const Share& first, std::vector<Sums>& parts) {
-    const int64_t count = num_segments(call, first.sequence), group = call.group();
+    const int64_t count = num_segments(call, first.sequence);
     for (int64_t head = first.first_head; head < first.first_head + first.num_heads; ++head) {
         Sums& whole = parts[first.part * call.num_kv_heads + head];
-        for (int64_t i = 0; i < group; ++i)
-            for (int64_t later = 1; later < count; ++later) whole.merge(i, parts[(first.part + later) * call.num_kv_heads + head], i);
+        for (int64_t later = 1; later < count; ++later) whole.take(parts[(first.part + later) * call.num_kv_heads + head]);
         write_group<T>(call, whole, first.sequence, head);
     }
 }
@@ -487,7 +491,6 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
             tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             total.take(rows.segment);
-            if (at + PIECE < end) rows.segment.clear();
         }
         piece.release();
         const auto is_number = [](float value) { return std::isfinite(value); };

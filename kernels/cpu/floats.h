@@ -456,11 +456,12 @@ inline float largest(Floats a) {
 }
 #endif
 
-// The largest, and the sum, of the lanes of each of `count` vectors, at most LANES: over the same tree.
+// The sums, and the maxima, of the lanes of each of the first `count` of LANES vectors, over the tree of `sum` and `largest`. The results behind them are
+// undefined.
 #if defined(__AVX512F__)
 template <class Function>
 inline Floats reduce_each(const Floats* rows, Function&& function) {
-    __m512 of_8[8], of_4[4], of_2[2];  // what is left of two rows, four, and eight
+    __m512 of_8[8], of_4[4], of_2[2];  // 8 partial results of each of 2 rows, 4 of 4, 2 of 8
     for (int i = 0; i < 8; ++i) {
         const __m512 a = rows[2 * i].v, b = rows[2 * i + 1].v;
         of_8[i] = function(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));

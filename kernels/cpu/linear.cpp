@@ -47,6 +47,7 @@ template <class T, class Out>
 struct Linear {
     static constexpr int D = Product<T>::DEPTH, MAX_SHARES = 4;
     static constexpr int64_t CHUNK_DEPTH = IN_TILES<T> ? TILED_DEPTH : CHUNK_BYTES / (PANEL * sizeof(T));
+    static constexpr int64_t CACHED_DEPTH = BLOCK_BYTES / int64_t(BLOCK_ROWS * sizeof(T)) / CHUNK_DEPTH * CHUNK_DEPTH;  // of BLOCK_ROWS rows in tiles
     RowTiles<T> rows;
     const T* packed;
     const T* bias;
@@ -72,10 +73,13 @@ struct Linear {
         if (count > 0) finish(value, count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
     }
 
-    void panels(int64_t first_panel, int64_t last_panel) const {
+    // Rows from begin to end - 1 with some panels, at most PANELS_PER_UNIT.
+    void panels(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
         if constexpr (IN_TILES<T>) {
-            const int64_t in_block = rows.rows_of_block();
-            for (int64_t begin = 0; begin < num_rows; begin += in_block) block_in_tiles(begin, std::min(num_rows, begin + in_block), first_panel, last_panel);
+            Tiles<T> tiles;
+            if (num_rows >= MIN_TILED && num_rows <= 2 * TILE_ROWS) return few_in_tiles(tiles, first_panel, last_panel);
+            for (int64_t in_block = rows_of_block(), row = begin; row < end; row += in_block)
+                block_in_tiles(tiles, row, std::min(end, row + in_block), first_panel, last_panel);
         } else if (ROWS_BY_CHUNK && num_rows >= ROWS_BY_CHUNK) {
             panels_in_chunks(first_panel, last_panel);
         } else {
@@ -86,10 +90,12 @@ struct Linear {
         }
     }
 
-    // A chunk of a panel stays in the nearest cache while a block of rows passes, and their sums beside it.
+    int64_t rows_of_block() const { return rows.rows_of_block(std::min(steps * D, CACHED_DEPTH)); }
+
+    // A chunk of a panel stays in the nearest cache while a block of rows passes, with its sums.
     void panels_in_chunks(int64_t first_panel, int64_t last_panel) const {
         alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
-        const int64_t padded = steps * D, at_once = rows.at_once(), in_block = rows.rows_of_block();
+        const int64_t padded = steps * D, at_once = rows.at_once(), in_block = rows_of_block();
         for (int64_t panel = first_panel; panel < last_panel; ++panel)
             for (int64_t begin = 0, end; begin < num_rows; begin = end) {
                 end = std::min(num_rows, begin + in_block);
@@ -98,82 +104,75 @@ struct Linear {
                     const T* chunk = packed + (panel * padded + k) * PANEL;
                     const int64_t length = std::min<int64_t>(CHUNK_DEPTH, padded - k);
                     add_in_registers<T>(rows, begin, end, k, chunk, length, sums, [&](int64_t row) {
-                        return next_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once);
+                        return behind_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once);
                     });
                 }
                 put_panel(sums, PANEL, begin, end, panel);
             }
     }
 
-    // Rows of a block, with the panels of a unit. As much of their depth as fits into the second cache passes all panels, a chunk of a panel after
-    // another: it stays in the nearest while the rows pass.
-    void block_in_tiles(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
+    // A block of rows with the panels of a unit: of the rows CACHED_DEPTH stays in the second cache while all panels pass.
+    void block_in_tiles(Tiles<T>& tiles, int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel) const {
         alignas(64) thread_local float sums[PlainMatrix<T>::PANELS_PER_UNIT][BLOCK_ROWS * PANEL];
-        Tiles<T> tiles;
-        if (num_rows >= MIN_TILED && num_rows <= 2 * TILE_ROWS) return few_in_tiles(tiles, first_panel, last_panel);
-        const int64_t padded = steps * D, at_once = rows.at_once();
-        for (int64_t k = 0; k < padded; k += BLOCK_DEPTHS)
-            for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-                const auto sums_of = [&](int64_t row) { return sums[panel - first_panel] + (row - begin) * PANEL; };
-                const int64_t behind = std::min(padded, k + BLOCK_DEPTHS);
-                int64_t to_put = begin;
-                for (int64_t at = k; at < behind; at += CHUNK_DEPTH) {
-                    const T* chunk = packed + (panel * padded + at) * PANEL;
-                    const int64_t length = std::min<int64_t>(CHUNK_DEPTH, behind - at);
-                    for (int64_t row = begin; row < end; row += at_once) {
-                        const Ahead ahead = next_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once);
-                        tiles.add(rows, row, std::min(end, row + at_once), at, chunk, length, sums_of(row), at == 0, ahead);
-                        if (row == begin || at + length < padded) continue;
-                        put_panel(sums_of(to_put), PANEL, to_put, row, panel);  // of the tile before: the last one is still at work
-                        to_put = row;
-                    }
-                }
-                if (behind == padded) put_panel(sums_of(to_put), PANEL, to_put, end, panel);
-            }
+        const int64_t padded = steps * D;
+        for (int64_t first = 0; first < padded; first += CACHED_DEPTH)
+            for (int64_t panel = first_panel; panel < last_panel; ++panel)
+                for (int64_t k = first, behind = std::min(padded, first + CACHED_DEPTH); k < behind; k += CHUNK_DEPTH)
+                    chunk_in_tiles(tiles, begin, end, panel, k, std::min<int64_t>(CHUNK_DEPTH, behind - k), sums[panel - first_panel]);
     }
 
-    // Two panels side by side, as two streams from memory are faster than one. Of more than a tile of rows both find a chunk in the nearest cache.
+    // A chunk of a panel, which stays in the nearest cache while the rows pass. The last one writes each tile's sums while the next tile is at work.
+    void chunk_in_tiles(Tiles<T>& tiles, int64_t begin, int64_t end, int64_t panel, int64_t k, int64_t length, float* sums) const {
+        const int64_t at_once = rows.at_once(), last_tile = begin + (end - begin - 1) / at_once * at_once;
+        const T* chunk = packed + (panel * steps * D + k) * PANEL;
+        const auto sums_of = [&](int64_t row) { return sums + (row - begin) * PANEL; };
+        const bool is_last = k + length == steps * D;
+        for (int64_t row = begin; row < end; row += at_once) {
+            const Ahead ahead = behind_chunk(chunk, length, (row - begin) / at_once, (end - begin) / at_once);
+            tiles.add(rows, row, std::min(end, row + at_once), k, chunk, length, sums_of(row), ahead);
+            if (is_last && row > begin) put_panel(sums_of(row - at_once), PANEL, row - at_once, row, panel);
+        }
+        if (is_last) put_panel(sums_of(last_tile), PANEL, last_tile, end, panel);
+    }
+
+    // Up to 32 rows: two panels side by side, for two streams from memory are faster than one. More than 16 rows pass chunks, which their second tile
+    // finds in the nearest cache.
     void few_in_tiles(Tiles<T>& tiles, int64_t first_panel, int64_t last_panel) const {
         constexpr int64_t STRIDE = PlainMatrix<T>::PANELS_PER_UNIT * PANEL;
         alignas(64) float sums[2 * TILE_ROWS * STRIDE];
-        const int64_t padded = steps * D, block_stride = rows.step_stride(num_rows), at_once = num_rows <= TILE_ROWS ? padded : CHUNK_DEPTH;
-        const auto add = [&]<bool TO_ZEROS>(int64_t k) {
-            tiles.template add_panels<TO_ZEROS>(rows.tile(0) + k / BLOCK_DEPTH * block_stride, rows.row_stride(), block_stride, int(num_rows), packed + (first_panel * padded + k) * PANEL,
-                                                padded * PANEL, last_panel - first_panel, std::min(at_once, padded - k) / BLOCK_DEPTH, sums, STRIDE);
-        };
-        add.template operator()<true>(0);
-        for (int64_t k = at_once; k < padded; k += at_once) add.template operator()<false>(k);
+        const int64_t padded = steps * D, block_stride = rows.step_stride(num_rows), chunk_depth = num_rows <= TILE_ROWS ? padded : CHUNK_DEPTH;
+        std::fill_n(sums, num_rows * STRIDE, 0.0f);
+        for (int64_t k = 0; k < padded; k += chunk_depth)
+            tiles.template add_panels<false>(rows.tile(0) + k / BLOCK_DEPTH * block_stride, rows.row_stride(), block_stride, int(num_rows),
+                                             packed + (first_panel * padded + k) * PANEL, padded * PANEL, last_panel - first_panel,
+                                             std::min(chunk_depth, padded - k) / BLOCK_DEPTH, sums, STRIDE);
         for (int64_t panel = first_panel; panel < last_panel; ++panel) put_panel(sums + (panel - first_panel) * PANEL, STRIDE, 0, num_rows, panel);
     }
 
     // Writes the sums of rows, `stride` apart.
     void put_panel(const float* sums, int64_t stride, int64_t begin, int64_t end, int64_t panel) const {
         const int64_t column = panel * PANEL;
-        for (int64_t row = begin; row < end; ++row, sums += stride)
-            if (const int64_t at = rows.product(row) * columns + column; column + PANEL <= columns)
-                finish_panel(sums, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
-            else
-                for (int half = 0; half < PANEL; half += LANES) put(load(sums + half), row, column + half);
+        for (int64_t row = begin; row < end; ++row, sums += stride) {
+            const int64_t at = rows.product(row) * columns + column;
+            finish_panel(sums, int(std::min<int64_t>(PANEL, columns - column)), bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
+        }
     }
 
-    // The chunk behind another one, of which each of the first tiles of rows brings a share.
-    static Ahead next_chunk(const T* chunk, int64_t chunk_depth, int64_t share, int64_t num_tiles) {
+    // The memory behind a chunk, mostly the next one: each of the first tiles of rows brings a share.
+    static Ahead behind_chunk(const T* chunk, int64_t chunk_depth, int64_t share, int64_t num_tiles) {
         const int64_t num_shares = std::clamp<int64_t>(num_tiles, 1, MAX_SHARES), num_bytes = chunk_depth * PANEL * sizeof(T);
         if (share >= num_shares) return {(const char*)chunk, 0};
         return {(const char*)chunk + num_bytes + num_bytes * share / num_shares, PANEL * D * int64_t(sizeof(T)) / (2 * num_shares)};
     }
 
-    // A thread's first units are panels of one block of rows, where tiles multiply.
+    // Units of one block of rows lie together, so that a thread stays with it.
     void run() const {
+        if (!num_rows) return;
         constexpr int64_t PER_UNIT = PlainMatrix<T>::PANELS_PER_UNIT;
-        const int64_t total = num_panels(columns), num_groups = (total + PER_UNIT - 1) / PER_UNIT;
-        const int64_t in_block = std::max<int64_t>(1, IN_TILES<T> ? rows.rows_of_block() : num_rows), num_blocks = (num_rows + in_block - 1) / in_block;
-        parallel(num_blocks * num_groups, [&](int64_t unit) {
-            const int64_t begin = unit / num_groups * in_block, first = unit % num_groups * PER_UNIT, last = std::min(total, first + PER_UNIT);
-            if constexpr (IN_TILES<T>)
-                block_in_tiles(begin, std::min(num_rows, begin + in_block), first, last);
-            else
-                panels(first, last);
+        const int64_t total = num_panels(columns), num_groups = (total + PER_UNIT - 1) / PER_UNIT, in_block = IN_TILES<T> ? rows_of_block() : num_rows;
+        parallel((num_rows + in_block - 1) / in_block * num_groups, [&](int64_t unit) {
+            const int64_t begin = unit / num_groups * in_block, first = unit % num_groups * PER_UNIT;
+            panels(begin, std::min(num_rows, begin + in_block), first, std::min(total, first + PER_UNIT));
         });
     }
 };
@@ -199,7 +198,7 @@ int64_t PlainMatrix<T>::padded_depth() const {
 }
 template <class T>
 void PlainMatrix<T>::multiply(const RowTiles<T, Row>& rows, const T* bias, T* out, int64_t first, int64_t last) const {
-    Linear<T, T>{rows, (const T*)data, bias, nullptr, out, rows.count(), columns, depth, num_steps<T>(depth)}.panels(first, last);
+    Linear<T, T>{rows, (const T*)data, bias, nullptr, out, rows.count(), columns, depth, num_steps<T>(depth)}.panels(0, rows.count(), first, last);
 }
 template struct PlainMatrix<float>;
 template struct PlainMatrix<bf16>;

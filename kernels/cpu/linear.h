@@ -9,8 +9,8 @@
 #include "tiles.h"
 
 constexpr int64_t BLOCK_ROWS = IN_TILES<bf16> ? 288 : 576;  // rows whose sums are kept beside a chunk of a panel, at most
-constexpr int64_t FEWEST_IN_BLOCK = 128, BLOCK_BYTES = 1 << 20;  // of rows in tiles, which then stay in a second cache of 2 MiB while panels pass
-constexpr int64_t BLOCK_DEPTHS = BLOCK_BYTES / int64_t(BLOCK_ROWS * sizeof(bf16)) / BLOCK_DEPTH * BLOCK_DEPTH;  // that much of the depth of a whole block
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of a block of rows in tiles, which then stay in a second cache of 2 MiB while panels pass
+constexpr int64_t MIN_BLOCK_ROWS = 128;  // of packed weights, however deep
 
 // Rows of a product, and the rows of the input that they are made of: all in their order, or those in `places`, `fan` of one row of the input.
 struct Picked {
@@ -76,13 +76,16 @@ class RowTiles {
     int64_t row_stride() const { return are_few() ? steps_ * D : D; }
     int64_t step_stride(int num_rows) const { return are_few() ? D : num_rows * D; }
     int64_t at_once() const { return at_once_; }
-    // Blocks of about the same number of rows, which pass a panel together; in tiles, rows of which `depth` fits.
-    int64_t rows_of_block(int64_t depth = 1) const {
-        const int64_t fitting = IN_TILES<Row> ? std::clamp(BLOCK_BYTES / std::max<int64_t>(1, depth * sizeof(Row)), FEWEST_IN_BLOCK, BLOCK_ROWS) : BLOCK_ROWS;
-        const int64_t at_most = std::max<int64_t>(1, fitting / at_once_), num_tiles = (count_ + at_once_ - 1) / at_once_, num_blocks = std::max<int64_t>(1, (num_tiles + at_most - 1) / at_most);
-        return std::max<int64_t>(1, (num_tiles + num_blocks - 1) / num_blocks) * at_once_;
-    }
     int rows_in_tile(int64_t row) const { return int(std::min(at_once_, count_ - row)); }
+
+    // Rows that pass a panel together: all blocks have about as many. In tiles `depth` of them fits into BLOCK_BYTES, if MIN_BLOCK_ROWS do.
+    int64_t rows_of_block(int64_t depth) const {
+        const int64_t row_bytes = std::max<int64_t>(1, depth * sizeof(Row));
+        const int64_t fitting = IN_TILES<Row> ? std::clamp(BLOCK_BYTES / row_bytes, MIN_BLOCK_ROWS, BLOCK_ROWS) : BLOCK_ROWS;
+        const int64_t per_block = fitting / at_once_, num_tiles = std::max<int64_t>(1, (count_ + at_once_ - 1) / at_once_);
+        const int64_t num_blocks = (num_tiles + per_block - 1) / per_block;
+        return (num_tiles + num_blocks - 1) / num_blocks * at_once_;
+    }
 
    private:
     bool are_few() const { return count_ <= FEW; }
@@ -169,9 +172,14 @@ inline void finish(Floats value, int count, const T* bias, const T* residual, Ou
     store_some(out, value, count);
 }
 
-// The same for the sums of a whole panel.
+// The same for the sums of a panel, of which `count` columns are written.
 template <class T, class Out>
-inline void finish_panel(const float* sums, const T* bias, const T* residual, Out* out) {
+inline void finish_panel(const float* sums, int count, const T* bias, const T* residual, Out* out) {
+    if (count < PANEL) {
+        for (int i = 0; i < count; i += LANES)
+            finish(load(sums + i), std::min(LANES, count - i), bias ? bias + i : nullptr, residual ? residual + i : nullptr, out + i);
+        return;
+    }
     Floats halves[2] = {load(sums), load(sums + LANES)};
     for (int half = 0; half < 2; ++half) {
         if (bias) halves[half] = rounded<T>(halves[half]) + load(bias + half * LANES);

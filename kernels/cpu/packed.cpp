@@ -137,7 +137,7 @@ struct PackedLinear {
     Out* out;
     int64_t num_rows, columns, depth;
 
-    // A thread's first units are panels of one block of rows.
+    // Units of one block of rows lie together, so that a thread stays with it.
     void run() const {
         if (!num_rows) return;
         const int64_t in_block = rows.rows_of_block(matrix.padded_depth()), num_panels = matrix.num_panels();
@@ -187,7 +187,7 @@ struct PackedLinear {
             add_rows<R, CODES>(groups, whole, int(end - whole), k, padded, Tile<F>{tile}, sums + (whole - begin) * PANEL);
             if constexpr (IN_TILES<F>) {
                 std::fill(tile + padded * PANEL, tile + whole_depth<F>(padded) * PANEL, F{});
-                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums, k == 0, Nothing{});
+                tiles.add(rows, begin, end, k, tile, whole_depth<F>(padded), sums, Nothing{});
             } else {
                 add_in_registers<F>(rows, begin, whole, k, tile, padded, sums, [](int64_t) { return Nothing{}; });
             }
@@ -212,13 +212,8 @@ struct PackedLinear {
     }
 
     void put(const Panel& panel, const float* sums, int64_t row) const {
-        if (const int64_t column = panel.first_column, at = rows.product(row) * columns + column; panel.num_columns == PANEL)
-            return finish_panel(sums, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
-        for (int half = 0; half < 2; ++half) {
-            const int count = std::min(LANES, panel.num_columns - half * LANES);
-            const int64_t column = panel.first_column + half * LANES, at = rows.product(row) * columns + column;
-            if (count > 0) finish(load(sums + half * LANES), count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
-        }
+        const int64_t column = panel.first_column, at = rows.product(row) * columns + column;
+        finish_panel(sums, panel.num_columns, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
     }
 };
 

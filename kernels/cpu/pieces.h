@@ -180,7 +180,7 @@ class Piece {
 #endif
 
    public:
-    static constexpr int MAX_TILE = IN_TILES<F> ? 4 * TILE_ROWS : MAX_ROWS;  // tiles one by one would wait for each other
+    static constexpr int MAX_TILE = IN_TILES<F> ? 4 * TILE_ROWS : MAX_ROWS;  // rows: products and softmax of one tile would wait for each other
 
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
     // zeros, for even the weight 0 would not keep an infinity out of a sum. Tiles get whole blocks of tokens.
@@ -230,12 +230,15 @@ class Piece {
 
     // The same in tiles, which stay shaped until they are released.
     void multiply_keys(int num_rows, const F* queries, int64_t depth, float* scores, Prefetcher&) {
-        tiles_.template add_panels<true>(queries, depth, BLOCK_DEPTH, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH, scores, PIECE);
+        tiles_.template add_panels<true>(queries, depth, BLOCK_DEPTH, num_rows, keys_.data(), key_panel_stride(), num_keys_ / PANEL, depth / BLOCK_DEPTH,
+                                         scores, PIECE);
     }
     void add_values(int num_rows, const F* weights, const float* kept, int64_t columns, float* all, Prefetcher&) {
         for (int r = 0; r < num_rows; ++r)
-            for (float *value = all + r * columns, *end = kept[r] == 1 ? value : value + columns; value < end; value += LANES) store(value, load(value) * splat(kept[r]));
-        tiles_.template add_panels<false>(weights, PIECE, BLOCK_DEPTH, num_rows, values_.data(), value_panel_stride(), columns / PANEL, num_keys_ / BLOCK_DEPTH, all, columns);
+            if (kept[r] != 1)
+                for (float *value = all + r * columns, *end = value + columns; value < end; value += LANES) store(value, load(value) * splat(kept[r]));
+        tiles_.template add_panels<false>(weights, PIECE, BLOCK_DEPTH, num_rows, values_.data(), value_panel_stride(), columns / PANEL,
+                                          num_keys_ / BLOCK_DEPTH, all, columns);
     }
     void release() {
         if constexpr (IN_TILES<F>) tiles_.release();

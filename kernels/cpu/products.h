@@ -144,7 +144,7 @@ constexpr int MAX_ROWS = 6, ROWS_IN_ORDER = 3, ROWS_BY_HALF = 4, ROWS_BY_CHUNK =
 constexpr int MAX_ROWS = 3, ROWS_BY_CHUNK = 0;
 #endif
 
-// Two vectors, of bf16 a whole line at once.
+// Writes two vectors side by side: of bf16 as one.
 template <class T>
 inline void store_panel(T* to, Floats first, Floats second) {
 #if defined(__AVX512BF16__)
@@ -241,6 +241,7 @@ struct Ahead {
     int64_t bytes_per_step;
 
     void operator()(int64_t step) const { __builtin_prefetch(at + step * bytes_per_step, 0, 2); }
+    // The same beside several steps: of bf16 a block has BLOCK_DEPTH halves of a panel.
     void operator()(int64_t first_step, int64_t num_steps) const { prefetch(at + first_step * bytes_per_step, num_steps * bytes_per_step); }
 };
 

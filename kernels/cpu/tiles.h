@@ -2,17 +2,18 @@
 //
 // A block adds to a sum C: C + (the sum of its 16 products at even places + the sum of those at odd ones), each of the two from 0 on, in
 // order, by fused multiply-adds in float32 to which subnormal numbers are zeros. Source: the operation of TDPBF16PS in Intel's manual.
-// AVX-512 and AVX2 take the same sums (BATON_BLOCKS without AMX), and so does one row beside tiles. Half a panel of products.h, 16 steps of it, is the second operand of a tile
-// product as it lies, and rows one behind the other are the first. Attention takes its queries and weights of values so, over pieces of keys.
+// AVX-512 and AVX2 take the same sums (BATON_BLOCKS without AMX), and so does a last row behind tiles. Half a panel of products.h, 16 steps
+// of it, is the second operand of a tile product as it lies, and rows one behind the other are the first. Attention takes its queries and weights of
+// values so, over pieces of keys.
 #pragma once
 
 #include "products.h"
 
 constexpr int BLOCK_DEPTH = 32, TILE_ROWS = 16;
-constexpr int64_t TILED_DEPTH = 288;  // of a panel, which then stays in the nearest cache
+constexpr int64_t TILED_DEPTH = 288;  // of a chunk of a panel, 18 KiB of the nearest cache
 
 #if defined(__AMX_BF16__)
-constexpr int MIN_TILED = 1;  // rows; fewer have chains of their own
+constexpr int MIN_TILED = 1;  // rows of a product that are multiplied in tiles: where chains stand in for them, one row is faster as `add_row` takes it
 #else
 constexpr int MIN_TILED = 2;
 #endif
@@ -204,15 +205,15 @@ struct Tiles<bf16> : private TileRegisters {
         num_rows_ = num_others_ = 0;
     }
 
-    // Adds to sums[row - begin][column], or to zeros, the products of rows with `depth` of a panel, which is at k of theirs. `Rows` is a RowTiles.
-    // ahead: what is brought nearer beside each tile of rows.
+    // Adds to sums[row - begin][column], which begin at zeros for k = 0, the products of rows with `depth` of a panel, which is at k of theirs.
+    // `Rows` is a RowTiles. ahead: what is brought nearer beside each tile of rows.
     template <class Rows, class Beside>
-    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums, bool to_zeros, const Beside& ahead) {
+    void add(const Rows& rows, int64_t begin, int64_t end, int64_t k, const bf16* panel, int64_t depth, float* sums, const Beside& ahead) {
         for (int64_t row = begin; row < end; row += ROWS_AT_ONCE<bf16>, sums += ROWS_AT_ONCE<bf16> * PANEL) {
             const int count = rows.rows_in_tile(row);
             const int64_t block_stride = rows.step_stride(count);
             const bf16* first = rows.tile(row) + k / BLOCK_DEPTH * block_stride;
-            if (to_zeros)
+            if (k == 0)
                 add<true>(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums, ahead);
             else
                 add<false>(first, rows.row_stride(), block_stride, count, panel, depth / BLOCK_DEPTH, sums, ahead);
@@ -259,7 +260,7 @@ struct Tiles<bf16> : private TileRegisters {
     }
 
     // Of two tiles of rows with one panel, or of one with one or two panels.
-    template <int ROW_TILES, int PANELS, bool TO_ZEROS = false, class Beside = Nothing>
+    template <int ROW_TILES, int PANELS, bool TO_ZEROS, class Beside = Nothing>
     __attribute__((noinline)) void multiply(const bf16* rows, int64_t row_stride, int64_t block_stride, const bf16* panel, int64_t panel_stride,
                                             int64_t num_blocks, float* sums, int64_t sum_stride, const Beside& ahead = {}) {
         constexpr int64_t STRIDE = PANEL * sizeof(float);  // of a panel's steps
@@ -285,9 +286,9 @@ struct Tiles<bf16> : private TileRegisters {
         if constexpr (ROW_TILES * PANELS == 2) store_tile<2>(others, sum_bytes), store_tile<3>(others + LANES, sum_bytes);
     }
 
-    template <bool ARE_ZEROS, int TILE>
+    template <bool TO_ZEROS, int TILE>
     void begin_sums(float* sums, int64_t sum_bytes) {
-        if constexpr (ARE_ZEROS)
+        if constexpr (TO_ZEROS)
             zero_tile<TILE>(sums, sum_bytes), zero_tile<TILE + 1>(sums + LANES, sum_bytes);
         else
             load_tile<TILE>(sums, sum_bytes), load_tile<TILE + 1>(sums + LANES, sum_bytes);

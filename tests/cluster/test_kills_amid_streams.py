@@ -106,7 +106,7 @@ def wait_for_one(asked: Sequence[Asked], num_characters: int) -> None:
 
 
 def has_stream(cluster: ServedCluster, worker_id: str) -> bool:
-    """Tells whether a worker is behind a prompt that it computed itself: a stream has a token of it."""
+    """Tells whether a decode worker runs a stream that has a token of its own."""
     worker = cluster.workers("decode")[worker_id]
     return bool(worker["num_running"] and worker["generated_tokens"])
 

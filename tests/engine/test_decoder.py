@@ -266,7 +266,7 @@ def test_a_step_with_chunks_is_a_program_with_the_bits_of_single_kernels(
     model, by_kernel = (Decoder.load(checkpoint(arch), "bfloat16", CPU, 16, make_backend(best_isa())) for _ in range(2))
     prompts = [[*range(length)] for length in (3, 40, 90)]
     monkeypatch.setattr(by_kernel, "_program_for", lambda batch, kv: None)
-    monkeypatch.setattr(feed_forward, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(feed_forward, "PROMPT_ROWS", 7)
     expected = logits_of(by_kernel, prompts, 4, 24)
     assert torch.equal(logits_of(model, prompts, 4, 24), expected)
     run = PagedRun(model, prompts, 4)

@@ -20,7 +20,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import weight_cache
 from engine.model.decoder import Decoder
 from engine.model.weight_cache import PART, WeightCache
-from engine.model.weight_file import WeightFile, WeightWriter
+from engine.model.weight_file import HUGE_PAGE_BYTES, WeightFile, WeightWriter
 from engine.model.weights import DecoderWeights, WeightLoader, count_bytes, load_private
 from kernels.backend import Backend, Weight
 from kernels.cpu import packed
@@ -39,7 +39,6 @@ MIB = 1 << 20
 LOAD = """
 import os, signal, sys
 from pathlib import Path
-from typing import Any
 import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model import weight_cache, weights
@@ -200,7 +199,7 @@ def test_another_version_or_name_of_kernels_or_of_the_rules_is_another_file(
 
 
 class Written(FileIO):
-    """Notes how many bytes each write has."""
+    """A file that records the size of each write."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w")
@@ -220,7 +219,7 @@ def test_writes_are_whole_huge_pages_but_the_last(tmp_path: Path) -> None:
         for index, data in enumerate(matrices):
             writer.put(str(index), partial(Weight, data, 1, 1, torch.uint8))
         writer.finish()
-    assert all(size % (2 * MIB) == 0 for size in file.sizes[:-1])
+    assert all(size % HUGE_PAGE_BYTES == 0 for size in file.sizes[:-1])
     assert len(file.sizes) == 4
     made = WeightFile.open(path)
     assert made is not None

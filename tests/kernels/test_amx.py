@@ -20,7 +20,7 @@ from kernels.selection import select_backend
 from tests.kernels.backends import ISAS, TILES, make_backend
 from tests.kernels.paged_batch import Heads, PagedBatch, make_paged_batch
 
-BLOCK, PIECE, SEGMENT, LANES, LEEWAY = 32, 128, 1024, 16, 6
+BLOCK, PIECE, SEGMENT, LANES, RESCALE_THRESHOLD = 32, 128, 1024, 16, 6
 LOG2_E = torch.tensor(float.fromhex("0x1.715476p+0"))
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Ten
             scores = in_blocks(query, keys[piece])
             scores[begin + torch.arange(scores.shape[1]) > positions[:, None]] = -torch.inf
             found = scores.amax(1) * scale
-            now = torch.where(found > top + LEEWAY, found, top)
+            now = torch.where(found > top + RESCALE_THRESHOLD, found, top)
             weights = power_of_two(fused(scores, (scale * LOG2_E).double(), -(now * LOG2_E)[:, None]))
             lanes = torch.nn.functional.pad(weights, (0, PIECE - weights.shape[1])).unflatten(1, (-1, LANES))
             tree = torch.zeros_like(lanes[:, 0])
@@ -140,7 +140,7 @@ def test_sums_have_the_bits_of_the_order(name: str, num_rows: int, columns: int,
 
 @each_tiled
 def test_sums_of_a_depth_of_many_chunks_have_them(name: str) -> None:
-    backend, (rows, weight) = make(name), draw(35, 33, 1700)
+    backend, (rows, weight) = make(name), draw(35, 70, 3700)
     assert torch.equal(backend.logits(rows, backend.pack(weight)), in_blocks(rows, weight))
 
 

@@ -353,7 +353,7 @@ def test_sinks_without_turns_are_refused(backend: Backend) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize(("window", "num_sinks"), [(None, 0), (5, 0), (100, 0), (50, 4), (300, 70)])
+@pytest.mark.parametrize(("window", "num_sinks"), [(None, 0), (5, 0), (100, 0), (50, 4), (300, 140)])
 @pytest.mark.parametrize(
     ("soft_cap", "sink", "kept"),
     [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8"), (None, None, "int4")],
@@ -368,13 +368,13 @@ def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
     kept: str,
 ) -> None:
     """Positions before, at and behind the ends of pieces and segments of keys."""
-    batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype, kept=kept)
-    query, variant = batch.random_query(600), batch.variant(window, soft_cap, sink, num_sinks)
-    turns = random_turns(600, 24)
-    whole = attend(attending, batch, query, 0, 600, variant, turns)
-    for position in (0, 1, 15, 16, 49, 50, 54, 63, 64, 65, 255, 256, 257, 299, 300, 370, 511, 512, 599):
+    batch = make_paged_batch(Shape(6, 2, 24), [1100], 16, dtype, kept=kept)
+    query, variant = batch.random_query(1100), batch.variant(window, soft_cap, sink, num_sinks)
+    turns = random_turns(1100, 24)
+    whole = attend(attending, batch, query, 0, 1100, variant, turns)
+    for position in (0, 1, 15, 16, 49, 50, 54, 127, 128, 129, 299, 300, 370, 1023, 1024, 1025, 1099):
         assert torch.equal(attend(attending, batch, query, position, position + 1, variant, turns)[0], whole[position])
-    for first, end in ((0, 16), (16, 116), (60, 70), (250, 300), (100, 600)):
+    for first, end in ((0, 16), (16, 116), (120, 140), (1000, 1060), (100, 1100)):
         assert torch.equal(attend(attending, batch, query, first, end, variant, turns), whole[first:end])
 
 
@@ -406,11 +406,11 @@ def test_attention_over_codes(
 
 @each_dtype
 @pytest.mark.parametrize(("soft_cap", "sink"), [(None, None), (1.5, 2.0)])
-@pytest.mark.parametrize("num_sinks", [0, 70])
+@pytest.mark.parametrize("num_sinks", [0, 140])
 def test_attention_gives_a_decoding_row_the_same_bits_among_others(
     attending: Backend, dtype: torch.dtype, soft_cap: float | None, sink: float | None, num_sinks: int
 ) -> None:
-    batch = make_paged_batch(Shape(4, 2, 64), [600, 1, 70, 0, 256, 257], 16, dtype)
+    batch = make_paged_batch(Shape(4, 2, 64), [1100, 1, 140, 0, 1024, 1025], 16, dtype)
     query, variant = batch.random_query(6), batch.variant(200 if num_sinks else None, soft_cap, sink, num_sinks)
     starts, turns = torch.arange(7, dtype=torch.int32), random_turns(6, 64)
     tables = Tables(batch.block_tables, batch.context_lens, starts, 6, turns)
