@@ -1,7 +1,8 @@
 """The selection of a backend by device and name."""
 
 import logging
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 
 import torch
 
@@ -33,14 +34,17 @@ def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
         return accelerator_of(device).backend(kernels)
     if kernels == "torch":
         return TorchBackend()
+    make = partial(RoundingBackend, weights=weights) if weights else CpuBackend
     try:
         choices = {"auto": best_isa, REPRODUCIBLE: reproducible_isa}
-        isa = choices[isa]() if isa in choices else isa
-        return RoundingBackend(isa, weights) if weights else CpuBackend(isa)
+        chosen = choices[isa]() if isa in choices else isa
+        return make(chosen)
     except NoKernels as error:
-        if isa == "amx" and kernels.startswith("auto"):
-            logger.warning("serving without AMX: %s", error)
-            return select_backend(device, kernels.replace("auto", best_isa(has_tiles=False)))
+        if isa == "auto" and chosen == "amx":
+            with suppress(NoKernels):
+                backend = make(best_isa(has_tiles=False))
+                logger.warning("serving without AMX: %s", error)
+                return backend
         if kernels != "auto":
             raise
         logger.warning("serving with torch, several times slower than C++ kernels: %s", error)

@@ -52,9 +52,13 @@ struct Sums {
         for (int i = 0; i < count; ++i) {
             const int64_t row = first + i;
             if (part.powers[row] == 0) continue;
-            if (powers[row] == 0) kept[i] = 0;
             float* sums = values.data() + row * columns;
             const float* others = part.values.data() + row * columns;
+            if (powers[row] == 0) {  // as `take` has it of all rows
+                std::copy_n(others, columns, sums);
+                powers[row] = part.powers[row], largest[row] = part.largest[row];
+                continue;
+            }
             for (int64_t at = 0; at < columns; at += LANES)
                 store(sums + at, fma(load(others + at), splat(part_kept[i]), load(sums + at) * splat(kept[i])));
             powers[row] = powers[row] * kept[i] + part.powers[row] * part_kept[i];
@@ -244,7 +248,7 @@ class Rows {
         const auto power = [&](int i) __attribute__((always_inline)) {
             Floats value;
             if constexpr (std::is_same_v<F, bf16>)
-                value = power_of_two(fma(load(scores + i), splat(factor * LOG2_E), splat(-now * LOG2_E)));
+                value = power_of_two((load(scores + i) * splat(factor) - splat(now)) * splat(LOG2_E));  // 1 for a score that is `now`, however large
             else
                 value = exponential(load(scores + i) * splat(factor) - splat(now));
             all = all + value;

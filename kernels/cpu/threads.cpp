@@ -149,6 +149,7 @@ class Pool {
         wakes_.notify_all();
         for (std::thread& thread : threads_) thread.join();
         threads_.clear();
+        num_threads_ = 1;  // the next ones look at no more ranges than there are
         is_stopping_.store(false);
     }
 

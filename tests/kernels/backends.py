@@ -87,7 +87,7 @@ def lend_kernels(cache: Path) -> None:
     """
     folder = cache / "baton" / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    for flags in map(library.compiler_flags, ISAS):
+    for flags in map(library.compiler_flags, {best_isa(), *ISAS} if ISAS else ()):
         file = library.compiled(library.unit_paths(), flags, library.source_version())
         if not (folder / file.name).exists():
             shutil.copy2(file, folder)

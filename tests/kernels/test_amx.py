@@ -91,7 +91,7 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Ten
             scores[begin + torch.arange(scores.shape[1]) > positions[:, None]] = -torch.inf
             found = scores.amax(1) * scale
             now = torch.where(found > top + RESCALE_THRESHOLD, found, top)
-            weights = power_of_two(fused(scores, (scale * LOG2_E).double(), -(now * LOG2_E)[:, None]))
+            weights = power_of_two((scores * scale - now[:, None]) * LOG2_E)
             lanes = torch.nn.functional.pad(weights, (0, PIECE - weights.shape[1])).unflatten(1, (-1, LANES))
             tree = torch.zeros_like(lanes[:, 0])
             for lane in lanes.unbind(1):
@@ -212,6 +212,16 @@ def test_attention_has_the_bits_of_the_order(name: str, head_size: int) -> None:
     assert torch.equal(attend(name, batch, query, 0, length), expected)
     for position in (0, 31, 32, 127, 128, 1023, 1024, 1099):
         assert torch.equal(attend(name, batch, query, position, position + 1)[0], expected[position])
+
+
+@each_tiled
+@pytest.mark.parametrize("times", [1e8, 1e12, 1e30])
+def test_huge_scores_leave_numbers_of_the_same_bits(name: str, times: float) -> None:
+    batch = make_paged_batch(Heads(2, 1, 32), [300], 16, torch.bfloat16)
+    query = (batch.random_query(300).float() * times).bfloat16()
+    attended = attend(name, batch, query, 0, 300)
+    assert attended.isfinite().all()
+    assert torch.equal(attended, attend(TILES[-1], batch, query, 0, 300))
 
 
 @each_tiled
