@@ -119,15 +119,15 @@ class HoldBudget:
         self._room = room
         return self._grant()
 
-    def ask(self, attempt: AttemptId, keys: Sequence[BlockKey], claim: Claim = NO_CLAIM) -> bool:
-        """Queues a prefill that will hold the blocks `keys`. Returns True if it may start now.
+    def ask(self, attempt: AttemptId, keys: Sequence[BlockKey], claim: Claim = NO_CLAIM) -> list[AttemptId]:
+        """Queues a prefill that will hold the blocks `keys`. Returns the attempts that may start now.
 
-        Otherwise a later `resize` or `release` returns it. Its tenant is charged when it may start.
+        Others may be among them: each new hold makes the equal part of a tenant larger. If this one is not, a later
+        call returns it. Its tenant is charged when it may start.
         """
         if attempt not in self._granted:
             self._waiting[attempt], self._claims[attempt] = keys, claim
-            self._grant()
-        return attempt in self._granted
+        return self._grant()
 
     def keep(self, attempt: AttemptId) -> None:
         """Notes that prefill has answered and the blocks are held."""
@@ -208,9 +208,9 @@ class HoldBudgets:
         """Waits until a prefill that will hold `keys` may start on a node. The hold ends with the context."""
         self._nodes[attempt] = node_id
         try:
-            if not self.budgets[node_id].ask(attempt, keys, claim):
-                self._waiters[attempt] = asyncio.get_running_loop().create_future()
-                await self._waiters[attempt]
+            waiter = self._waiters[attempt] = asyncio.get_running_loop().create_future()
+            self._let_start(self.budgets[node_id].ask(attempt, keys, claim))
+            await waiter
             yield
         finally:
             self.release(attempt)

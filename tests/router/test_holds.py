@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.workers.holds import LOOK_EVERY_S, Claim, HoldBudget, HoldBudgets
+from router.workers.holds import LOOK_EVERY_S, NO_CLAIM, Claim, HoldBudget, HoldBudgets
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
@@ -46,9 +46,9 @@ def budget() -> HoldBudget:
 
 
 def test_no_prefill_starts_while_more_than_half_is_held(budget: HoldBudget) -> None:
-    assert budget.ask(A, keys(1, 2, 3, 4))
-    assert budget.ask(B, keys(5))
-    assert not budget.ask(C, keys(6))
+    assert budget.ask(A, keys(1, 2, 3, 4)) == [A]
+    assert budget.ask(B, keys(5)) == [B]
+    assert budget.ask(C, keys(6)) == []
     assert budget.num_blocks == 5
     assert budget.release(B) == [C]
     assert budget.num_blocks == 5
@@ -69,9 +69,9 @@ def of_tenants() -> HoldBudget:
 def test_a_tenant_with_less_than_its_part_has_room_behind_a_queue() -> None:
     budget = of_tenants()
     assert (budget.num_blocks, budget.num_waiting) == (21, 5)
-    assert budget.ask(A, keys(101, 102), Claim("l", 100.0)), "into the third quarter of the arena"
-    assert budget.ask(B, keys(*range(111, 120)), Claim("l", 100.0))
-    assert not budget.ask(C, keys(121), Claim("l", 100.0)), "three quarters are held"
+    assert budget.ask(A, keys(101, 102), Claim("l", 100.0)) == [A], "into the third quarter of the arena"
+    assert budget.ask(B, keys(*range(111, 120)), Claim("l", 100.0)) == [B]
+    assert budget.ask(C, keys(121), Claim("l", 100.0)) == [], "three quarters are held"
     assert budget.release(B) == [C], "and its tenant had less"
     assert budget.release(attempt("h", 1)) == [attempt("h", 4)], "less than half is held"
     assert budget.release(C) == [], "the other tenant has its part"
@@ -88,14 +88,14 @@ def test_tenants_that_wait_take_turns_by_what_they_had() -> None:
 
 
 def test_a_prompt_larger_than_the_arena_starts_alone(budget: HoldBudget) -> None:
-    assert budget.ask(A, keys(*range(20)))
-    assert not budget.ask(B, keys(1))
+    assert budget.ask(A, keys(*range(20))) == [A]
+    assert budget.ask(B, keys(1)) == []
     assert budget.release(A) == [B]
 
 
 def test_shared_blocks_count_once(budget: HoldBudget) -> None:
     for name in "abcdef":
-        assert budget.ask(attempt(name), keys(1, 2, 3, 4))
+        assert budget.ask(attempt(name), keys(1, 2, 3, 4)) == [attempt(name)]
     assert budget.num_blocks == 4
     for name in "abcde":
         budget.release(attempt(name))
@@ -105,9 +105,9 @@ def test_shared_blocks_count_once(budget: HoldBudget) -> None:
 
 
 def test_turns_come_in_order(budget: HoldBudget) -> None:
-    assert budget.ask(A, keys(*range(5)))
-    assert not budget.ask(C, keys(11, 12, 13, 14, 15))
-    assert not budget.ask(B, keys(6))
+    assert budget.ask(A, keys(*range(5))) == [A]
+    assert budget.ask(C, keys(11, 12, 13, 14, 15)) == []
+    assert budget.ask(B, keys(6)) == []
     assert budget.release(A) == [C]
     assert budget.release(C) == [B]
 
@@ -122,22 +122,22 @@ def test_an_attempt_that_stops_waiting_lets_the_next_one_in(budget: HoldBudget) 
 
 def test_room_that_other_routers_take_is_not_given_out_again(budget: HoldBudget) -> None:
     budget.share(room(1, 2))
-    assert budget.ask(A, keys(1, 2, 3, 4))
-    assert not budget.ask(B, keys(5)), "theirs and ours are more than half"
+    assert budget.ask(A, keys(1, 2, 3, 4)) == [A]
+    assert budget.ask(B, keys(5)) == [], "theirs and ours are more than half"
     assert budget.num_asked == 5, "a router that waits counts as one that holds"
     assert budget.share(room(0, 1)) == [B]
 
 
 def test_a_router_has_its_part_whatever_others_hold(budget: HoldBudget) -> None:
     budget.share(room(8, 2))
-    assert budget.ask(A, keys(1, 2))
-    assert budget.ask(B, keys(3))
-    assert not budget.ask(C, keys(4))
+    assert budget.ask(A, keys(1, 2)) == [A]
+    assert budget.ask(B, keys(3)) == [B]
+    assert budget.ask(C, keys(4)) == []
 
 
 def test_asking_again_is_free(budget: HoldBudget) -> None:
-    assert budget.ask(A, keys(*range(5)))
-    assert budget.ask(A, keys(*range(5)))
+    assert budget.ask(A, keys(*range(5))) == [A]
+    assert budget.ask(A, keys(*range(5))) == []
     budget.release(A)
     assert budget.num_blocks == 0
 
@@ -168,22 +168,42 @@ def test_only_what_was_answered_and_not_released_is_renewed(budget: HoldBudget) 
     assert budget.kept == [B]
 
 
+def of_three_tenants() -> HoldBudget:
+    """A budget over 40 blocks, 14 held by one tenant, 9 by "l" and 2 by "m"."""
+    budget = HoldBudget()
+    budget.resize(40)
+    for name, tenant, blocks in (("d", "h", range(14)), ("e", "l", range(21, 30)), ("f", "m", range(31, 33))):
+        budget.ask(attempt(name), keys(*blocks), Claim(tenant))
+    return budget
+
+
+def test_a_hold_makes_the_equal_part_of_others_larger() -> None:
+    budget = of_three_tenants()
+    assert budget.ask(A, keys(30), Claim("l")) == [], "its nine are more than a third of 25"
+    assert budget.ask(B, keys(*range(41, 45)), Claim("m")) == [B, A], "and less than a third of 29"
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["ask", "release"]))))
-def test_everything_released_is_nothing_held(steps: list[tuple[str, str]]) -> None:
+def test_each_that_waits_is_told_and_everything_released_is_nothing_held(steps: list[tuple[str, str]]) -> None:
     budget = HoldBudget()
-    budget.resize(4)
+    budget.resize(8)
+    asked, told = set[AttemptId](), set[AttemptId]()
     for name, action in steps:
         number = ord(name)
         if action == "ask":
-            budget.ask(attempt(name), keys(number, number + 1))
+            asked.add(attempt(name))
+            told.update(budget.ask(attempt(name), keys(*range(number, number + number % 4)), Claim(chr(number % 3))))
         else:
-            budget.release(attempt(name))
-        assert budget.num_blocks <= 4
+            told.update(budget.release(attempt(name)))
+            asked.discard(attempt(name))
+            told.discard(attempt(name))
+        assert budget.num_blocks <= 9
+        assert budget.num_waiting == len(asked - told)
     for name in "abcdef":
         budget.release(attempt(name))
     assert budget.num_blocks == 0
-    assert budget.ask(A, keys(1))
+    assert budget.ask(A, keys(1)) == [A]
 
 
 class Pair:
@@ -207,11 +227,11 @@ class Pair:
         for member in self.members:
             await member.line.close(Unavailable("the test is over"))
 
-    def begin(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> asyncio.Task[None]:
+    def begin(self, attempt: AttemptId, keys: Sequence[BlockKey], claim: Claim = NO_CLAIM) -> asyncio.Task[None]:
         """Holds in a task of its own, until that is cancelled."""
 
         async def be_held() -> None:
-            async with self.holds.hold(attempt, keys, ""):
+            async with self.holds.hold(attempt, keys, "", claim):
                 self.holds.keep(attempt)
                 await asyncio.Event().wait()
 
@@ -322,6 +342,20 @@ async def test_without_a_worker_holds_run_out_and_that_is_logged(pair: Pair, cap
     async with pair.holds.hold(A, FIVE, ""):
         pair.holds.keep(A)
         await until(lambda: "no worker can be told of holds" in caplog.text)
+
+
+async def test_an_attempt_lets_in_another_whose_part_grew(pair: Pair) -> None:
+    pair.holds.budgets[""] = of_three_tenants()
+    tasks = [pair.begin(A, keys(30), Claim("l"))]
+    await asyncio.sleep(0)
+    assert pair.holds.budgets[""].num_waiting == 1
+    tasks.append(pair.begin(B, keys(*range(41, 45)), Claim("m")))
+    await until(lambda: pair.holds.budgets[""].kept == [A, B])
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for name in "def":
+        pair.holds.budgets[""].release(attempt(name))
 
 
 async def test_a_turn_comes_when_there_is_room(pair: Pair) -> None:

@@ -156,14 +156,15 @@ class SimClient:
             await asyncio.sleep(0)
 
     def _act(self) -> None:
-        if self._router is None or self._call is None or self._call.done() or self._is_told:
+        router = self._router
+        if router is None or router.process.is_dead or self._call is None or self._call.done() or self._is_told:
             return
         self._is_told = True
         if self.ask.client is Client.LEAVES:
             self._call.cancel()
         else:
-            abort = self._router.api.Abort(pb.AbortRequest(request_id=self.request_id), cast(Any, self))
-            self._aborting = self._router.begin(abort, caller_of(self.ask))
+            abort = router.api.Abort(pb.AbortRequest(request_id=self.request_id), cast(Any, self))
+            self._aborting = router.begin(abort, caller_of(self.ask))
 
     def _take_chunk(self, chunk: pb.Chunk) -> None:
         """I6: what has come is a beginning of what was to come."""
