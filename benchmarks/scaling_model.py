@@ -1,10 +1,11 @@
 """Two pools on a virtual clock: prompts queue at prefill workers, streams share decode workers, starts take time.
 
-A prefill worker computes one prompt after another. Each step of a decode worker gives each of its streams a token, and
-takes longer with more of them. A new prompt goes to the worker that is free first, a new stream to the worker with the
-fewest. A prefill worker that starts, or has no prompt left, is given queued prompts of others, as `router/moves.py`
-chooses them. A worker costs from its order to its end; a worker that goes takes nothing new and finishes its own,
-streams for `grace_s` at most, which then go on elsewhere.
+A prefill worker computes one prompt after another, in the order of its batcher: the shortest first, with ageing, and
+prompts that can be in time before late ones (`LatencyBounds.late_s`). Each step of a decode worker gives each of its
+streams a token, and takes longer with more of them. A new prompt goes to the worker that is free first, a new stream to
+the worker with the fewest. A prefill worker that starts, or has no prompt left, is given queued prompts of others, as
+`router/moves.py` chooses them. A worker costs from its order to its end; a worker that goes takes nothing new and
+finishes its own, streams for `grace_s` at most, which then go on elsewhere.
 """
 
 import heapq
@@ -16,6 +17,8 @@ from functools import partial
 from typing import cast
 
 from cli.bench.schedule import TraceRow
+from prefill_worker.behaviour import PrefillBatcher
+from router.config import LatencyBounds
 from router.moves import QueuedPrompt, choose_moves
 from router.observe.demand import Demand
 from router.workers.members import Member
@@ -23,6 +26,9 @@ from wire.ids import WorkerId
 from wire.pools import PoolSizes
 
 POLL_EVERY_S = 2.0
+LIFE_S = 300.0
+"""The time that clients wait."""
+PATIENCE_TOKENS = PrefillBatcher.patience_tokens
 NO_MEMBER = cast(Member, None)
 """The choice of prompts does not ask for their workers."""
 
@@ -44,18 +50,24 @@ class Costs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prompt(QueuedPrompt):
-    """The prompt of a request. A prompt that has begun, or has moved, stays."""
+    """The prompt of a request. A prompt that has begun, or has moved, stays.
+
+    urgency: the lower is computed first. late_s: times between which it yields.
+    """
 
     request: int
+    urgency: float
+    late_s: tuple[float, float]
 
 
 @dataclass(eq=False)
 class PrefillWorker:
-    """A prefill worker. free_s: the end of its queue, whose first prompt it computes."""
+    """A prefill worker. free_s: the end of its queue, whose first prompt it computes. num_taken: prompts so far."""
 
     ordered_s: float
     ready_s: float
     free_s: float = 0.0
+    num_taken: int = 0
     queue: deque[Prompt] = field(default_factory=deque)
 
 
@@ -115,6 +127,7 @@ class Pools:
         self._rows = rows
         self._costs = costs
         self._limits = ttft_s, itl_s
+        self._bounds = LatencyBounds(1000 * ttft_s, 1000 * itl_s)
         self._prefill = [PrefillWorker(0.0, 0.0) for _ in range(first.prefill)]
         self._decode = [DecodeWorker(0.0, 0.0) for _ in range(first.decode)]
         self._going: list[PrefillWorker] = []
@@ -179,6 +192,8 @@ class Pools:
                 missing=lambda _: num_tokens,
                 recall=lambda: None,
                 request=request,
+                urgency=0.0,
+                late_s=self._late_s(request),
             ),
             now_s,
         )
@@ -186,19 +201,28 @@ class Pools:
         self._sums["num_prompts"] += 1
         self._sums["prompt_tokens"] += num_tokens
 
+    def _late_s(self, request: int) -> tuple[float, float]:
+        computes_s = self._rows[request].input_len * self._costs.prefill_token_s
+        after_s, until_s = self._bounds.late_s(0.0, computes_s, LIFE_S)
+        return self._rows[request].at_s + after_s, self._rows[request].at_s + until_s
+
     def _at(self, at_s: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at_s, self._num_events, event))
         self._num_events += 1
 
     def _queue(self, worker: PrefillWorker, prompt: Prompt, now_s: float) -> None:
         worker.free_s = max(worker.free_s, worker.ready_s, now_s) + prompt.num_tokens * self._costs.prefill_token_s
-        worker.queue.append(prompt)
+        worker.queue.append(replace(prompt, urgency=prompt.num_tokens + worker.num_taken * PATIENCE_TOKENS))
+        worker.num_taken += 1
         if len(worker.queue) == 1:
             self._begin(worker, max(worker.ready_s, now_s))
 
     def _begin(self, worker: PrefillWorker, now_s: float) -> None:
-        """Begins the first prompt of a queue."""
-        prompt = worker.queue[0] = replace(worker.queue[0], may_move=False)
+        """Begins the next prompt of a queue, which becomes its first."""
+        following = min(worker.queue, key=lambda one: (one.late_s[0] <= now_s < one.late_s[1], one.urgency))
+        worker.queue.remove(following)
+        prompt = replace(following, may_move=False)
+        worker.queue.appendleft(prompt)
         self._at(now_s + prompt.num_tokens * self._costs.prefill_token_s, partial(self._computed, worker))
 
     def _computed(self, worker: PrefillWorker, now_s: float) -> None:

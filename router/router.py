@@ -91,6 +91,7 @@ class Router:
             demand=DemandMeter(config.limits, self.members),
             shares=shares,
             moves=self._moves,
+            limits=config.limits,
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         self.dispatcher = Dispatcher(services, self.versions, Admission(config.settings), config.settings)

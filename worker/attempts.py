@@ -94,7 +94,7 @@ class Attempts:
         Does nothing if the attempt runs on its line already. Raises RequestExists while a later attempt runs there,
         InvalidRequest, or Unavailable while the worker takes no attempts.
         """
-        request = request_from_pb(begin, self._behaviour.request_class, self._vocab_size)
+        request = request_from_pb(begin, self._behaviour.request_class, self._vocab_size, self._clock)
         if isinstance(request, HandOff):
             loop = asyncio.get_running_loop()
             request = replace(request, on_stored=partial(_tell, loop, self._stored, line, request.attempt_id))

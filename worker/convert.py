@@ -2,7 +2,8 @@
 
 import math
 import resource
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.events import EngineStats
@@ -19,7 +20,7 @@ from wire.convert import (
 from wire.errors import BatonError, ConfigError, InvalidRequest, require
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_dropping
-from wire.load.fairness import MAX_PRIORITY, MAX_WEIGHT, Precedence
+from wire.load.fairness import MAX_PRIORITY, MAX_WEIGHT, Precedence, never
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, Tier
 
@@ -30,8 +31,13 @@ MAX_AHEAD = 256
 """Blocks of one order to read ahead."""
 
 
-def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
-    """Makes the engine's request, named by the attempt; the engine checks its length.
+def request_from_pb(
+    message: worker_pb2.Begin,
+    cls: type[EngineRequest],
+    vocab_size: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> EngineRequest:
+    """Makes the engine's request, named by the attempt; the engine checks its length. It arrives now, by the clock.
 
     Raises InvalidRequest for a field out of range, which no router sends.
     """
@@ -53,7 +59,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         public=_public_part(message, len(message.prompt.ids)),
         dropping=_dropping(message.kv_policy),
         hint=_hint(message),
-        precedence=_precedence(message),
+        precedence=_precedence(message, clock),
     )
     _require_in_range(request, vocab_size)
     return request
@@ -94,12 +100,17 @@ def _hint(message: worker_pb2.Begin) -> KeepHint | None:
     return KeepHint(digest_of(root), session_of(root, session) if session else b"", keep_s)
 
 
-def _precedence(message: worker_pb2.Begin) -> Precedence:
+def _precedence(message: worker_pb2.Begin, clock: Callable[[], float]) -> Precedence:
     weight, output_cost = message.weight or 1.0, message.output_cost
     require(0 < weight <= MAX_WEIGHT, "weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
     require(abs(message.priority) <= MAX_PRIORITY, "priority", f"must be at most {MAX_PRIORITY} from 0")
     require(0 <= output_cost < math.inf, "output_cost", "must be 0 or more, and finite")
-    return Precedence(weight, message.priority, output_cost)
+    late_after_s, late_until_s = message.late_after_s, message.late_until_s
+    require(0 <= late_after_s < math.inf, "late_after_s", "must be 0 or more, and finite")
+    require(0 <= late_until_s < math.inf, "late_until_s", "must be 0 or more, and finite")
+    began_s = clock() if late_until_s else 0.0
+    is_late = (lambda: late_after_s <= clock() - began_s < late_until_s) if late_until_s else never
+    return Precedence(weight, message.priority, output_cost, is_late)
 
 
 def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:

@@ -60,6 +60,10 @@ class RequestJournal(Journal):
         """Time from arrival to the end, as the router expected it; None if it did not."""
         self._gained_s: dict[int, float] = {}
 
+    def waited_s(self, now_s: float) -> float:
+        """Returns the time since the request's arrival."""
+        return now_s - self._arrived_s
+
     def begin(self, kind: Kind, now_s: float) -> None:
         """Begins a step of the router, which includes the time since the last step's end."""
         if self.kind is Kind.ELSEWHERE:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from router.config import LatencyBounds
 from router.disaggregation import PrefillReason
 from router.moves import PromptMoves, QueuedPrompt
 from router.observe.counterfactual import RequestCosts
@@ -58,7 +59,8 @@ from wire.pools import Role, WorkerState
 class Services:
     """The parts that all requests share. mark_lost: takes the id of a lost worker. traces: None if off.
 
-    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use.
+    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use. limits: by
+    which a prompt is late.
     """
 
     prompts: PromptPreparer
@@ -76,6 +78,7 @@ class Services:
     shares: FairShares = field(default_factory=FairShares)
     forecast: Forecast = field(default_factory=Forecast)
     moves: PromptMoves = field(default_factory=PromptMoves)
+    limits: LatencyBounds = field(default_factory=LatencyBounds)
     attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)
 
 
@@ -314,7 +317,8 @@ class Attempt:
 
     def _begin(self, route: Route, member: Member, role: Role) -> worker_pb2.Begin:
         request, admitted, prepared = self.request, self.request.admitted, self.request.prompt
-        public = prepared.public
+        public, services, is_prefill = prepared.public, request.services, role is Role.PREFILL
+        late_after_s, late_until_s = self._late_s(route, member) if is_prefill else (0.0, 0.0)
         return worker_pb2.Begin(
             id=self.id,
             namespace_root=admitted.root,
@@ -322,7 +326,7 @@ class Attempt:
             sampling_params=sampling_to_pb(prepared.sampling),
             choices=request.answer.unfinished,
             time_left_s=max(admitted.deadline_s - self._clock(), 0.001),
-            block_addresses=request.services.placement.block_addresses(route, member),
+            block_addresses=services.placement.block_addresses(route, member),
             computes_all=not self.history.reads_cache,
             num_scored=request.prompt_answer.num_scored,
             public_root=public.root if public else b"",
@@ -332,8 +336,16 @@ class Attempt:
             keep_s=admitted.valid.keep_s,
             weight=admitted.weight,
             priority=admitted.valid.priority,
-            output_cost=request.services.shares.output_cost(admitted.tenant) if role is Role.PREFILL else 0.0,
+            output_cost=services.shares.output_cost(admitted.tenant) if is_prefill else 0.0,
+            late_after_s=late_after_s,
+            late_until_s=late_until_s,
         )
+
+    def _late_s(self, route: Route, member: Member) -> tuple[float, float]:
+        """Returns between which seconds from now the prompt yields to prompts in time, where the worker computes it."""
+        computes_s, now_s, request = route.num_new_tokens * (member.prefill_token_s or 0.0), self._clock(), self.request
+        left_s = request.admitted.deadline_s - now_s
+        return request.services.limits.late_s(request.journal.waited_s(now_s), computes_s, left_s)
 
     def _taker(
         self,

@@ -80,7 +80,7 @@ def _may_hold(budget: HoldBudget, num_blocks: int) -> bool:
     first, second = AttemptId("b/1"), AttemptId("b/2")
     part = [BlockKey(number.to_bytes(32, "little")) for number in range(1, num_blocks // 2 + 2)]
     budget.ask(first, part)
-    is_granted = budget.ask(second, [BlockKey(bytes(32))])
+    is_granted = second in budget.ask(second, [BlockKey(bytes(32))])
     budget.release(second)
     budget.release(first)
     return is_granted

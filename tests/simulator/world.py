@@ -20,7 +20,7 @@ from kv_store.node.messages import Block
 from kv_store.prefix import costs
 from router import moves
 from router.block_index import mark_of
-from router.config import ClusterAccess, RouterConfig, RouterSettings
+from router.config import ClusterAccess, LatencyBounds, RouterConfig, RouterSettings
 from tests.harness.answer import ChoiceAnswer, Reader
 from tests.harness.assembled_worker import TOKEN, behaviour_of
 from tests.harness.local_cluster import served
@@ -45,6 +45,8 @@ T = TypeVar("T")
 MAX_RUN_S = 400.0
 TOKEN_S = 0.0006
 """What each worker is said to have learned: engines of this cluster take no time for a token."""
+LATE_MS = 20.0
+"""The limit on the first token of a third of the seeds."""
 MAX_REST_S = 60.0
 REPLACED_AFTER_S = 1.0
 WAIT_S = 0.1
@@ -95,7 +97,10 @@ class World:
         self.model = model_of(plan.window)
         model = replace(served(self.model), vocab_size=POISON + 1)
         settings = RouterSettings(disaggregation=plan.disaggregation, max_queued_requests=plan.max_queued)
-        self._config = RouterConfig(model=model, cluster=ClusterAccess(TOKEN, "00" * 32), settings=settings)
+        limits = LatencyBounds(ttft_ms=LATE_MS if plan.seed % 3 == 0 else None)
+        self._config = RouterConfig(
+            model=model, cluster=ClusterAccess(TOKEN, "00" * 32), settings=settings, limits=limits
+        )
         self._num_routers = self._num_nodes = 0
         self._controller_back_s = 0.0
         self._controller_death = loop.create_future()

@@ -51,6 +51,19 @@ def test_a_priority_counts_within_its_tenant_alone() -> None:
     assert names([*hurried, *of("b", 3, 4)]) == "a2 b3 a1 b4 a0"
 
 
+def test_one_that_yields_goes_behind_its_tenants_others_of_its_priority() -> None:
+    late, urgent = Standing(b"a", yields=True), Standing(b"a", priority=-1, yields=True)
+    queued = [Item("late", 0, 10, late), Item("urgent", 1, 10, urgent), *of("a", 2, 3), *of("b", 4, 5, 6, 7)]
+    assert names(queued) == "urgent b4 a2 b5 a3 b6 late b7"
+
+
+def test_a_request_says_when_it_yields() -> None:
+    shares, answers = FairShares(), iter([False, True, False])
+    precedence = Precedence(yields=lambda: next(answers))
+    assert [shares.standing("a", precedence).yields for _ in range(3)] == [False, True, False]
+    assert not shares.standing("a", Precedence()).yields
+
+
 def test_an_idle_tenant_saves_a_burst_at_most() -> None:
     shares = FairShares()
     shares.enter("heavy")

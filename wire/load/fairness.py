@@ -29,17 +29,23 @@ MAX_PRIORITY = 1 << 31
 """Bound on the magnitude of a priority."""
 
 
+def never() -> bool:
+    """Returns False: a request that yields to no other."""
+    return False
+
+
 @dataclass(frozen=True)
 class Precedence:
     """The precedence that a request brings along. weight: its tenant's share beside others'.
 
     priority: the lower goes first within a tenant. output_cost: the sum that its router has charged its tenant for
-    generated tokens.
+    generated tokens. yields: whether it is late by now, and goes behind requests of its tenant and priority that are not.
     """
 
     weight: float = 1.0
     priority: int = 0
     output_cost: float = 0.0
+    yields: Callable[[], bool] = never
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Standing:
     spent: float = 0.0
     weight: float = 1.0
     priority: int = 0
+    yields: bool = False
 
 
 PLAIN = Precedence()
@@ -139,7 +146,7 @@ class FairShares:
 
     def standing(self, tenant: Hashable, precedence: Precedence) -> Standing:
         """Returns the present standing of a tenant's request."""
-        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority)
+        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority, precedence.yields())
 
     def check(self) -> list[str]:
         """Lists tenants with open requests; empty if no request is open."""
@@ -176,11 +183,11 @@ Q = TypeVar("Q", bound=Queued)
 def by_share(queued: Iterable[Q], urgency: Callable[[Q], float]) -> list[Q]:
     """Sorts by fair shares: next is an item of the tenant that has spent least, each item before it counted as spent.
 
-    Items of one tenant are in order of priority and urgency, least first; of tenants that have spent alike, the tenant
-    with the least urgency is first.
+    Items of one tenant are in order of priority and urgency, least first, and of one priority items that yield come
+    last; of tenants that have spent alike, the tenant with the least urgency is first.
     """
     queues: dict[Hashable, deque[Q]] = {}
-    for one in sorted(queued, key=lambda one: (one.standing.priority, urgency(one))):
+    for one in sorted(queued, key=lambda one: (one.standing.priority, one.standing.yields, urgency(one))):
         queues.setdefault(one.standing.tenant, deque()).append(one)
     places, ordered = [*queues.values()], list[Q]()
     if len(places) == 1:

@@ -150,6 +150,7 @@ def _settings(args: argparse.Namespace, trace: ScaledTrace, learned: LearnedCost
         costs=learned.costs,
         batch=config.batch,
         router=config.router,
+        limits=config.slo,
         block_size=block_size,
         max_context_len=max_len,
         num_pages=args.pages,

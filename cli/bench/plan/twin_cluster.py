@@ -16,7 +16,7 @@ from decode_worker.behaviour import decode_behaviour
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from prefill_worker.behaviour import prefill_behaviour
-from router.config import ClusterAccess, RouterConfig, RouterSettings
+from router.config import ClusterAccess, LatencyBounds, RouterConfig, RouterSettings
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.line import Transport
@@ -38,11 +38,15 @@ _BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
 
 @dataclass(frozen=True, kw_only=True)
 class TwinSettings:
-    """The settings of a twin cluster, on one node. num_pages: a worker's pages. num_slots: the arena's slots."""
+    """The settings of a twin cluster, on one node. num_pages: a worker's pages. num_slots: the arena's slots.
+
+    limits: by which prompts are late, and yield.
+    """
 
     costs: WorkCosts = field(default_factory=WorkCosts)
     batch: BatchSettings = field(default_factory=BatchSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
+    limits: LatencyBounds = field(default_factory=LatencyBounds)
     block_size: int = 16
     max_context_len: int = 8192
     num_pages: int = 4096
@@ -83,7 +87,8 @@ class TwinCluster(OpenLoopClient):
         directory.records = PacedRecords(directory.state)
         self._tiers = Tiers(Arena.anonymous(block_bytes, settings.num_slots), directory)
         router = replace(settings.router, grpc_port=0, metrics_port="off", routers=1, public_prefixes=())
-        config = RouterConfig(model=settings.model, cluster=ClusterAccess(TOKEN, SECRET_HEX), settings=router)
+        access = ClusterAccess(TOKEN, SECRET_HEX)
+        config = RouterConfig(model=settings.model, cluster=access, settings=router, limits=settings.limits)
         self.router = Router(config, ByteTokenizer(), self._connect, LocalController(PoolSizes(0, 0)))
 
     async def __aenter__(self) -> Self:

@@ -16,7 +16,7 @@ from cli.bench.plan.plan import read_run, verdict_of
 from cli.bench.plan.sizing import PlannedLoad, TriedSizes, find_sizes, smallest
 from cli.bench.plan.twin_cluster import TwinCluster, TwinSettings
 from cli.bench.schedule import Arrival, poisson
-from router.config import Disaggregation, RouterSettings
+from router.config import Disaggregation, LatencyBounds, RouterSettings
 from wire.errors import InvalidRequest
 from wire.pools import PoolSizes
 
@@ -88,6 +88,21 @@ def test_a_run_foretells_another(mode: Disaggregation) -> None:
     told = play(load, PoolSizes(1, 1), TwinSettings(costs=learn([run]).costs, router=router))
     assert sum(one.ttft_s for one in told) == pytest.approx(sum(one.ttft_s for one in true), rel=0.1)
     assert sum(one.tpot_s for one in told) == pytest.approx(sum(one.tpot_s for one in true), rel=0.1)
+
+
+def test_prompts_in_time_go_before_late_ones() -> None:
+    """A burst, and then as much as one worker can just compute: without a limit, all behind the burst are late."""
+    times_s = [*[0.0] * 12, *[0.65 * (place + 1) for place in range(40)]]
+    load = [Arrival(at_s, (place, *[7] * 1000), 1) for place, at_s in enumerate(times_s)]
+    router = RouterSettings(disaggregation=Disaggregation.ALWAYS)
+    late, latest_s = [0, 0], [0.0, 0.0]
+    for run, limits in enumerate((LatencyBounds(), LatencyBounds(ttft_ms=4000.0))):
+        records = play(load, PoolSizes(1, 1), TwinSettings(costs=COSTS, router=router, limits=limits))
+        assert [one.error for one in records if one.error] == []
+        late[run] = sum(one.ttft_s > 4.0 for one in records)
+        latest_s[run] = max(one.ttft_s for one in records)
+    assert 2 * late[1] <= late[0], (late, latest_s)
+    assert latest_s[1] <= 3 * 4.0 + 3.0, "a late one yields for three limits at most"
 
 
 def test_two_rounds_are_not_at_one_time(run: list[Record]) -> None:
