@@ -39,7 +39,7 @@ class Precedence:
     """The precedence that a request brings along. weight: its tenant's share beside others'.
 
     priority: the lower goes first within a tenant. output_cost: the sum that its router has charged its tenant for
-    generated tokens. yields: whether it is late by now, and goes behind requests of its tenant and priority that are not.
+    generated tokens. yields: whether it is late by now, and goes behind what is in time of its tenant and priority.
     """
 
     weight: float = 1.0
