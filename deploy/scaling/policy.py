@@ -20,7 +20,7 @@ from wire.pools import PoolSizes, Role
 
 REVERSE_S = 60.0
 """Least time between two orders of a pool in opposite directions."""
-CLEAR_S = 10.0
+CLEAR_S = 20.0
 """Time in which a backlog of prompts is to be gone, or `slo.ttft_ms` if that is longer."""
 MOST_FACTOR = 2.0
 GAIN, RESERVE_GAIN = 0.02, 0.03
