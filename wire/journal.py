@@ -125,6 +125,13 @@ class Kind(Row, Enum):
         "free pages: at prefill for the whole prompt, at decode for all tokens so far and some to grow into",
         "waited at {worker} for free pages: its pool was full",
     )
+    WAIT_LATE = (
+        "wait_late",
+        WORKERS,
+        SpanPhase.GATE,
+        "prompts that can be in time, for its own first token no longer can (`slo.ttft_ms`); at prefill alone",
+        "waited at {worker} behind prompts that can be in time: it was late",
+    )
     FETCH = (
         "fetch",
         WORKERS,

@@ -116,17 +116,18 @@ UNLEARNED = StepCosts()
 
 
 class Gate(Enum):
-    """The reason of a wait in the queue: too many sequences with pages, or too few free pages."""
+    """The reason of a wait in the queue: too many sequences with pages, too few free pages, or that it is late."""
 
     SLOT = "slot"
     PAGES = "pages"
+    LATE = "late"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The next step of an engine: preempt, then admit, in order, then run `run[handle]` tokens of each sequence.
 
-    gate: the reason why the rest of the queue waits.
+    gate: the reason why the rest of the queue waits; of a request that yields it is Gate.LATE.
     """
 
     preempt: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ from engine.schedule.batcher import UNLEARNED, Candidate, Gate, Pages, Plan, Ste
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
+from prefill_worker.behaviour import PrefillBatcher
 from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
 from tests.harness.node import Node
 from wire.block_names import NameChain
@@ -101,6 +102,20 @@ def test_tells_once_what_a_request_waits_for(model: HashModel, num_blocks: int, 
     events = [event for _ in range(30) for event in core.step().events]
     assert [event for event in events if isinstance(event, HeldUp)] == [HeldUp(second.attempt_id, 0, gate)]
     assert not core.has_requests
+
+
+def test_a_late_request_waits_for_others_and_tells_it(model: HashModel) -> None:
+    core, late = make_core(model, batcher=PrefillBatcher(max_step_tokens=8, max_running=1)), set[str]()
+    first, second, third = (request((number, *PROMPT), greedy(1)) for number in range(3))
+    for one in (first, replace(second, precedence=Precedence(yields=lambda: "second" in late)), third):
+        core.add(one)
+    events = [*core.step().events]
+    late.add("second")
+    events += [event for _ in range(100) for event in core.step().events]
+    waits = [(event.attempt_id, event.gate) for event in events if isinstance(event, HeldUp)]
+    assert waits == [(second.attempt_id, Gate.SLOT), (third.attempt_id, Gate.SLOT), (second.attempt_id, Gate.LATE)]
+    ended = [event.attempt_id for event in events if isinstance(event, Finished)]
+    assert ended == [first.attempt_id, third.attempt_id, second.attempt_id]
 
 
 def test_a_second_turn_finds_the_first(model: HashModel) -> None:
