@@ -1,7 +1,7 @@
 """Two pools on a virtual clock: prompts queue at prefill workers, streams share decode workers, starts take time.
 
 A prefill worker computes one prompt after another, in the order of its batcher: the shortest first, with ageing, and
-prompts that can be in time before late ones (`LatencyBounds.late_s`). Each step of a decode worker gives each of its
+prompts that can be in time before deferred ones (`deferral_s`). Each step of a decode worker gives each of its
 streams a token, and takes longer with more of them. A new prompt goes to the worker that is free first, a new stream to
 the worker with the fewest. A prefill worker that starts, or has no prompt left, is given queued prompts of others, as
 `router/moves.py` chooses them. A worker costs from its order to its end; a worker that goes takes nothing new and
@@ -18,16 +18,16 @@ from typing import cast
 
 from cli.bench.schedule import TraceRow
 from prefill_worker.behaviour import PrefillBatcher
-from router.config import LatencyBounds
 from router.moves import QueuedPrompt, choose_moves
 from router.observe.demand import Demand
+from router.requests.forecast import deferral_s
 from router.workers.members import Member
 from wire.ids import WorkerId
 from wire.pools import PoolSizes
 
 POLL_EVERY_S = 2.0
-LIFE_S = 300.0
-"""The time that clients wait."""
+LIFE_S = 600.0
+"""The time until deadlines, as `router.max_deadline_s`."""
 PATIENCE_TOKENS = PrefillBatcher.patience_tokens
 NO_MEMBER = cast(Member, None)
 """The choice of prompts does not ask for their workers."""
@@ -52,12 +52,12 @@ class Costs:
 class Prompt(QueuedPrompt):
     """The prompt of a request. A prompt that has begun, or has moved, stays.
 
-    urgency: the lower is computed first. late_s: times between which it yields.
+    urgency: the lower is computed first, as `PrefillBatcher` has it. deferred_s: times between which it is deferred.
     """
 
     request: int
     urgency: float
-    late_s: tuple[float, float]
+    deferred_s: tuple[float, float]
 
 
 @dataclass(eq=False)
@@ -127,7 +127,6 @@ class Pools:
         self._rows = rows
         self._costs = costs
         self._limits = ttft_s, itl_s
-        self._bounds = LatencyBounds(1000 * ttft_s, 1000 * itl_s)
         self._prefill = [PrefillWorker(0.0, 0.0) for _ in range(first.prefill)]
         self._decode = [DecodeWorker(0.0, 0.0) for _ in range(first.decode)]
         self._going: list[PrefillWorker] = []
@@ -193,7 +192,7 @@ class Pools:
                 recall=lambda: None,
                 request=request,
                 urgency=0.0,
-                late_s=self._late_s(request),
+                deferred_s=self._deferred_s(request),
             ),
             now_s,
         )
@@ -201,10 +200,11 @@ class Pools:
         self._sums["num_prompts"] += 1
         self._sums["prompt_tokens"] += num_tokens
 
-    def _late_s(self, request: int) -> tuple[float, float]:
-        computes_s = self._rows[request].input_len * self._costs.prefill_token_s
-        after_s, until_s = self._bounds.late_s(0.0, computes_s, LIFE_S)
-        return self._rows[request].at_s + after_s, self._rows[request].at_s + until_s
+    def _deferred_s(self, request: int) -> tuple[float, float]:
+        row = self._rows[request]
+        computes_s = row.input_len * self._costs.prefill_token_s
+        after_s, until_s = deferral_s(self._limits[0], 0.0, computes_s, LIFE_S) or (0.0, 0.0)
+        return row.at_s + after_s, row.at_s + until_s
 
     def _at(self, at_s: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at_s, self._num_events, event))
@@ -219,7 +219,7 @@ class Pools:
 
     def _begin(self, worker: PrefillWorker, now_s: float) -> None:
         """Begins the next prompt of a queue, which becomes its first."""
-        following = min(worker.queue, key=lambda one: (one.late_s[0] <= now_s < one.late_s[1], one.urgency))
+        following = min(worker.queue, key=lambda one: (one.deferred_s[0] <= now_s < one.deferred_s[1], one.urgency))
         worker.queue.remove(following)
         prompt = replace(following, may_move=False)
         worker.queue.appendleft(prompt)

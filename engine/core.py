@@ -38,7 +38,7 @@ from engine.kv.retention import require_storable
 from engine.model.batch import CausalModel
 from engine.pages.cache import KVCache
 from engine.request import BlocksAhead, EngineRequest, HandOff
-from engine.schedule.batcher import Batcher, Gate, Phase, Plan
+from engine.schedule.batcher import Batcher, Phase, Plan
 from engine.sequence import Sequence, SequenceTable
 from engine.speculation.speculator import Speculator
 from engine.step.decode_rows import DecodeRows
@@ -242,10 +242,9 @@ class EngineCore:
         plan = self._batcher.plan(waiting, running, self._cache.allocator.available, self._meter.costs)
         held_up = {candidate.handle for candidate in waiting}.difference(plan.admit)
         for sequence in map(self._table.__getitem__, held_up):
-            gate = Gate.LATE if sequence.standing.yields else plan.gate
-            if sequence.gate is not gate:
-                sequence.gate = gate
-                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, gate))
+            if sequence.gate is not plan.gate:
+                sequence.gate = plan.gate
+                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, plan.gate))
         return plan
 
     def _carry_out(self, plan: Plan) -> Work | None:

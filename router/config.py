@@ -1,6 +1,5 @@
 """The configuration of a router, as one JSON text. The controller fills it in; nothing changes it later."""
 
-import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
@@ -122,27 +121,12 @@ class TraceSettings:
     ratio: float = 1.0
 
 
-LATE_LIMITS = 3.0
-"""Limits on the first token after which a late prompt yields no more: under lasting overload all wait alike."""
-
-
 @dataclass(frozen=True)
 class LatencyBounds:
     """Limits on a request's latency: the time to its first token, and the mean time between its tokens."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
-
-    def late_s(self, waited_s: float, computes_s: float, left_s: float) -> tuple[float, float]:
-        """Returns between which seconds from now a prompt yields to prompts in time; (0.0, 0.0) if it never does.
-
-        It yields once its first token cannot be in time any more, until it has waited LATE_LIMITS limits, or half of
-        its life. waited_s: since its arrival. computes_s: its time of computing alone. left_s: until its deadline.
-        """
-        limit_s = math.inf if self.ttft_ms is None else self.ttft_ms / 1000
-        after_s = max(0.0, limit_s - computes_s - waited_s)
-        until_s = min(LATE_LIMITS * limit_s - waited_s, (left_s - waited_s) / 2)
-        return (after_s, until_s) if after_s < until_s else (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +135,7 @@ class RouterConfig:
 
     operator_port: reachable on this machine only; 0 takes a free port. tls: certificate of the clients' port. With it,
     metrics are reachable on this machine only, and so is `local_port`, a clients' port without TLS for the gateway.
-    limits: decide which requests count as late, and which prompts yield. earlier: namespaces of other models and
+    limits: decide which requests count as late, and which prompts are deferred. earlier: namespaces of other models and
     layouts that the secret has served, the latest first.
     """
 

@@ -125,13 +125,6 @@ class Kind(Row, Enum):
         "free pages: at prefill for the whole prompt, at decode for all tokens so far and some to grow into",
         "waited at {worker} for free pages: its pool was full",
     )
-    WAIT_LATE = (
-        "wait_late",
-        WORKERS,
-        SpanPhase.GATE,
-        "prompts that can be in time, for its own first token no longer can (`slo.ttft_ms`); at prefill alone",
-        "waited at {worker} behind prompts that can be in time: it was late",
-    )
     FETCH = (
         "fetch",
         WORKERS,
@@ -144,7 +137,8 @@ class Kind(Row, Enum):
         "wait_turn",
         WORKERS,
         SpanPhase.GATE,
-        "a place in a step. Prompts with less to compute go first; at decode only what was not fetched has to wait",
+        "a place in a step. Prompts whose first token can be within `slo.ttft_ms` go before deferred ones, and prompts "
+        "with less to compute first; at decode only what was not fetched has to wait",
         "waited at {worker} for its turn in a step, behind other prompts",
     )
     COMPUTE = (

@@ -37,7 +37,9 @@ def request_from_pb(
     vocab_size: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> EngineRequest:
-    """Makes the engine's request, named by the attempt; the engine checks its length. It arrives now, by the clock.
+    """Makes the engine's request, named by the attempt; the engine checks its length.
+
+    clock: reads the worker's seconds, by which it is deferred.
 
     Raises InvalidRequest for a field out of range, which no router sends.
     """
@@ -105,12 +107,18 @@ def _precedence(message: worker_pb2.Begin, clock: Callable[[], float]) -> Preced
     require(0 < weight <= MAX_WEIGHT, "weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
     require(abs(message.priority) <= MAX_PRIORITY, "priority", f"must be at most {MAX_PRIORITY} from 0")
     require(0 <= output_cost < math.inf, "output_cost", "must be 0 or more, and finite")
-    late_after_s, late_until_s = message.late_after_s, message.late_until_s
-    require(0 <= late_after_s < math.inf, "late_after_s", "must be 0 or more, and finite")
-    require(0 <= late_until_s < math.inf, "late_until_s", "must be 0 or more, and finite")
-    began_s = clock() if late_until_s else 0.0
-    is_late = (lambda: late_after_s <= clock() - began_s < late_until_s) if late_until_s else never
-    return Precedence(weight, message.priority, output_cost, is_late)
+    return Precedence(weight, message.priority, output_cost, _deferral(message, clock))
+
+
+def _deferral(message: worker_pb2.Begin, clock: Callable[[], float]) -> Callable[[], bool]:
+    """Returns a function that tells whether the request is deferred by now."""
+    after_s, until_s = message.deferred_after_s, message.deferred_until_s
+    require(0 <= after_s < math.inf, "deferred_after_s", "must be 0 or more, and finite")
+    require(0 <= until_s < math.inf, "deferred_until_s", "must be 0 or more, and finite")
+    if not until_s:
+        return never
+    began_s = clock()
+    return lambda: after_s <= clock() - began_s < until_s
 
 
 def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:

@@ -24,7 +24,7 @@ News = Event | worker_pb2.Update
 """An event of the engine, or an update with gained tokens of one choice."""
 
 
-_WAIT_FOR = {Gate.SLOT: Kind.WAIT_SLOT, Gate.PAGES: Kind.WAIT_PAGES, Gate.LATE: Kind.WAIT_LATE}
+_WAIT_FOR = {Gate.SLOT: Kind.WAIT_SLOT, Gate.PAGES: Kind.WAIT_PAGES}
 _ORDER = tuple(Kind)
 
 

@@ -32,7 +32,7 @@ class Candidate:
 
     num_blocks: length of the block table, whose first `num_behind` blocks have left the window and have no page.
     num_spare: pages reserved beyond these. chunk_end: the position at which a chunk ends at the latest; None without a
-    bound. standing: its tenant's, and its priority.
+    bound. standing: its tenant's, its priority, and whether it is deferred.
     """
 
     handle: int
@@ -116,18 +116,17 @@ UNLEARNED = StepCosts()
 
 
 class Gate(Enum):
-    """The reason of a wait in the queue: too many sequences with pages, too few free pages, or that it is late."""
+    """The reason of a wait in the queue: too many sequences with pages, or too few free pages."""
 
     SLOT = "slot"
     PAGES = "pages"
-    LATE = "late"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The next step of an engine: preempt, then admit, in order, then run `run[handle]` tokens of each sequence.
 
-    gate: the reason why the rest of the queue waits; of a request that yields it is Gate.LATE.
+    gate: the reason why the rest of the queue waits.
     """
 
     preempt: tuple[int, ...] = ()

@@ -60,8 +60,8 @@ class RequestJournal(Journal):
         """Time from arrival to the end, as the router expected it; None if it did not."""
         self._gained_s: dict[int, float] = {}
 
-    def waited_s(self, now_s: float) -> float:
-        """Returns the time since the request's arrival."""
+    def age_s(self, now_s: float) -> float:
+        """Returns the seconds since the request's arrival."""
         return now_s - self._arrived_s
 
     def begin(self, kind: Kind, now_s: float) -> None:
@@ -120,7 +120,7 @@ class RequestJournal(Journal):
         """Notes gained tokens of a choice; returns the time of its last gain, None at the first."""
         self.num_output_tokens += num_tokens
         if self.ttft_s is None:
-            self.ttft_s = now_s - self._arrived_s
+            self.ttft_s = self.age_s(now_s)
         last_s = self._gained_s.get(choice)
         self._gained_s[choice] = now_s
         return last_s
@@ -138,7 +138,7 @@ class RequestJournal(Journal):
 
     def expect(self, left_s: float | None, now_s: float) -> None:
         """Notes the time until the end, as the router expects it."""
-        self.forecast_s = None if left_s is None else now_s - self._arrived_s + left_s
+        self.forecast_s = None if left_s is None else self.age_s(now_s) + left_s
 
     @property
     def inter_token_s(self) -> float | None:

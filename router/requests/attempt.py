@@ -27,7 +27,7 @@ from router.other_namespaces import OtherNamespaces
 from router.placement import Placement, Route
 from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.checks import ServingLimits, ValidRequest
-from router.requests.forecast import Forecast, PromptAhead
+from router.requests.forecast import Forecast, PromptAhead, deferral_s
 from router.requests.outbox import ReplyWriter
 from router.requests.prompt import PreparedPrompt, PromptPreparer
 from router.requests.read_ahead import ReadAhead
@@ -59,8 +59,8 @@ from wire.pools import Role, WorkerState
 class Services:
     """The parts that all requests share. mark_lost: takes the id of a lost worker. traces: None if off.
 
-    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use. limits: by
-    which a prompt is late.
+    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use. limits:
+    decide which prompts are deferred.
     """
 
     prompts: PromptPreparer
@@ -318,7 +318,7 @@ class Attempt:
     def _begin(self, route: Route, member: Member, role: Role) -> worker_pb2.Begin:
         request, admitted, prepared = self.request, self.request.admitted, self.request.prompt
         public, services, is_prefill = prepared.public, request.services, role is Role.PREFILL
-        late_after_s, late_until_s = self._late_s(route, member) if is_prefill else (0.0, 0.0)
+        after_s, until_s = self._deferral_s(route, member) if is_prefill else (0.0, 0.0)
         return worker_pb2.Begin(
             id=self.id,
             namespace_root=admitted.root,
@@ -337,15 +337,21 @@ class Attempt:
             weight=admitted.weight,
             priority=admitted.valid.priority,
             output_cost=services.shares.output_cost(admitted.tenant) if is_prefill else 0.0,
-            late_after_s=late_after_s,
-            late_until_s=late_until_s,
+            deferred_after_s=after_s,
+            deferred_until_s=until_s,
         )
 
-    def _late_s(self, route: Route, member: Member) -> tuple[float, float]:
-        """Returns between which seconds from now the prompt yields to prompts in time, where the worker computes it."""
-        computes_s, now_s, request = route.num_new_tokens * (member.prefill_token_s or 0.0), self._clock(), self.request
-        left_s = request.admitted.deadline_s - now_s
-        return request.services.limits.late_s(request.journal.waited_s(now_s), computes_s, left_s)
+    def _deferral_s(self, route: Route, member: Member) -> tuple[float, float]:
+        """Returns the seconds from now between which the prompt is deferred at a prefill worker, (0.0, 0.0) for never.
+
+        A worker that has learned no speed counts like the slowest of the others.
+        """
+        request, now_s, limit_ms = self.request, self._clock(), self.request.services.limits.ttft_ms
+        if limit_ms is None:
+            return 0.0, 0.0
+        token_s = member.prefill_token_s or max(request.services.placement.token_s(route), default=0.0)
+        computes_s, left_s = route.num_missing(member.id) * token_s, request.admitted.deadline_s - now_s
+        return deferral_s(limit_ms / 1000, request.journal.age_s(now_s), computes_s, left_s) or (0.0, 0.0)
 
     def _taker(
         self,

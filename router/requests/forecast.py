@@ -6,7 +6,7 @@
     + margin           the error of earlier forecasts, almost the largest
 
 A request that is forecast to miss its deadline, and would wait for others, is refused. Nothing is refused before speeds
-are learned.
+are learned. A prompt that misses the limit on its first token is deferred (`deferral_s`).
 """
 
 from collections import OrderedDict, deque
@@ -28,6 +28,22 @@ KEPT = 0.9
 """Weight of the mean length of a tenant's answers over its last answer's."""
 _TOKEN_PRIOR_S = 0.02
 LATE = (OK, DeadlineExceeded.status.grpc)
+MAX_AGE = 3.0
+"""Age of a request, in limits on its first token, at which its prompt is deferred no more: else overload starves it."""
+
+
+def deferral_s(limit_s: float, age_s: float, computes_s: float, left_s: float) -> tuple[float, float] | None:
+    """Returns the seconds from now between which a prompt is deferred; None if it never is.
+
+    Prompts that can have their first token within the limit go before a deferred one, which no longer can. That ends
+    when the request is MAX_AGE limits old, or half of its life is over.
+
+    limit_s: from `slo.ttft_ms`. age_s: since the request's arrival. computes_s: what its prompt alone takes. left_s:
+    until its deadline.
+    """
+    after_s = max(0.0, limit_s - computes_s - age_s)
+    until_s = min(MAX_AGE * limit_s, (age_s + left_s) / 2) - age_s
+    return (after_s, until_s) if after_s < until_s else None
 
 
 @dataclass(frozen=True)

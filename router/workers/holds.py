@@ -120,10 +120,10 @@ class HoldBudget:
         return self._grant()
 
     def ask(self, attempt: AttemptId, keys: Sequence[BlockKey], claim: Claim = NO_CLAIM) -> list[AttemptId]:
-        """Queues a prefill that will hold the blocks `keys`. Returns the attempts that may start now.
+        """Queues a prefill that will hold the blocks `keys`. Returns the attempts that may start now, each once.
 
-        Others may be among them: each new hold makes the equal part of a tenant larger. If this one is not, a later
-        call returns it. Its tenant is charged when it may start.
+        A hold makes the equal part of every tenant larger, so that other attempts may start with this one. An attempt
+        that must wait is returned by a later call. Its tenant is charged when it may start.
         """
         if attempt not in self._granted:
             self._waiting[attempt], self._claims[attempt] = keys, claim

@@ -104,18 +104,23 @@ def test_tells_once_what_a_request_waits_for(model: HashModel, num_blocks: int, 
     assert not core.has_requests
 
 
-def test_a_late_request_waits_for_others_and_tells_it(model: HashModel) -> None:
-    core, late = make_core(model, batcher=PrefillBatcher(max_step_tokens=8, max_running=1)), set[str]()
-    first, second, third = (request((number, *PROMPT), greedy(1)) for number in range(3))
-    for one in (first, replace(second, precedence=Precedence(yields=lambda: "second" in late)), third):
+@pytest.mark.parametrize(("is_deferred_long", "order"), [(True, [0, 2, 1]), (False, [0, 1, 2])])
+def test_a_deferred_request_is_behind_others_while_it_is(
+    model: HashModel, is_deferred_long: bool, order: list[int]
+) -> None:
+    core, deferred = make_core(model, batcher=PrefillBatcher(max_step_tokens=8, max_running=1)), set[str]()
+    requests = [request((number, *PROMPT), greedy(1)) for number in range(3)]
+    requests[1] = replace(requests[1], precedence=Precedence(is_deferred=lambda: "it is" in deferred))
+    for one in requests:
         core.add(one)
     events = [*core.step().events]
-    late.add("second")
+    deferred.add("it is")
+    events += core.step().events
+    if not is_deferred_long:
+        deferred.clear()
     events += [event for _ in range(100) for event in core.step().events]
-    waits = [(event.attempt_id, event.gate) for event in events if isinstance(event, HeldUp)]
-    assert waits == [(second.attempt_id, Gate.SLOT), (third.attempt_id, Gate.SLOT), (second.attempt_id, Gate.LATE)]
     ended = [event.attempt_id for event in events if isinstance(event, Finished)]
-    assert ended == [first.attempt_id, third.attempt_id, second.attempt_id]
+    assert ended == [requests[number].attempt_id for number in order]
 
 
 def test_a_second_turn_finds_the_first(model: HashModel) -> None:

@@ -25,9 +25,9 @@ def owned(candidate: Candidate, tenant: str, spent: float = 0.0, priority: int =
     return replace(candidate, standing=Standing(tenant, spent, priority=priority))
 
 
-def late(candidate: Candidate) -> Candidate:
-    """A candidate that yields."""
-    return replace(candidate, standing=replace(candidate.standing, yields=True))
+def deferred(candidate: Candidate) -> Candidate:
+    """A candidate that is deferred."""
+    return replace(candidate, standing=replace(candidate.standing, is_deferred=True))
 
 
 def pages(num_allocatable: int, num_draining: int = 0) -> Pages:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 from prefill_worker.behaviour import PrefillBatcher, least_chunk_tokens
-from tests.harness.candidates import fetching, late, owned, pages, prompt
+from tests.harness.candidates import deferred, fetching, owned, pages, prompt
 from wire.layout import KVLayout
 
 PATIENCE = 100
@@ -30,8 +30,8 @@ def test_names_what_the_queue_waits_for(num_allocatable: int, gate: Gate) -> Non
         pytest.param([prompt(0, 500, 448), prompt(1, 90)], {0: 52, 1: 12}, id="what is left counts, not the length"),
         pytest.param([prompt(0, 500), prompt(6, 40)], {0: 64}, id="six later arrivals outweigh 500 tokens"),
         pytest.param([fetching(0, 40), prompt(1, 40)], {1: 40}, id="one that fetches does not run"),
-        pytest.param([late(prompt(0, 40)), prompt(1, 60)], {1: 60, 0: 4}, id="a late one is behind one in time"),
-        pytest.param([late(prompt(0, 60)), late(prompt(1, 40))], {0: 60, 1: 4}, id="late ones in their order"),
+        pytest.param([deferred(prompt(0, 40)), prompt(1, 60)], {1: 60, 0: 4}, id="a deferred one is last"),
+        pytest.param([deferred(prompt(0, 60)), deferred(prompt(1, 40))], {0: 60, 1: 4}, id="deferred ones in order"),
     ],
 )
 def test_the_step_goes_to_the_prompt_with_the_least_left_aged(running: list[Candidate], run: dict[int, int]) -> None:

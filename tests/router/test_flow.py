@@ -262,17 +262,17 @@ async def test_workers_are_told_the_precedence_of_a_request(stage: Stage) -> Non
     await first.completed()
 
 
-async def test_a_prefill_worker_is_told_when_a_prompt_is_late() -> None:
+async def test_a_prefill_worker_is_told_when_a_prompt_is_deferred() -> None:
     config = replace(CONFIG, limits=LatencyBounds(ttft_ms=2000.0))
     async with stage_of("p0", "d0", config=config) as stage:
         stage.cluster.router.members[WorkerId("p0")].prefill_token_s = 0.25
         client = stage.open(text="abcd")
         begin = await stage.begun("p0")
-        assert begin.late_after_s == pytest.approx(1.0, abs=0.2), "two seconds, of which its four tokens take one"
-        assert begin.late_until_s == pytest.approx(6.0, abs=0.2)
+        assert begin.deferred_after_s == pytest.approx(1.0, abs=0.2), "two seconds, of which its four tokens take one"
+        assert begin.deferred_until_s == pytest.approx(6.0, abs=0.2)
         stage["p0"].say(tokens("a", 0), prompt={}, ends=True)
         begin = await stage.begun("d0")
-        assert (begin.late_after_s, begin.late_until_s) == (0.0, 0.0)
+        assert (begin.deferred_after_s, begin.deferred_until_s) == (0.0, 0.0)
         stage["d0"].say(tokens("b", 1, finish_reason=LENGTH), ends=True)
         await client.completed()
 

@@ -1,12 +1,13 @@
 """The forecast of a request's end: what is ahead of it, what is learned, and the refusal of what would be late."""
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import pytest
 
 from router.observe.journal import RequestJournal
-from router.requests.forecast import Forecast, PromptAhead
+from router.requests.forecast import Forecast, PromptAhead, deferral_s
 from wire.errors import DeadlineExceeded, Overloaded
 from wire.ids import QualifiedId
 from wire.pb import inference_pb2 as pb
@@ -128,3 +129,25 @@ def test_a_request_that_was_refused_teaches_nothing() -> None:
     missed.outcome = DeadlineExceeded.status.grpc
     forecast.learn(missed, "a")
     assert end_s(forecast, [], PromptAhead("a", 1)) is not None
+
+
+@pytest.mark.parametrize(
+    ("age_s", "computes_s", "left_s", "deferral"),
+    [
+        pytest.param(0.0, 0.0, 99.0, (10.0, 30.0), id="from the limit to three limits"),
+        pytest.param(0.0, 2.0, 99.0, (8.0, 30.0), id="its own time counts"),
+        pytest.param(4.0, 2.0, 99.0, (4.0, 26.0), id="it has waited"),
+        pytest.param(4.0, 12.0, 99.0, (0.0, 26.0), id="it is late"),
+        pytest.param(0.0, 2.0, 40.0, (8.0, 20.0), id="until half of its life is over"),
+        pytest.param(4.0, 12.0, 16.0, (0.0, 6.0), id="half of its life, and it has waited"),
+        pytest.param(0.0, 0.0, 15.0, None, id="half of its life is over before it is late"),
+        pytest.param(31.0, 2.0, 99.0, None, id="it is old"),
+        pytest.param(4.0, 2.0, -1.0, None, id="its life is over"),
+        pytest.param(4.0, math.inf, 99.0, (0.0, 26.0), id="a worker without end"),
+        pytest.param(4.0, math.nan, 99.0, (0.0, 26.0), id="a worker's nonsense"),
+    ],
+)
+def test_a_late_prompt_is_deferred_for_a_time(
+    age_s: float, computes_s: float, left_s: float, deferral: tuple[float, float] | None
+) -> None:
+    assert deferral_s(10.0, age_s, computes_s, left_s) == deferral

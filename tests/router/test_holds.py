@@ -185,7 +185,7 @@ def test_a_hold_makes_the_equal_part_of_others_larger() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["ask", "release"]))))
-def test_each_that_waits_is_told_and_everything_released_is_nothing_held(steps: list[tuple[str, str]]) -> None:
+def test_a_waiting_attempt_is_returned_once_and_a_released_one_holds_nothing(steps: list[tuple[str, str]]) -> None:
     budget = HoldBudget()
     budget.resize(8)
     asked, told = set[AttemptId](), set[AttemptId]()

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from router.config import LatencyBounds, RouterConfig, RouterSettings
+from router.config import RouterConfig, RouterSettings
 from tests.harness.fake_cluster import CONFIG
 from wire.errors import ConfigError
 from wire.typed_reader import from_json, to_json
@@ -25,27 +25,6 @@ def changed(path: str, value: Any) -> str:
 
 def read(text: str) -> RouterConfig:
     return from_json(RouterConfig, text, "router")
-
-
-@pytest.mark.parametrize(
-    ("waited_s", "computes_s", "left_s", "late_s"),
-    [
-        pytest.param(0.0, 0.0, 99.0, (10.0, 30.0), id="from the limit to three limits"),
-        pytest.param(0.0, 2.0, 99.0, (8.0, 30.0), id="its own time counts"),
-        pytest.param(4.0, 2.0, 99.0, (4.0, 26.0), id="it has waited"),
-        pytest.param(4.0, 12.0, 99.0, (0.0, 26.0), id="it is late"),
-        pytest.param(0.0, 2.0, 40.0, (8.0, 20.0), id="until half of its life is over"),
-        pytest.param(4.0, 12.0, 16.0, (0.0, 6.0), id="half of its life, and it has waited"),
-        pytest.param(0.0, 0.0, 15.0, (0.0, 0.0), id="too short a life"),
-        pytest.param(31.0, 2.0, 99.0, (0.0, 0.0), id="it has waited long enough"),
-        pytest.param(4.0, 2.0, -1.0, (0.0, 0.0), id="it is over"),
-    ],
-)
-def test_a_late_prompt_yields_for_a_time(
-    waited_s: float, computes_s: float, left_s: float, late_s: tuple[float, float]
-) -> None:
-    assert LatencyBounds(ttft_ms=10_000.0).late_s(waited_s, computes_s, left_s) == late_s
-    assert LatencyBounds(itl_ms=10.0).late_s(waited_s, computes_s, left_s) == (0.0, 0.0)
 
 
 def test_there_and_back() -> None:

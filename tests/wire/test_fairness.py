@@ -51,17 +51,17 @@ def test_a_priority_counts_within_its_tenant_alone() -> None:
     assert names([*hurried, *of("b", 3, 4)]) == "a2 b3 a1 b4 a0"
 
 
-def test_one_that_yields_goes_behind_its_tenants_others_of_its_priority() -> None:
-    late, urgent = Standing(b"a", yields=True), Standing(b"a", priority=-1, yields=True)
-    queued = [Item("late", 0, 10, late), Item("urgent", 1, 10, urgent), *of("a", 2, 3), *of("b", 4, 5, 6, 7)]
-    assert names(queued) == "urgent b4 a2 b5 a3 b6 late b7"
+def test_a_deferred_request_goes_behind_others_of_its_tenant_and_priority() -> None:
+    late, urgent_late = Standing(b"a", is_deferred=True), Standing(b"a", priority=-1, is_deferred=True)
+    queued = [Item("late", 0, 10, late), Item("urgent_late", 1, 10, urgent_late), *of("a", 2, 3), *of("b", 4, 5, 6, 7)]
+    assert names(queued) == "urgent_late b4 a2 b5 a3 b6 late b7"
 
 
-def test_a_request_says_when_it_yields() -> None:
+def test_a_request_tells_whether_it_is_deferred_by_now() -> None:
     shares, answers = FairShares(), iter([False, True, False])
-    precedence = Precedence(yields=lambda: next(answers))
-    assert [shares.standing("a", precedence).yields for _ in range(3)] == [False, True, False]
-    assert not shares.standing("a", Precedence()).yields
+    precedence = Precedence(is_deferred=lambda: next(answers))
+    assert [shares.standing("a", precedence).is_deferred for _ in range(3)] == [False, True, False]
+    assert not shares.standing("a", Precedence()).is_deferred
 
 
 def test_an_idle_tenant_saves_a_burst_at_most() -> None:

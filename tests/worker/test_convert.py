@@ -56,17 +56,17 @@ def test_an_engine_knows_each_attempt_by_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after_s", "until_s", "yields"), [(2.0, 4.0, [False, True, True, False]), (0.0, 3.0, [True, True, False, False])]
+    ("after_s", "until_s", "deferred"), [(2.0, 4.0, [False, True, True, False]), (0.0, 3.0, [True, True, False, False])]
 )
-def test_a_prompt_yields_between_two_times(after_s: float, until_s: float, yields: list[bool]) -> None:
+def test_a_prompt_is_deferred_between_two_times(after_s: float, until_s: float, deferred: list[bool]) -> None:
     times_s = iter([100.0, 101.5, 102.5, 103.5, 104.5])
-    message = spoilt(begin_of(), late_after_s=after_s, late_until_s=until_s)
+    message = spoilt(begin_of(), deferred_after_s=after_s, deferred_until_s=until_s)
     request = request_from_pb(message, HandOff, VOCAB_SIZE, lambda: next(times_s))
-    assert [request.precedence.yields() for _ in range(4)] == yields
+    assert [request.precedence.is_deferred() for _ in range(4)] == deferred
 
 
-def test_a_prompt_without_a_limit_never_yields() -> None:
-    assert not request_from_pb(begin_of(), HandOff, VOCAB_SIZE).precedence.yields()
+def test_a_prompt_without_a_limit_is_never_deferred() -> None:
+    assert not request_from_pb(begin_of(), HandOff, VOCAB_SIZE).precedence.is_deferred()
 
 
 @pytest.mark.parametrize("keep_s", [None, 0.0, 2.5])
@@ -138,8 +138,8 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "weight": tuple(spoilt(begin_of(), weight=value) for value in (-1.0, 1001.0, *NO_NUMBERS)),
     "priority": tuple(spoilt(begin_of(), priority=value) for value in (-(2**31) - 1, 2**63 - 1)),
     "output_cost": tuple(spoilt(begin_of(), output_cost=value) for value in (-1.0, *NO_NUMBERS)),
-    "late_after_s": tuple(spoilt(begin_of(), late_after_s=value) for value in (-1.0, *NO_NUMBERS)),
-    "late_until_s": tuple(spoilt(begin_of(), late_until_s=value) for value in (-1.0, *NO_NUMBERS)),
+    "deferred_after_s": tuple(spoilt(begin_of(), deferred_after_s=value) for value in (-1.0, *NO_NUMBERS)),
+    "deferred_until_s": tuple(spoilt(begin_of(), deferred_until_s=value) for value in (-1.0, *NO_NUMBERS)),
     "kv_policy": tuple(spoilt(begin_of(), kv_policy=text) for text in ("h2o", "full", "sinks=4+64", "snapkv=0%", "\0")),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 9, ["a" * 257])),
     "response_format": tuple(

@@ -30,7 +30,7 @@ MAX_PRIORITY = 1 << 31
 
 
 def never() -> bool:
-    """Returns False: a request that yields to no other."""
+    """Returns False, for requests that are never deferred."""
     return False
 
 
@@ -39,24 +39,25 @@ class Precedence:
     """The precedence that a request brings along. weight: its tenant's share beside others'.
 
     priority: the lower goes first within a tenant. output_cost: the sum that its router has charged its tenant for
-    generated tokens. yields: whether it is late by now, and goes behind what is in time of its tenant and priority.
+    generated tokens. is_deferred: tells whether requests of its tenant and priority that can be in time go before it
+    now.
     """
 
     weight: float = 1.0
     priority: int = 0
     output_cost: float = 0.0
-    yields: Callable[[], bool] = never
+    is_deferred: Callable[[], bool] = never
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A request's standing when a step is planned. spent: its tenant's counter."""
+    """A request's standing when a step is planned. spent: its tenant's counter. is_deferred: see Precedence."""
 
     tenant: Hashable = b""
     spent: float = 0.0
     weight: float = 1.0
     priority: int = 0
-    yields: bool = False
+    is_deferred: bool = False
 
 
 PLAIN = Precedence()
@@ -146,7 +147,7 @@ class FairShares:
 
     def standing(self, tenant: Hashable, precedence: Precedence) -> Standing:
         """Returns the present standing of a tenant's request."""
-        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority, precedence.yields())
+        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority, precedence.is_deferred())
 
     def check(self) -> list[str]:
         """Lists tenants with open requests; empty if no request is open."""
@@ -183,11 +184,11 @@ Q = TypeVar("Q", bound=Queued)
 def by_share(queued: Iterable[Q], urgency: Callable[[Q], float]) -> list[Q]:
     """Sorts by fair shares: next is an item of the tenant that has spent least, each item before it counted as spent.
 
-    Items of one tenant are in order of priority and urgency, least first, and of one priority items that yield come
-    last; of tenants that have spent alike, the tenant with the least urgency is first.
+    Items of one tenant are in order of priority, least first, then deferred ones last, then of urgency, least first; of
+    tenants that have spent alike, the tenant with the least urgency is first.
     """
     queues: dict[Hashable, deque[Q]] = {}
-    for one in sorted(queued, key=lambda one: (one.standing.priority, one.standing.yields, urgency(one))):
+    for one in sorted(queued, key=lambda one: (one.standing.priority, one.standing.is_deferred, urgency(one))):
         queues.setdefault(one.standing.tenant, deque()).append(one)
     places, ordered = [*queues.values()], list[Q]()
     if len(places) == 1:

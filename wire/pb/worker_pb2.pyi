@@ -50,7 +50,7 @@ class EndedChoice(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "session", "keep_s", "kv_policy", "weight", "priority", "output_cost", "late_after_s", "late_until_s")
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "session", "keep_s", "kv_policy", "weight", "priority", "output_cost", "deferred_after_s", "deferred_until_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -68,8 +68,8 @@ class Begin(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_COST_FIELD_NUMBER: _ClassVar[int]
-    LATE_AFTER_S_FIELD_NUMBER: _ClassVar[int]
-    LATE_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     id: str
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
@@ -87,9 +87,9 @@ class Begin(_message.Message):
     weight: float
     priority: int
     output_cost: float
-    late_after_s: float
-    late_until_s: float
-    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., kv_policy: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., output_cost: _Optional[float] = ..., late_after_s: _Optional[float] = ..., late_until_s: _Optional[float] = ...) -> None: ...
+    deferred_after_s: float
+    deferred_until_s: float
+    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[UnfinishedChoice, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., session: _Optional[str] = ..., keep_s: _Optional[float] = ..., kv_policy: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., output_cost: _Optional[float] = ..., deferred_after_s: _Optional[float] = ..., deferred_until_s: _Optional[float] = ...) -> None: ...
 
 class UnfinishedChoice(_message.Message):
     __slots__ = ("index", "output")

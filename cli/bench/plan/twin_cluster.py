@@ -40,7 +40,7 @@ _BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
 class TwinSettings:
     """The settings of a twin cluster, on one node. num_pages: a worker's pages. num_slots: the arena's slots.
 
-    limits: by which prompts are late, and yield.
+    limits: decide which prompts are deferred.
     """
 
     costs: WorkCosts = field(default_factory=WorkCosts)

@@ -17,6 +17,7 @@ from cli.bench.plan.sizing import PlannedLoad, TriedSizes, find_sizes, smallest
 from cli.bench.plan.twin_cluster import TwinCluster, TwinSettings
 from cli.bench.schedule import Arrival, poisson
 from router.config import Disaggregation, LatencyBounds, RouterSettings
+from router.requests.forecast import MAX_AGE
 from wire.errors import InvalidRequest
 from wire.pools import PoolSizes
 
@@ -94,15 +95,19 @@ def test_prompts_in_time_go_before_late_ones() -> None:
     """A burst, and then as much as one worker can just compute: without a limit, all behind the burst are late."""
     times_s = [*[0.0] * 12, *[0.65 * (place + 1) for place in range(40)]]
     load = [Arrival(at_s, (place, *[7] * 1000), 1) for place, at_s in enumerate(times_s)]
-    router = RouterSettings(disaggregation=Disaggregation.ALWAYS)
-    late, latest_s = [0, 0], [0.0, 0.0]
-    for run, limits in enumerate((LatencyBounds(), LatencyBounds(ttft_ms=4000.0))):
+    router, limit_s, burst_s = RouterSettings(disaggregation=Disaggregation.ALWAYS), 4.0, 7.0
+
+    def ttfts(limits: LatencyBounds) -> list[float]:
         records = play(load, PoolSizes(1, 1), TwinSettings(costs=COSTS, router=router, limits=limits))
         assert [one.error for one in records if one.error] == []
-        late[run] = sum(one.ttft_s > 4.0 for one in records)
-        latest_s[run] = max(one.ttft_s for one in records)
-    assert 2 * late[1] <= late[0], (late, latest_s)
-    assert latest_s[1] <= 3 * 4.0 + 3.0, "a late one yields for three limits at most"
+        return [one.ttft_s for one in records]
+
+    def num_late(ttfts_s: list[float]) -> int:
+        return sum(ttft_s > limit_s for ttft_s in ttfts_s)
+
+    without, limited = ttfts(LatencyBounds()), ttfts(LatencyBounds(ttft_ms=1000 * limit_s))
+    assert 2 * num_late(limited) <= num_late(without)
+    assert max(limited) <= MAX_AGE * limit_s + burst_s, "then it has its place again, behind the others of the burst"
 
 
 def test_two_rounds_are_not_at_one_time(run: list[Record]) -> None:
