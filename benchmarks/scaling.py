@@ -2,15 +2,15 @@
 
     python benchmarks/scaling.py --traces FOLDER
 
-The policy is the controller's own, and benchmarks/scaling_model.py is the world. Requests come at the trace's own times
-and lengths; nothing is cached. Costs are of SmolLM2-135M on two cores a worker (benchmarks/results/peers_gguf.md: 1,363
-prompt tokens/s; 190, 640 and 898 tokens/s in 1, 8 and 32 streams, a line of 4.3 ms and 0.98 ms a stream). A worker
-costs from its order to its end, and starts in 3.4 s (role_switch.md, under streams). `following` begins with the sizes
-of `fixed`, the cheapest of the whole trace. `foresight` is the cheapest plan found that knows all arrivals: for each
-interval the fewest prefill workers that keep enough of its prompts in time, and decode workers by the streams at the
-limit, ordered a start ahead, kept over gaps shorter than a start. It may go back and forth within a minute; `foresight,
-steady` may not, as `following`: the cheapest such sizes over the same needs, by dynamic programming, with a price of
-each request that is short of a worker.
+The policy is the controller's own, told at once how long starts take, and benchmarks/scaling_model.py is the world.
+Requests come at the trace's own times and lengths; nothing is cached. Costs are of SmolLM2-135M on two cores a worker
+(benchmarks/results/peers_gguf.md: 1,363 prompt tokens/s; 190, 640 and 898 tokens/s in 1, 8 and 32 streams, a line of
+4.3 ms and 0.98 ms a stream). A worker costs from its order to its end, and starts in 3.4 s (role_switch.md, under
+streams). `following` begins with the sizes of `fixed`, the cheapest of the whole trace. `foresight` is the cheapest
+plan found that knows all arrivals: for each interval the fewest prefill workers that keep enough of its prompts in
+time, and decode workers by the streams at the limit, ordered a start ahead, kept over gaps shorter than a start. It may
+go back and forth within a minute; `foresight, steady` may not, as `following`: the cheapest such sizes over the same
+needs, by dynamic programming, with a price of each request that is short of a worker.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from cli.bench.schedule import TraceRow, read_trace
 from deploy.plan.config import SloSettings
 from deploy.scaling.demand import Loads
 from deploy.scaling.policy import REVERSE_S, Policy
+from deploy.scaling.scaler import ASK_EVERY_S
 from wire.pools import PoolSizes
 
 COSTS = Costs(prefill_token_s=1 / 1363, step_s=0.0043, stream_s=0.00098, start_s=3.4, hand_off_s=0.02, grace_s=30.0)
@@ -95,7 +96,7 @@ class Bench:
 
         def sizing(now_s: float, demand: object, sizes: PoolSizes, ready: PoolSizes) -> PoolSizes:
             loads.take("router", demand, now_s)  # type: ignore[arg-type]
-            orders = policy.decide(loads.load(self.costs.start_s), sizes, now_s)
+            orders = policy.decide(loads.load(max(self.costs.start_s, 2 * ASK_EVERY_S)), sizes, now_s)
             wanted = {order.role.value: order.size for order in orders}
             return PoolSizes(**({"prefill": sizes.prefill, "decode": sizes.decode} | wanted))
 

@@ -1,11 +1,11 @@
 """Two pools on a virtual clock: prompts queue at prefill workers, streams share decode workers, starts take time.
 
-A prefill worker computes one prompt after another, in the order of its batcher: the shortest first, with ageing, and
-prompts that can be in time before deferred ones (`deferral_s`). Each step of a decode worker gives each of its
-streams a token, and takes longer with more of them. A new prompt goes to the worker that is free first, a new stream to
-the worker with the fewest. A prefill worker that starts, or has no prompt left, is given queued prompts of others, as
-`router/moves.py` chooses them. A worker costs from its order to its end; a worker that goes takes nothing new and
-finishes its own, streams for `grace_s` at most, which then go on elsewhere.
+A prefill worker computes a step of one prompt after another, in the order of its batcher: the least left first, with
+ageing, and prompts that can be in time before deferred ones that have not begun (`deferral_s`). Each step of a decode
+worker gives each of its streams a token, and takes longer with more of them. A new prompt goes to the worker that is
+free first, a new stream to the worker with the fewest. A prefill worker that starts, or has no prompt left, is given
+queued prompts of others, as `router/moves.py` chooses them. A worker costs from its order to its end; a worker that
+goes takes nothing new and finishes its own, streams for `grace_s` at most, which then go on elsewhere.
 """
 
 import heapq
@@ -23,12 +23,12 @@ from router.observe.demand import Demand
 from router.requests.forecast import deferral_s
 from router.workers.members import Member
 from wire.ids import WorkerId
+from wire.load.fairness import deferred_between
 from wire.pools import PoolSizes
 
 POLL_EVERY_S = 2.0
 LIFE_S = 600.0
 """The time until deadlines, as `router.max_deadline_s`."""
-PATIENCE_TOKENS = PrefillBatcher.patience_tokens
 NO_MEMBER = cast(Member, None)
 """The choice of prompts does not ask for their workers."""
 
@@ -52,12 +52,18 @@ class Costs:
 class Prompt(QueuedPrompt):
     """The prompt of a request. A prompt that has begun, or has moved, stays.
 
-    urgency: the lower is computed first, as `PrefillBatcher` has it. deferred_s: times between which it is deferred.
+    left: tokens to compute. place: by arrival at its worker.
     """
 
     request: int
-    urgency: float
-    deferred_s: tuple[float, float]
+    left: int
+    place: int = 0
+
+    @property
+    def urgency(self) -> tuple[bool, int]:
+        """The least is computed first, as `PrefillBatcher` has it."""
+        is_deferred = self.left == self.num_tokens and self.is_deferred()
+        return is_deferred, self.left + self.place * PrefillBatcher.patience_tokens
 
 
 @dataclass(eq=False)
@@ -139,6 +145,7 @@ class Pools:
         self._gaps = self._gaps_s = 0.0
         self._sums = dict.fromkeys(("num_prompts", "prompt_tokens", "num_judged", "late_first", "late_next"), 0)
         self._waiting = 0
+        self._now_s = 0.0
 
     def run(self, sizing: Sizing) -> Outcome:
         """Runs the trace to its end, and asks for the sizes every POLL_EVERY_S."""
@@ -149,7 +156,7 @@ class Pools:
             every = [*self._decode, *self._leaving]
             ending = min(every, key=lambda one: one.next_end_s(self._costs))
             end_s = ending.next_end_s(self._costs)
-            now_s = min(arrival_s, event_s, end_s, poll_s)
+            now_s = self._now_s = min(arrival_s, event_s, end_s, poll_s)
             if now_s == end_s:
                 self._end(ending, now_s)
             elif now_s == arrival_s:
@@ -190,9 +197,9 @@ class Pools:
                 priority=0,
                 missing=lambda _: num_tokens,
                 recall=lambda: None,
+                is_deferred=self._deferral(request, now_s),
                 request=request,
-                urgency=0.0,
-                deferred_s=self._deferred_s(request),
+                left=num_tokens,
             ),
             now_s,
         )
@@ -200,11 +207,10 @@ class Pools:
         self._sums["num_prompts"] += 1
         self._sums["prompt_tokens"] += num_tokens
 
-    def _deferred_s(self, request: int) -> tuple[float, float]:
-        row = self._rows[request]
-        computes_s = row.input_len * self._costs.prefill_token_s
-        after_s, until_s = deferral_s(self._limits[0], 0.0, computes_s, LIFE_S) or (0.0, 0.0)
-        return row.at_s + after_s, row.at_s + until_s
+    def _deferral(self, request: int, now_s: float) -> Callable[[], bool]:
+        computes_s = self._rows[request].input_len * self._costs.prefill_token_s
+        found = deferral_s(self._limits[0], 0.0, computes_s, LIFE_S)
+        return deferred_between(*(found or (0.0, 0.0)), lambda: self._now_s)
 
     def _at(self, at_s: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at_s, self._num_events, event))
@@ -212,24 +218,26 @@ class Pools:
 
     def _queue(self, worker: PrefillWorker, prompt: Prompt, now_s: float) -> None:
         worker.free_s = max(worker.free_s, worker.ready_s, now_s) + prompt.num_tokens * self._costs.prefill_token_s
-        worker.queue.append(replace(prompt, urgency=prompt.num_tokens + worker.num_taken * PATIENCE_TOKENS))
+        worker.queue.append(replace(prompt, place=worker.num_taken))
         worker.num_taken += 1
         if len(worker.queue) == 1:
-            self._begin(worker, max(worker.ready_s, now_s))
+            self._step(worker, max(worker.ready_s, now_s))
 
-    def _begin(self, worker: PrefillWorker, now_s: float) -> None:
-        """Begins the next prompt of a queue, which becomes its first."""
-        following = min(worker.queue, key=lambda one: (one.deferred_s[0] <= now_s < one.deferred_s[1], one.urgency))
+    def _step(self, worker: PrefillWorker, now_s: float) -> None:
+        """Begins a step of the most urgent prompt of a queue, which becomes its first."""
+        following = min(worker.queue, key=lambda one: one.urgency)
+        num_tokens = min(following.left, PrefillBatcher.max_step_tokens)
         worker.queue.remove(following)
-        prompt = replace(following, may_move=False)
-        worker.queue.appendleft(prompt)
-        self._at(now_s + prompt.num_tokens * self._costs.prefill_token_s, partial(self._computed, worker))
+        worker.queue.appendleft(replace(following, may_move=False, left=following.left - num_tokens))
+        self._at(now_s + num_tokens * self._costs.prefill_token_s, partial(self._stepped, worker))
 
-    def _computed(self, worker: PrefillWorker, now_s: float) -> None:
-        prompt = worker.queue.popleft()
-        self._at(now_s + self._costs.hand_off_s, partial(self._join, prompt.request))
+    def _stepped(self, worker: PrefillWorker, now_s: float) -> None:
+        prompt = worker.queue[0]
+        if not prompt.left:
+            worker.queue.popleft()
+            self._at(now_s + self._costs.hand_off_s, partial(self._join, prompt.request))
         if worker.queue:
-            self._begin(worker, now_s)
+            self._step(worker, now_s)
         elif worker in self._going:
             self._end_prefill(worker, now_s)
         else:

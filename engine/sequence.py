@@ -242,7 +242,8 @@ class SequenceTable:
         for sequence in self._by_handle.values():
             self._charge_output(sequence)
         for sequence in self._by_handle.values():
-            sequence.standing = self._shares.standing(sequence.request.root, sequence.request.precedence)
+            request = sequence.request
+            sequence.standing = self._shares.standing(request.root, request.precedence, sequence.has_started)
 
     def siblings(self, attempt_id: AttemptId) -> Iterator[Sequence]:
         """Yields a request's sequences that have not ended; none for an unknown request."""

@@ -15,6 +15,7 @@ from statistics import median
 
 from router.workers.members import Member
 from wire.ids import WorkerId
+from wire.load.fairness import never
 
 LEAST_GAIN_S, LEAST_GAIN_SHARE = 0.05, 0.1
 """The least time that a move saves, and its least share of the time until the prompt would be computed."""
@@ -27,7 +28,8 @@ class QueuedPrompt:
     """A prompt at a prefill worker. num_tokens: its tokens that no worker is thought to have.
 
     priority: the lower is computed first. missing: counts the tokens that another worker computes if the prompt moves
-    there. recall: asks the worker to return the prompt. may_move: whether the router may recall it.
+    there. recall: asks the worker to return the prompt. may_move: whether the router may recall it. is_deferred: tells
+    whether it is behind others of its priority now.
     """
 
     member: Member
@@ -36,6 +38,7 @@ class QueuedPrompt:
     missing: Callable[[WorkerId], int]
     recall: Callable[[], None]
     may_move: bool = True
+    is_deferred: Callable[[], bool] = never
 
 
 def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], destination: WorkerId, token_s: float) -> list[QueuedPrompt]:
@@ -43,7 +46,10 @@ def choose_moves(queues: Sequence[Sequence[QueuedPrompt]], destination: WorkerId
 
     queues: prompts by worker, in order of arrival. token_s: seconds of prefill a token.
     """
-    movable = [sorted((one for one in queue if one.may_move), key=lambda one: one.priority) for queue in queues]
+    movable = [
+        sorted((one for one in queue if one.may_move), key=lambda one: (one.priority, one.is_deferred()))
+        for queue in queues
+    ]
     left = [sum(one.num_tokens for one in queue) for queue in queues]
     moves, num_moved_tokens = list[QueuedPrompt](), 0
     while len(moves) < MAX_MOVES and (candidates := [queue for queue, prompts in enumerate(movable) if prompts]):

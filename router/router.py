@@ -1,6 +1,7 @@
 """A router without its ports: the assembly of the parts that serve requests."""
 
 import asyncio
+import math
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +22,7 @@ from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
 from router.requests.attempt import Services
 from router.requests.dispatch import Dispatcher
+from router.requests.forecast import Forecast
 from router.requests.prompt import PromptPreparer
 from router.requests.replay import IsolatedRetries, Quarantine
 from router.requests.tokenizing import NO_PREFIXES, PublicPrefixes
@@ -77,7 +79,7 @@ class Router:
         self._prompts = PromptPreparer(codec=codec, renderer=renderer or NoRenderer(), prefixes=prefixes)
         self._namespaces = OtherNamespaces(config, lambda: [one.model.namespace for one in self.versions])
         self._moves = PromptMoves(partial(self.members.ready, Role.PREFILL), lambda: self.holds.full_nodes)
-        traces = config.traces
+        traces, limits = config.traces, config.limits
         self._exporter = TraceExporter(traces.endpoint) if traces.endpoint is not None else None
         services = Services(
             prompts=self._prompts,
@@ -88,10 +90,10 @@ class Router:
             mark_lost=self.membership.mark_lost,
             metrics=self.metrics,
             namespaces=self._namespaces,
-            demand=DemandMeter(config.limits, self.members),
+            demand=DemandMeter(limits, self.members),
             shares=shares,
             moves=self._moves,
-            limits=config.limits,
+            forecast=Forecast(math.inf if limits.ttft_ms is None else limits.ttft_ms / 1000),
             traces=None if self._exporter is None else Traces(traces.ratio, model.name, self._exporter),
         )
         self.dispatcher = Dispatcher(services, self.versions, Admission(config.settings), config.settings)

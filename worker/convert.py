@@ -20,7 +20,7 @@ from wire.convert import (
 from wire.errors import BatonError, ConfigError, InvalidRequest, require
 from wire.ids import MAX_SESSION_LEN, AttemptId, BlockKey, NamespaceRoot, is_attempt_id
 from wire.kv_policy import Dropping, parse_dropping
-from wire.load.fairness import MAX_PRIORITY, MAX_WEIGHT, Precedence, never
+from wire.load.fairness import MAX_PRIORITY, MAX_WEIGHT, Precedence, deferred_between
 from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, FarStatus, Tier
 
@@ -107,18 +107,10 @@ def _precedence(message: worker_pb2.Begin, clock: Callable[[], float]) -> Preced
     require(0 < weight <= MAX_WEIGHT, "weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
     require(abs(message.priority) <= MAX_PRIORITY, "priority", f"must be at most {MAX_PRIORITY} from 0")
     require(0 <= output_cost < math.inf, "output_cost", "must be 0 or more, and finite")
-    return Precedence(weight, message.priority, output_cost, _deferral(message, clock))
-
-
-def _deferral(message: worker_pb2.Begin, clock: Callable[[], float]) -> Callable[[], bool]:
-    """Returns a function that tells whether the request is deferred by now."""
     after_s, until_s = message.deferred_after_s, message.deferred_until_s
     require(0 <= after_s < math.inf, "deferred_after_s", "must be 0 or more, and finite")
     require(0 <= until_s < math.inf, "deferred_until_s", "must be 0 or more, and finite")
-    if not until_s:
-        return never
-    began_s = clock()
-    return lambda: after_s <= clock() - began_s < until_s
+    return Precedence(weight, message.priority, output_cost, deferred_between(after_s, until_s, clock))
 
 
 def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:

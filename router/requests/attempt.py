@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from router.config import LatencyBounds
 from router.disaggregation import PrefillReason
 from router.moves import PromptMoves, QueuedPrompt
 from router.observe.counterfactual import RequestCosts
@@ -49,7 +48,7 @@ from wire.errors import (
 )
 from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id, attempt_numbers
 from wire.journal import Kind
-from wire.load.fairness import OUTPUT_COST, FairShares
+from wire.load.fairness import OUTPUT_COST, FairShares, deferred_between
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role, WorkerState
@@ -59,8 +58,7 @@ from wire.pools import Role, WorkerState
 class Services:
     """The parts that all requests share. mark_lost: takes the id of a lost worker. traces: None if off.
 
-    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use. limits:
-    decide which prompts are deferred.
+    attempt_numbers: unique numbers, for a client may reuse an id while workers still know its first use.
     """
 
     prompts: PromptPreparer
@@ -78,7 +76,6 @@ class Services:
     shares: FairShares = field(default_factory=FairShares)
     forecast: Forecast = field(default_factory=Forecast)
     moves: PromptMoves = field(default_factory=PromptMoves)
-    limits: LatencyBounds = field(default_factory=LatencyBounds)
     attempt_numbers: Iterator[int] = field(default_factory=attempt_numbers)
 
 
@@ -241,6 +238,7 @@ class Attempt:
             missing=route.num_missing,
             recall=partial(member.line.recall, self.id),
             may_move=not (self.history.is_moved or self.is_alone),
+            is_deferred=deferred_between(*self._deferral_s(route, member), self._clock),
         )
 
     def _cost(self, route: Route) -> float:
@@ -342,16 +340,17 @@ class Attempt:
         )
 
     def _deferral_s(self, route: Route, member: Member) -> tuple[float, float]:
-        """Returns the seconds from now between which the prompt is deferred at a prefill worker, (0.0, 0.0) for never.
+        """Returns the seconds from now between which a prefill worker defers the prompt, (0.0, 0.0) for never.
 
-        A worker that has learned no speed counts like the slowest of the others.
+        A worker that has learned no speed counts like the slowest of the others. A prompt that is tried alone is not
+        deferred: others wait for it.
         """
-        request, now_s, limit_ms = self.request, self._clock(), self.request.services.limits.ttft_ms
-        if limit_ms is None:
-            return 0.0, 0.0
-        token_s = member.prefill_token_s or max(request.services.placement.token_s(route), default=0.0)
-        computes_s, left_s = route.num_missing(member.id) * token_s, request.admitted.deadline_s - now_s
-        return deferral_s(limit_ms / 1000, request.journal.age_s(now_s), computes_s, left_s) or (0.0, 0.0)
+        admitted, forecast, now_s = self.request.admitted, self.request.services.forecast, self._clock()
+        token_s = member.prefill_token_s or max(self.request.services.placement.token_s(route), default=0.0)
+        left_s = admitted.deadline_s - now_s - forecast.answer_s(admitted.tenant, self.request.prompt.sampling)
+        age_s, computes_s = admitted.journal.age_s(now_s), route.num_missing(member.id) * token_s
+        found = None if self.is_alone else deferral_s(forecast.limit_s, age_s, computes_s, left_s)
+        return found or (0.0, 0.0)
 
     def _taker(
         self,

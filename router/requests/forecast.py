@@ -9,6 +9,7 @@ A request that is forecast to miss its deadline, and would wait for others, is r
 are learned. A prompt that misses the limit on its first token is deferred (`deferral_s`).
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +37,14 @@ def deferral_s(limit_s: float, age_s: float, computes_s: float, left_s: float) -
     """Returns the seconds from now between which a prompt is deferred; None if it never is.
 
     Prompts that can have their first token within the limit go before a deferred one, which no longer can. That ends
-    when the request is MAX_AGE limits old, or half of its life is over.
+    when the request is MAX_AGE limits old, or half of its life is over. A prompt that alone takes longer than the limit
+    is never deferred: it would always be.
 
-    limit_s: from `slo.ttft_ms`. age_s: since the request's arrival. computes_s: what its prompt alone takes. left_s:
-    until its deadline.
+    limit_s: on the first token. age_s: since the request's arrival. computes_s: what its prompt alone takes. left_s:
+    until its answer must begin.
     """
+    if not computes_s < limit_s:
+        return None
     after_s = max(0.0, limit_s - computes_s - age_s)
     until_s = min(MAX_AGE * limit_s, (age_s + left_s) / 2) - age_s
     return (after_s, until_s) if after_s < until_s else None
@@ -56,9 +60,13 @@ class PromptAhead:
 
 
 class Forecast:
-    """The prompts under way at a router, and what it has learned of its workers and its tenants."""
+    """The prompts under way at a router, and what it has learned of its workers and its tenants.
 
-    def __init__(self) -> None:
+    limit_s: on a request's first token.
+    """
+
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self.limit_s = limit_s
         self._queued: dict[object, PromptAhead] = {}
         self._token = Duration(_TOKEN_PRIOR_S)
         self._answer_len: OrderedDict[Hashable, float] = OrderedDict()
@@ -85,7 +93,7 @@ class Forecast:
         if not token_s or self._token.learned_s is None:
             return None
         wait_s = self._num_ahead(prompt) / sum(1 / one for one in token_s)
-        own_s = prompt.num_tokens * max(token_s) + self._token.mean_s * self._num_output(prompt.tenant, answer)
+        own_s = prompt.num_tokens * max(token_s) + self.answer_s(prompt.tenant, answer)
         late_s = wait_s + own_s + self._margin_s - left_s
         if late_s > 0 and wait_s > 0:
             retry_s = min(late_s, wait_s)
@@ -95,8 +103,15 @@ class Forecast:
             )
         return wait_s + own_s
 
+    def answer_s(self, tenant: Hashable, answer: SamplingParams) -> float:
+        """Returns the seconds that an answer will take."""
+        return self._token.mean_s * self._num_output(tenant, answer)
+
     def learn(self, journal: RequestJournal, tenant: Hashable) -> None:
-        """Learns from an ended request: the time of a token, the length of answers, and the error of its forecast."""
+        """Learns from an ended request: the time of a token, the length of answers, and the error of its forecast.
+
+        The time beyond the limit until its first token is no error: its prompt was deferred.
+        """
         if journal.outcome not in LATE:
             return
         if journal.inter_token_s is not None:
@@ -107,7 +122,9 @@ class Forecast:
             if len(self._answer_len) > MAX_TENANTS:
                 self._answer_len.popitem(last=False)
         if journal.forecast_s is not None:
-            self._errors_s.append(journal.timeline.total_ms / 1000 - journal.forecast_s)
+            total_s = journal.timeline.total_ms / 1000
+            first_s = total_s if journal.ttft_s is None else journal.ttft_s
+            self._errors_s.append(total_s - journal.forecast_s - max(0.0, first_s - self.limit_s))
 
     @property
     def _margin_s(self) -> float:

@@ -277,6 +277,25 @@ async def test_a_prefill_worker_is_told_when_a_prompt_is_deferred() -> None:
         await client.completed()
 
 
+async def test_a_prompt_at_another_worker_is_as_old_as_it_is_and_its_last_attempt_is_not_deferred() -> None:
+    config = replace(CONFIG, limits=LatencyBounds(ttft_ms=2000.0))
+    async with stage_of("p0", "p1", "d0", config=config) as stage:
+        client, pool, until_s = stage.open(), (stage["p0"], stage["p1"]), list[float]()
+        for number in range(MAX_ATTEMPTS):
+            await until(lambda: sum(len(worker.begins) for worker in pool) == len(until_s) + 1)
+            begins = (begin for worker in pool for begin in worker.begins)
+            begin = max(begins, key=lambda one: number_of(AttemptId(one.id)))
+            until_s.append(begin.deferred_until_s)
+            worker = next(worker for worker in pool if begin in worker.begins)
+            if number < MAX_ATTEMPTS - 1:
+                await asyncio.sleep(0.1)
+                worker.say(error=LOST)
+        assert until_s[0] - until_s[1] == pytest.approx(0.1, abs=0.08)
+        assert until_s[2] == 0.0, "other requests wait until its last attempt has ended"
+        worker.say(tokens("a", 0, finish_reason=LENGTH), ends=True)
+        await client.completed()
+
+
 async def test_a_lost_decode_worker_is_followed_by_another_with_all_tokens_so_far(stage: Stage) -> None:
     client = await stage.prefilled()
     stage["d0"].say(tokens("bc", 1))

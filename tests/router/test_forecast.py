@@ -137,17 +137,40 @@ def test_a_request_that_was_refused_teaches_nothing() -> None:
         pytest.param(0.0, 0.0, 99.0, (10.0, 30.0), id="from the limit to three limits"),
         pytest.param(0.0, 2.0, 99.0, (8.0, 30.0), id="its own time counts"),
         pytest.param(4.0, 2.0, 99.0, (4.0, 26.0), id="it has waited"),
-        pytest.param(4.0, 12.0, 99.0, (0.0, 26.0), id="it is late"),
+        pytest.param(9.0, 2.0, 99.0, (0.0, 21.0), id="it is late"),
         pytest.param(0.0, 2.0, 40.0, (8.0, 20.0), id="until half of its life is over"),
-        pytest.param(4.0, 12.0, 16.0, (0.0, 6.0), id="half of its life, and it has waited"),
+        pytest.param(9.0, 2.0, 21.0, (0.0, 6.0), id="half of its life, and it has waited"),
         pytest.param(0.0, 0.0, 15.0, None, id="half of its life is over before it is late"),
         pytest.param(31.0, 2.0, 99.0, None, id="it is old"),
         pytest.param(4.0, 2.0, -1.0, None, id="its life is over"),
-        pytest.param(4.0, math.inf, 99.0, (0.0, 26.0), id="a worker without end"),
-        pytest.param(4.0, math.nan, 99.0, (0.0, 26.0), id="a worker's nonsense"),
+        pytest.param(0.0, 10.0, 99.0, None, id="alone it takes the limit"),
+        pytest.param(4.0, math.nan, 99.0, None, id="a worker's nonsense"),
     ],
 )
 def test_a_late_prompt_is_deferred_for_a_time(
     age_s: float, computes_s: float, left_s: float, deferral: tuple[float, float] | None
 ) -> None:
     assert deferral_s(10.0, age_s, computes_s, left_s) == deferral
+
+
+def test_without_a_limit_no_prompt_is_deferred() -> None:
+    assert deferral_s(Forecast().limit_s, 4.0, 2.0, 99.0) is None
+
+
+def test_what_deferral_added_is_no_error_of_a_forecast() -> None:
+    """Else one burst would have the next requests with a deadline refused."""
+    forecasts = [Forecast(limit_s) for limit_s in (math.inf, 2.0)]
+    for forecast in forecasts:
+        for _ in range(20):
+            journal = ended(expected_s=1.0, late_s=0.0)
+            forecast.learn(journal, "a")
+        late = RequestJournal(QualifiedId("r"), 0.0)
+        late.expect(3.0, 0.0)
+        late.gain(0, 1, 12.0)
+        late.end(pb.Complete(choices=[pb.Choice(finish_reason=pb.FINISH_REASON_STOP)]), 13.0)
+        forecast.learn(late, "a")
+    without, limited = (end_s(one, [PromptAhead("a", 100)], PromptAhead("a", 100), left_s=1e9) for one in forecasts)
+    assert without == limited, "the margin is not in what is told"
+    with pytest.raises(Overloaded):
+        end_s(forecasts[0], [PromptAhead("a", 100)], PromptAhead("a", 100), left_s=6.0)
+    assert end_s(forecasts[1], [PromptAhead("a", 100)], PromptAhead("a", 100), left_s=6.0) == limited

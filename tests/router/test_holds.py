@@ -184,23 +184,26 @@ def test_a_hold_makes_the_equal_part_of_others_larger() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["ask", "release"]))))
-def test_a_waiting_attempt_is_returned_once_and_a_released_one_holds_nothing(steps: list[tuple[str, str]]) -> None:
-    budget = HoldBudget()
-    budget.resize(8)
-    asked, told = set[AttemptId](), set[AttemptId]()
-    for name, action in steps:
-        number = ord(name)
-        if action == "ask":
-            asked.add(attempt(name))
-            told.update(budget.ask(attempt(name), keys(*range(number, number + number % 4)), Claim(chr(number % 3))))
+@given(st.lists(st.tuples(st.sampled_from("abcghi"), st.booleans(), st.sampled_from("hlm"), st.integers(1, 6))))
+def test_a_waiting_attempt_is_returned_once_and_a_released_one_holds_nothing(
+    steps: list[tuple[str, bool, str, int]],
+) -> None:
+    budget = of_three_tenants()
+    waiting, held = set[AttemptId](), set[AttemptId]()
+    for name, asks, tenant, size in steps:
+        one, first = attempt(name), 100 + 10 * (ord(name) - ord("a"))
+        if asks and one not in waiting | held:
+            waiting.add(one)
+            may_start = budget.ask(one, keys(*range(first, first + size)), Claim(tenant))
         else:
-            told.update(budget.release(attempt(name)))
-            asked.discard(attempt(name))
-            told.discard(attempt(name))
-        assert budget.num_blocks <= 9
-        assert budget.num_waiting == len(asked - told)
-    for name in "abcdef":
+            may_start = budget.release(one)
+            waiting.discard(one)
+            held.discard(one)
+        assert waiting.issuperset(may_start)
+        waiting.difference_update(may_start)
+        held.update(may_start)
+        assert budget.num_waiting == len(waiting)
+    for name in "abcdefghi":
         budget.release(attempt(name))
     assert budget.num_blocks == 0
     assert budget.ask(A, keys(1)) == [A]

@@ -16,7 +16,13 @@ from wire.pools import Role, Worker, WorkerState
 MS = 0.001
 
 
-def prompt(num_tokens: int, priority: int = 0, may_move: bool = True, missing: int | None = None) -> QueuedPrompt:
+def prompt(
+    num_tokens: int,
+    priority: int = 0,
+    may_move: bool = True,
+    missing: int | None = None,
+    is_deferred: bool = False,
+) -> QueuedPrompt:
     """A prompt at p0; p1 misses as many of its tokens, or `missing`."""
     elsewhere = num_tokens if missing is None else missing
     return QueuedPrompt(
@@ -26,6 +32,7 @@ def prompt(num_tokens: int, priority: int = 0, may_move: bool = True, missing: i
         missing=lambda _: elsewhere,
         recall=lambda: None,
         may_move=may_move,
+        is_deferred=lambda: is_deferred,
     )
 
 
@@ -85,6 +92,13 @@ def test_prompts_that_stay_are_passed_over_and_the_least_urgent_move_first() -> 
     begun = prompt(100, may_move=False)
     assert chosen([begun, usual, moved_before, urgent]) == [urgent, usual]
     assert chosen([begun, usual, urgent]) == [usual]
+
+
+def test_deferred_prompts_are_behind_others_of_their_priority_and_move_before_them() -> None:
+    late, usual, unimportant = prompt(400, is_deferred=True), prompt(100), prompt(60, priority=1)
+    begun = prompt(100, may_move=False)
+    assert chosen([begun, late, usual]) == [late]
+    assert chosen([begun, late, usual, unimportant]) == [late, unimportant]
 
 
 def test_a_prompt_with_cached_blocks_moves_only_where_it_ends_sooner_without_them() -> None:

@@ -34,6 +34,14 @@ def never() -> bool:
     return False
 
 
+def deferred_between(after_s: float, until_s: float, clock: Callable[[], float]) -> Callable[[], bool]:
+    """Returns a function that tells whether a request is deferred by now. The seconds count from this call."""
+    if not until_s:
+        return never
+    began_s = clock()
+    return lambda: after_s <= clock() - began_s < until_s
+
+
 @dataclass(frozen=True)
 class Precedence:
     """The precedence that a request brings along. weight: its tenant's share beside others'.
@@ -145,9 +153,10 @@ class FairShares:
         """Returns the part of a tenant's counter for generated tokens."""
         return self._accounts[tenant].output_cost if tenant in self._accounts else 0.0
 
-    def standing(self, tenant: Hashable, precedence: Precedence) -> Standing:
-        """Returns the present standing of a tenant's request."""
-        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority, precedence.is_deferred())
+    def standing(self, tenant: Hashable, precedence: Precedence, has_begun: bool = False) -> Standing:
+        """Returns the present standing of a tenant's request; one that has begun is not deferred any more."""
+        is_deferred = not has_begun and precedence.is_deferred()
+        return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority, is_deferred)
 
     def check(self) -> list[str]:
         """Lists tenants with open requests; empty if no request is open."""

@@ -106,7 +106,7 @@ def test_prompts_in_time_go_before_late_ones() -> None:
         return sum(ttft_s > limit_s for ttft_s in ttfts_s)
 
     without, limited = ttfts(LatencyBounds()), ttfts(LatencyBounds(ttft_ms=1000 * limit_s))
-    assert 2 * num_late(limited) <= num_late(without)
+    assert 3 * num_late(limited) <= 2 * num_late(without)
     assert max(limited) <= MAX_AGE * limit_s + burst_s, "then it has its place again, behind the others of the burst"
 
 
