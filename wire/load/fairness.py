@@ -154,7 +154,7 @@ class FairShares:
         return self._accounts[tenant].output_cost if tenant in self._accounts else 0.0
 
     def standing(self, tenant: Hashable, precedence: Precedence, has_begun: bool = False) -> Standing:
-        """Returns the present standing of a tenant's request; one that has begun is not deferred any more."""
+        """Returns the present standing of a tenant's request; a request that has begun is not deferred any more."""
         is_deferred = not has_begun and precedence.is_deferred()
         return Standing(tenant, self.spent(tenant), precedence.weight, precedence.priority, is_deferred)
 
