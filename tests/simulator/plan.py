@@ -241,6 +241,14 @@ class Plan:
         kinds = [fault.kind for fault in self.faults if fault.kind in LOSSES]
         return len(kinds) + kinds.count(Kind.NODE_GONE) <= MAX_TRANSPARENT_LOSSES
 
+    def is_transparent_to(self, ask: Ask) -> bool:
+        """Whether this client is promised its whole answer.
+
+        Each router tries requests alone by itself, so a request that one tries alone may meet another's poison.
+        """
+        poisons = {one.tenant % self.num_routers for one in self.asks if one.client is Client.POISONS}
+        return self.is_transparent and poisons <= {ask.tenant % self.num_routers}
+
     def __str__(self) -> str:
         asks = [f"  request {number}: {one}" for number, one in enumerate(self.asks)]
         faults = [f"  {fault}" for fault in self.faults]

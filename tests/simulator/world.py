@@ -145,7 +145,7 @@ class World:
         self.run.took_s = [client.took_s for client in clients]
         self.run.num_cut = [client.num_cut for client in clients]
         for client in clients:
-            client.judge_loss(plan.is_transparent)
+            client.judge_loss(plan.is_transparent_to(client.ask))
         if self.run.outcomes.count(NO_NUMBERS) > sum(fault.kind is Kind.NO_NUMBERS for fault in self.run.struck):
             self.watch.violated("promise", "more requests than one ended over logits that are no numbers")
 
