@@ -21,7 +21,7 @@ from wire.pools import PoolSizes, Role
 REVERSE_S = 60.0
 """Least time between two orders of a pool in opposite directions."""
 CLEAR_S = 20.0
-"""Time in which a backlog of prompts is to be gone, or `slo.ttft_ms` if that is longer."""
+"""Time in which the pool clears a backlog of prompts; `slo.ttft_ms` if that is longer."""
 MOST_FACTOR = 2.0
 GAIN, RESERVE_GAIN = 0.02, 0.03
 """Growth of the factor, and of the reserve in workers, for each late request beyond 1 - `slo.share` of all."""
