@@ -22,7 +22,7 @@ def write_result(
     table: rows of another one, to stand above it; the first is its head.
     """
     machine = MachineState.measure()
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_named, sys.argv[1:])])
     date, made_by = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", commit()
     above = [*_rows(table[:1]), "|---" * len(table[0]) + "|", *_rows(table[1:]), ""] if table else []
     rows = ["| figure | value |", "|---|---|", *_rows(list(figures.items()))]
@@ -41,6 +41,11 @@ def write_result(
         "details": dict(details),
     }
     (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _named(argument: str) -> str:
+    """Returns the name alone of a file or folder, which lies elsewhere on each machine."""
+    return Path(argument).name if "/" in argument and Path(argument).exists() else argument
 
 
 def _rows(rows: Sequence[Sequence[object]]) -> list[str]:
