@@ -18,6 +18,7 @@ from typing import cast
 
 from cli.bench.schedule import TraceRow
 from prefill_worker.behaviour import PrefillBatcher
+from router.config import RouterSettings
 from router.moves import QueuedPrompt, choose_moves
 from router.observe.demand import Demand
 from router.requests.forecast import deferral_s
@@ -27,8 +28,6 @@ from wire.load.fairness import deferred_between
 from wire.pools import PoolSizes
 
 POLL_EVERY_S = 2.0
-LIFE_S = 600.0
-"""The time until deadlines, as `router.max_deadline_s`."""
 NO_MEMBER = cast(Member, None)
 """The choice of prompts does not ask for their workers."""
 
@@ -197,7 +196,7 @@ class Pools:
                 priority=0,
                 missing=lambda _: num_tokens,
                 recall=lambda: None,
-                is_deferred=self._deferral(request, now_s),
+                is_deferred=self._deferral(request),
                 request=request,
                 left=num_tokens,
             ),
@@ -207,9 +206,9 @@ class Pools:
         self._sums["num_prompts"] += 1
         self._sums["prompt_tokens"] += num_tokens
 
-    def _deferral(self, request: int, now_s: float) -> Callable[[], bool]:
+    def _deferral(self, request: int) -> Callable[[], bool]:
         computes_s = self._rows[request].input_len * self._costs.prefill_token_s
-        found = deferral_s(self._limits[0], 0.0, computes_s, LIFE_S)
+        found = deferral_s(self._limits[0], 0.0, computes_s, RouterSettings.max_deadline_s)
         return deferred_between(*(found or (0.0, 0.0)), lambda: self._now_s)
 
     def _at(self, at_s: float, event: Callable[[float], None]) -> None:

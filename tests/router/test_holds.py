@@ -203,6 +203,7 @@ def test_a_waiting_attempt_is_returned_once_and_a_released_one_holds_nothing(
         waiting.difference_update(may_start)
         held.update(may_start)
         assert budget.num_waiting == len(waiting)
+        assert budget.num_blocks <= 36, "three quarters of the arena, and one attempt more"
     for name in "abcdefghi":
         budget.release(attempt(name))
     assert budget.num_blocks == 0
